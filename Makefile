@@ -1,0 +1,70 @@
+# `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
+# PYTHON=/path/to/python3 picks the interpreter, DEMO="--steps 50" hands options to the demo, TESTS="-k qk" to pytest.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
+MATRIX := 4.57.6 5.23.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Two workers of one thread each: with more threads than cores the tests get slower, not faster.
+PYTEST := -m pytest -n 2
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test lint format matrix clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(READY) ## train stock and fused twins on real text and compare them; the picture lands in build/demo
+	$(BIN)/fused-norm demo --out build/demo $(DEMO)
+
+test: $(READY) ## run the tests
+	$(BIN)/python $(PYTEST) $(TESTS)
+
+lint: $(READY) ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY) ## fix style and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+matrix: $(MATRIX:%=matrix-%) ## run the tests that touch transformers against its oldest and newest supported release
+
+matrix-%: .matrix/%/.ready
+	.matrix/$*/bin/python $(PYTEST) tests/patcher tests/model_configs tests/convergence $(TESTS)
+
+clean: ## remove the virtual environments and everything built
+	rm -rf $(VENV) .matrix build dist .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ensurepip is what Debian's python3 lacks until python3-venv is installed.
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
+
+$(READY): pyproject.toml constraints.txt
+	@for python in $(PYTHON); do \
+		if $$python -c '$(USABLE)' 2>/dev/null; then exec $$python -m venv $(VENV); fi; \
+	done; \
+	echo "None of '$(PYTHON)' is a Python 3.10 or newer with its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
+	echo "Install one, or name one: make PYTHON=/path/to/python3" >&2; \
+	exit 1
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# An environment on top of the first one holds only what another transformers needs in other versions; torch is shared.
+PARENT = import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))
+CHILD = import sysconfig; print(sysconfig.get_path("purelib") + "/parent.pth")
+
+.PRECIOUS: .matrix/%/.ready
+.matrix/%/.ready: $(READY)
+	$(BIN)/python -m venv --without-pip --clear .matrix/$*
+	@$(BIN)/python -c '$(PARENT)' >"$$(.matrix/$*/bin/python -c '$(CHILD)')"
+	.matrix/$*/bin/python -m pip install --disable-pip-version-check transformers==$* accelerate datasets peft
+	.matrix/$*/bin/python -c 'import transformers; assert transformers.__version__ == "$*", transformers.__file__'
+	@touch $@
