@@ -1,0 +1,163 @@
+"""Residual add and RMSNorm in one pass: operator, autograd, public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import check_norm, check_residual
+from .library import define
+from .norm_kernels import empty_outputs, launch_backward, launch_forward
+from .triton_utils import empty_rows_like, runs_kernels_on
+
+
+def _forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return launch_forward(x, residual, weight, eps, casting, zero_centered, save_rstd)
+
+
+def _forward_fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_outputs(x, residual, weight, casting, save_rstd)
+
+
+def _backward(
+    dy: Tensor,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    casting: str,
+    zero_centered: bool,
+    dx_dtype: torch.dtype | None,
+    dr_dtype: torch.dtype | None,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dr, dw = _empty_gradients(dy, ds, s, weight, rstd, casting, zero_centered, dx_dtype, dr_dtype, need_dw)
+    launch_backward(
+        dy,
+        ds,
+        s,
+        weight,
+        rstd,
+        casting,
+        zero_centered,
+        None if dx_dtype is None else dx,
+        None if dr_dtype is None else dr,
+        dw if need_dw else None,
+    )
+    return dx, dr, dw
+
+
+def _empty_gradients(
+    dy: Tensor,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    casting: str,
+    zero_centered: bool,
+    dx_dtype: torch.dtype | None,
+    dr_dtype: torch.dtype | None,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = s.new_empty(0) if dx_dtype is None else empty_rows_like(s, dx_dtype)
+    dr = s.new_empty(0) if dr_dtype is None else empty_rows_like(s, dr_dtype)
+    return dx, dr, weight.new_empty(weight.shape) if need_dw and weight is not None else s.new_empty(0)
+
+
+_forward_op = define(
+    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, str casting, bool zero_centered,"
+    " bool save_rstd) -> (Tensor y, Tensor s, Tensor rstd)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = define(
+    "add_rms_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, str casting,"
+    " bool zero_centered, ScalarType? dx_dtype, ScalarType? dr_dtype, bool need_dw)"
+    " -> (Tensor dx, Tensor dr, Tensor dw)",
+    _backward,
+    _empty_gradients,
+)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        y, s, rstd = _forward_op(x, residual, weight, eps, casting, zero_centered, True)
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.casting, ctx.zero_centered = casting, zero_centered
+        ctx.x_dtype, ctx.residual_dtype = x.dtype, residual.dtype
+        return y, s
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
+        dx = dr = dw = None
+        if dy is not None:
+            s, weight, rstd = ctx.saved_tensors
+            dx, dr, dw = _backward_op(
+                dy,
+                ds,
+                s,
+                weight,
+                rstd,
+                ctx.casting,
+                ctx.zero_centered,
+                ctx.x_dtype if need_dx else None,
+                ctx.residual_dtype if need_dr else None,
+                need_dw,
+            )
+        elif ds is not None:  # only the sum was used: its gradient goes to both, as copies
+            need_dw = False
+            dx = ds.to(ctx.x_dtype, copy=True) if need_dx else None
+            dr = ds.to(ctx.residual_dtype, copy=True) if need_dr else None
+        return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: str = "llama",
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The residual add and the RMSNorm of its sum, the sum read and written once.
+
+    ``s = residual + x``, rounded to its dtype; ``y = s * rsqrt(mean(s^2) + eps) * gamma`` of that rounded sum.
+
+    Args:
+        x: [..., N], the branch; dtypes and strides as in ``rms_norm``.
+        residual: x's shape and device; its dtype may differ.
+        weight: [N], or None.
+        eps, casting, zero_centered: as in ``rms_norm``, for the norm of the sum.
+
+    Returns:
+        ``(y, s)``: the norm and the new residual. s has the dtype that x and residual promote to; y follows from it.
+        Both have x's shape and memory order. Their gradients with respect to x and residual never share storage.
+
+    Raises:
+        TypeError: for a dtype that is not floating point.
+        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
+    """
+    check_norm("add_rms_norm", x, weight, casting, zero_centered)
+    check_residual("add_rms_norm", x, residual)
+    if not runs_kernels_on(x, residual, weight):
+        return reference.add_rms_norm(x, residual, weight, eps, casting, zero_centered)
+    differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
+    if torch.is_grad_enabled() and differentiable:
+        return _AddRMSNorm.apply(x, residual, weight, eps, casting, zero_centered)
+    y, s, _ = _forward_op(x, residual, weight, eps, casting, zero_centered, False)
+    return y, s

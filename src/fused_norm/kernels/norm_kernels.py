@@ -1,0 +1,418 @@
+"""The Triton kernels of RMSNorm, with or without the residual add in front of it, and their launchers.
+
+Names in the kernels: M rows of N columns; ``row`` and ``col`` index them, ``live`` masks what is inside. ``x`` is the
+branch, ``r`` the residual, ``s`` their sum (or x itself where there is no residual), ``w`` the weight, ``gamma`` what a
+row is multiplied by, ``x_hat`` the normalised row, ``rstd`` = 1/sqrt(mean(s^2) + eps). Arithmetic is fp32 throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .plans import backward_plan, forward_plan
+from .triton_utils import empty_rows_like, facts_of, on, round_to, same_rows
+
+_GRID_LIMIT = 65_535
+"""Programs along the second axis of a CUDA grid."""
+
+
+@triton.jit
+def _gamma(w, W_DTYPE: tl.constexpr, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """What a row is multiplied by, from the weight as fp32; only gemma adds the one without rounding it."""
+    if ZERO_CENTERED:
+        w = w + 1.0
+        if CASTING != "gemma":
+            w = round_to(w, W_DTYPE)
+    return w
+
+
+@triton.jit
+def _round_in_range(value, dtype: tl.constexpr):
+    """Rounded to ``dtype`` unless that overflows: fp16 squares go on in fp32 instead of as inf."""
+    rounded = round_to(value, dtype)
+    return tl.where(tl.abs(rounded) == float("inf"), value, rounded)
+
+
+@triton.jit
+def _square(s, dtype: tl.constexpr, CASTING: tl.constexpr):
+    if CASTING == "none":
+        return _round_in_range(s * s, dtype)
+    return s * s
+
+
+@triton.jit
+def _rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, CASTING: tl.constexpr):
+    """The factor the forward uses: rounded at each step where the casting says so."""
+    mean = sum_of_squares * (1.0 / N)
+    if CASTING == "none":
+        return round_to(tl.rsqrt(_round_in_range(_round_in_range(mean, dtype) + eps, dtype)), dtype)
+    return tl.rsqrt(mean + eps)
+
+
+@triton.jit
+def _normalise(s, rstd, w_ptr, col, in_row, x_dtype: tl.constexpr, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """``s * rstd * gamma`` for columns ``col``, with the rounding points of the casting before the last one."""
+    x_hat = s * rstd
+    if CASTING != "gemma":
+        x_hat = round_to(x_hat, x_dtype)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x_hat = x_hat * _gamma(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
+    return x_hat
+
+
+@triton.jit(do_not_specialize=["M"])
+def _forward_kernel(
+    x_ptr,  # [M, N]
+    r_ptr,  # [M, N] or None
+    w_ptr,  # [N] or None
+    y_ptr,  # [M, N]
+    s_ptr,  # [M, N] where there is a residual
+    rstd_ptr,  # [M] fp32 or None
+    M,
+    x_stride,
+    r_stride,
+    y_stride,
+    s_stride,
+    eps,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    in_row = col < N
+    live = (row < M)[:, None] & in_row[None, :]
+    s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+    s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
+    if r_ptr is not None:
+        r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        s = round_to(r + s, s_dtype)
+        tl.store(s_ptr + row[:, None] * s_stride + col[None, :], s, mask=live)
+    rstd = _rstd_from(tl.sum(_square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
+    if rstd_ptr is not None:
+        if CASTING == "none":
+            tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / N) + eps), mask=row < M)
+        else:
+            tl.store(rstd_ptr + row, rstd, mask=row < M)
+    y = _normalise(s, rstd[:, None], w_ptr, col, in_row, s_dtype, CASTING, ZERO_CENTERED)
+    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _forward_chunked_kernel(
+    x_ptr,  # [M, N]
+    r_ptr,  # [M, N] or None
+    w_ptr,  # [N] or None
+    y_ptr,  # [M, N]
+    s_ptr,  # [M, N]: the sum to write where there is a residual, x itself where there is none
+    rstd_ptr,  # [M] fp32 or None
+    x_stride,
+    r_stride,
+    y_stride,
+    s_stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    s_dtype: tl.constexpr = s_ptr.dtype.element_ty
+    squares = tl.zeros([1, BLOCK], tl.float32)
+    exact_squares = tl.zeros([1, BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        col = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
+        s = tl.load(x_ptr + row * x_stride + col, mask=col < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if r_ptr is not None:
+            s = round_to(tl.load(r_ptr + row * r_stride + col, mask=col < N, other=0.0).to(tl.float32) + s, s_dtype)
+            tl.store(s_ptr + row * s_stride + col, s, mask=col < N)
+        squares += _square(s, s_dtype, CASTING)
+        if CASTING == "none":
+            exact_squares += s * s
+    rstd = _rstd_from(tl.sum(squares, axis=1), eps, s_dtype, N, CASTING)
+    if rstd_ptr is not None:
+        exact = rstd
+        if CASTING == "none":
+            exact = tl.rsqrt(tl.sum(exact_squares, axis=1) * (1.0 / N) + eps)
+        tl.store(rstd_ptr + row + tl.arange(0, 1), exact)
+    tl.debug_barrier()  # the sums stored above are read again below, possibly by other threads of the program
+    for step in range(CHUNKS):
+        col = (CHUNKS - 1 - step) * BLOCK + tl.arange(0, BLOCK)
+        s = tl.load(s_ptr + row * s_stride + col[None, :], mask=(col < N)[None, :], other=0.0).to(tl.float32)
+        y = _normalise(s, rstd[:, None], w_ptr, col, col < N, s_dtype, CASTING, ZERO_CENTERED)
+        y = round_to(y, y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * y_stride + col[None, :], y, mask=(col < N)[None, :])
+
+
+@triton.jit
+def _load_gamma(w_ptr, col, in_row, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return _gamma(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
+
+
+@triton.jit
+def _store_input_grads(dx_ptr, dr_ptr, ds, row, dx_stride, dr_stride, col, live):
+    """Writes the sum's gradient to the branch, the residual, or both: two tensors, since gradients never alias."""
+    if dx_ptr is not None:
+        dx = round_to(ds, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + row * dx_stride + col, dx, mask=live)
+    if dr_ptr is not None:
+        dr = round_to(ds, dr_ptr.dtype.element_ty)
+        tl.store(dr_ptr + row * dr_stride + col, dr, mask=live)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _backward_kernel(
+    s_ptr,  # [M, N]
+    dy_ptr,  # [M, N]
+    ds_ptr,  # [M, N] or None: what else flows into the sum
+    w_ptr,  # [N] or None
+    rstd_ptr,  # [M] fp32
+    dx_ptr,  # [M, N] or None
+    dr_ptr,  # [M, N] or None
+    dw_ptr,  # [programs, N] fp32 or None: each program's share
+    M,
+    s_stride,
+    dy_stride,
+    ds_stride,
+    dx_stride,
+    dr_stride,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    RELOAD: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    in_row = col < N
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    gamma = tl.full([1, BLOCK], 1.0, tl.float32)
+    if w_ptr is not None and not RELOAD:
+        gamma = _load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
+    for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live = (row < M)[:, None] & in_row[None, :]
+        row_in = row[:, None]
+        s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_in * dy_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        if dw_ptr is not None:
+            dw += dy * (s * rstd)
+        if dx_ptr is not None or dr_ptr is not None:
+            if w_ptr is not None and RELOAD:
+                gamma = _load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
+            g = dy * gamma
+            pull = tl.sum(g * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
+            grad = rstd * (g - s * pull)
+            if ds_ptr is not None:
+                grad += tl.load(ds_ptr + row_in * ds_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+            _store_input_grads(dx_ptr, dr_ptr, grad, row_in, dx_stride, dr_stride, col[None, :], live)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
+
+
+@triton.jit
+def _backward_pull_kernel(
+    s_ptr,  # [M, N]
+    dy_ptr,  # [M, N]
+    w_ptr,  # [N] or None
+    rstd_ptr,  # [M] fp32
+    pull_ptr,  # [M] fp32
+    s_stride,
+    dy_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """For rows too wide to hold: ``rstd^2 * mean(dy * gamma * s)``, which every element of dx needs."""
+    row = tl.program_id(0).to(tl.int64)
+    products = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        in_row = (col < N)[None, :]
+        s = tl.load(s_ptr + row * s_stride + col[None, :], mask=in_row, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row * dy_stride + col[None, :], mask=in_row, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            g = g * _load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
+        products += g * s
+    rstd = tl.load(rstd_ptr + row)
+    tl.store(pull_ptr + row + tl.arange(0, 1), tl.sum(products, axis=1) * (rstd * rstd) * (1.0 / N))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _backward_columns_kernel(
+    s_ptr,  # [M, N]
+    dy_ptr,  # [M, N]
+    ds_ptr,  # [M, N] or None
+    w_ptr,  # [N] or None
+    rstd_ptr,  # [M] fp32
+    pull_ptr,  # [M] fp32
+    dx_ptr,  # [M, N] or None
+    dr_ptr,  # [M, N] or None
+    dw_ptr,  # [programs along rows, N] fp32 or None
+    M,
+    s_stride,
+    dy_stride,
+    ds_stride,
+    dx_stride,
+    dr_stride,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """The second half for wide rows: a block of columns of every row, given each row's pull."""
+    program = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_row = col < N
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    gamma = tl.full([1, BLOCK], 1.0, tl.float32)
+    if w_ptr is not None:
+        gamma = _load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
+    for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live = (row < M)[:, None] & in_row[None, :]
+        row_in = row[:, None]
+        s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_in * dy_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        if dw_ptr is not None:
+            dw += dy * (s * rstd)
+        if dx_ptr is not None or dr_ptr is not None:
+            pull = tl.load(pull_ptr + row, mask=row < M, other=0.0)[:, None]
+            grad = rstd * (dy * gamma - s * pull)
+            if ds_ptr is not None:
+                grad += tl.load(ds_ptr + row_in * ds_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+            _store_input_grads(dx_ptr, dr_ptr, grad, row_in, dx_stride, dr_stride, col[None, :], live)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _sum_shares_kernel(shares_ptr, dw_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """dw from the programs' shares, [P, N] to [N]: in a fixed order, rounded once, to the weight's dtype."""
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, P, ROWS):
+        program = start + tl.arange(0, ROWS)
+        live = (program < P)[:, None] & (col < N)[None, :]
+        total += tl.load(shares_ptr + program.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
+    dw = round_to(tl.sum(total, axis=0), dw_ptr.dtype.element_ty)
+    tl.store(dw_ptr + col, dw, mask=col < N)
+
+
+def launch_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    save_rstd: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the forward for validated tensors: ``(y, s, rstd)``; s is x where there is no residual.
+
+    rstd is fp32, x's shape with a last dimension of 1, and in x's memory order; empty unless ``save_rstd``.
+    """
+    y, total, rstd = empty_outputs(x, residual, weight, casting, save_rstd)
+    width = x.shape[-1]
+    if y.numel() == 0:
+        return y, total, rstd
+    (x, residual, out, sums), strides = same_rows(x, residual, y, None if residual is None else total)  # type: ignore[assignment]
+    rows = y.numel() // width
+    plan = forward_plan(width, facts_of(x.device))
+    weight = None if weight is None else weight.contiguous()
+    rstd_out = rstd if save_rstd else None
+    semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    x_stride, r_stride, y_stride, s_stride = strides
+    with on(x.device):
+        if plan.chunked:
+            if residual is None:
+                sums, s_stride = x, x_stride
+            _forward_chunked_kernel[(rows,)](
+                x, residual, weight, out, sums, rstd_out, x_stride, r_stride, y_stride, s_stride, eps,
+                N=width, BLOCK=plan.block, num_warps=plan.warps, **semantics,
+            )  # fmt: skip
+        else:
+            _forward_kernel[(triton.cdiv(rows, plan.rows),)](
+                x, residual, weight, out, sums, rstd_out, rows, x_stride, r_stride, y_stride, s_stride, eps,
+                N=width, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **semantics,
+            )  # fmt: skip
+    return y, total, rstd
+
+
+def empty_outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, casting: str, save_rstd: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward's outputs ``(y, s, rstd)``, not yet written; s is x itself where there is no residual."""
+    total = x
+    if residual is not None:
+        total = empty_rows_like(x, torch.promote_types(x.dtype, residual.dtype))
+    dtype = total.dtype
+    if weight is not None and casting != "gemma":
+        dtype = torch.promote_types(dtype, weight.dtype)
+    rstd = empty_rows_like(x, torch.float32, width=1) if save_rstd else x.new_empty(0, dtype=torch.float32)
+    return empty_rows_like(x, dtype), total, rstd
+
+
+def launch_backward(
+    dy: Tensor,
+    ds: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    casting: str,
+    zero_centered: bool,
+    dx: Tensor | None,
+    dr: Tensor | None,
+    dw: Tensor | None,
+) -> None:
+    """Writes the gradients asked for: ``dx`` and ``dr`` from ``empty_rows_like(total)``, ``dw`` [N] contiguous."""
+    width = total.shape[-1]
+    if total.numel() == 0:
+        if dw is not None:
+            dw.zero_()
+        return
+    rows = total.numel() // width
+    (total, dy, ds, dx, dr, rstd), strides = same_rows(total, dy, ds, dx, dr, rstd)  # type: ignore[assignment]
+    weight = None if weight is None else weight.contiguous()
+    column_bytes = sum(t.element_size() for t in (total, dy, ds, weight) if t is not None)
+    plan = backward_plan(width, column_bytes, facts_of(total.device))
+    tiles = triton.cdiv(rows, plan.rows)
+    blocks = triton.cdiv(width, plan.block)
+    programs = min(tiles, _GRID_LIMIT if dw is None else triton.cdiv(plan.programs, blocks))
+    shares = None if dw is None else torch.empty(programs, width, dtype=torch.float32, device=total.device)
+    semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    with on(total.device):
+        if plan.chunked:
+            pull = torch.empty(rows, dtype=torch.float32, device=total.device)
+            if dx is not None or dr is not None:
+                _backward_pull_kernel[(rows,)](
+                    total, dy, weight, rstd, pull, *strides[:2],
+                    N=width, BLOCK=4 * plan.block, num_warps=plan.warps, **semantics,
+                )  # fmt: skip
+            _backward_columns_kernel[(blocks, programs)](
+                total, dy, ds, weight, rstd, pull, dx, dr, shares, rows, *strides[:5],
+                N=width, ROWS=plan.rows, BLOCK=plan.block, STAGES=plan.stages, num_warps=plan.warps, **semantics,
+            )  # fmt: skip
+        else:
+            _backward_kernel[(programs,)](
+                total, dy, ds, weight, rstd, dx, dr, shares, rows, *strides[:5],
+                N=width, ROWS=plan.rows, BLOCK=plan.block, STAGES=plan.stages, RELOAD=plan.reload,
+                num_warps=plan.warps, **semantics,
+            )  # fmt: skip
+        if dw is not None:
+            _sum_shares_kernel[(triton.cdiv(width, 32),)](shares, dw, programs, N=width, ROWS=32, BLOCK=32, num_warps=4)

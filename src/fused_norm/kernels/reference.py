@@ -1,0 +1,69 @@
+"""The operators in plain PyTorch: the truth in tests, and the path of tensors no kernel runs on.
+
+Given float64 tensors the formulas compute in float64 throughout, which is what tests hold everything else against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    *,
+    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+) -> Tensor:
+    """RMSNorm of the last dimension, with the rounding points of ``casting`` (see ``NormSpec``).
+
+    ``inverse_root`` is how ``v ** -0.5`` is spelled: modelling code differs in it, in the last place of an fp32.
+    """
+    if casting == "none":
+        return _uncast(x, weight, eps, zero_centered, inverse_root)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_wide = x.to(wide)
+    x_hat = x_wide * inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+    if casting == "llama":
+        x_hat = x_hat.to(x.dtype)
+        return x_hat if weight is None else gamma(weight, zero_centered) * x_hat
+    if weight is not None:
+        x_hat = x_hat * gamma(weight.to(wide), zero_centered)
+    return x_hat.to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """``s = residual + x``, rounded to its dtype, and the norm of that rounded sum: ``(norm(s), s)``."""
+    total = residual + x
+    return rms_norm(total, weight, eps, casting, zero_centered), total
+
+
+def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    """The factor that the normalised row is multiplied by, in the weight's dtype."""
+    return 1.0 + weight if zero_centered else weight
+
+
+def _uncast(
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, inverse_root: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Every step rounded to x's dtype, except where that would overflow: fp16 squares go on in fp32 instead of as inf."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_wide = x.to(wide)
+    mean = _round_in_range(_round_in_range(x_wide * x_wide, x.dtype).mean(-1, keepdim=True), x.dtype)
+    shifted = _round_in_range(mean + eps, x.dtype)
+    narrow = shifted.to(x.dtype)
+    rstd = torch.where(narrow.isinf(), inverse_root(shifted), inverse_root(narrow)).to(x.dtype)
+    x_hat = x * rstd
+    return x_hat if weight is None else gamma(weight, zero_centered) * x_hat
+
+
+def _round_in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = value.to(dtype).to(value.dtype)
+    return torch.where(rounded.isinf(), value, rounded)

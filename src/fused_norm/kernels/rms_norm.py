@@ -1,0 +1,126 @@
+"""RMSNorm: operator, autograd, public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import check_norm
+from .library import define
+from .norm_kernels import empty_outputs, launch_backward, launch_forward
+from .triton_utils import empty_rows_like, runs_kernels_on
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+) -> tuple[Tensor, Tensor]:
+    y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, save_rstd)
+    return y, rstd
+
+
+def _forward_fake(
+    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+) -> tuple[Tensor, Tensor]:
+    y, _, rstd = empty_outputs(x, None, weight, casting, save_rstd)
+    return y, rstd
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    casting: str,
+    zero_centered: bool,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    dx, dw = _empty_gradients(dy, x, weight, rstd, casting, zero_centered, need_dx, need_dw)
+    launch_backward(
+        dy, None, x, weight, rstd, casting, zero_centered, dx if need_dx else None, None, dw if need_dw else None
+    )
+    return dx, dw
+
+
+def _empty_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    casting: str,
+    zero_centered: bool,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    dx = empty_rows_like(x) if need_dx else x.new_empty(0)
+    return dx, weight.new_empty(weight.shape) if need_dw and weight is not None else x.new_empty(0)
+
+
+_forward_op = define(
+    "rms_norm_forward(Tensor x, Tensor? weight, float eps, str casting, bool zero_centered, bool save_rstd)"
+    " -> (Tensor y, Tensor rstd)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = define(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str casting, bool zero_centered,"
+    " bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
+    _backward,
+    _empty_gradients,
+)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool) -> Tensor:
+        y, rstd = _forward_op(x, weight, eps, casting, zero_centered, True)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.casting, ctx.zero_centered = casting, zero_centered
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dx, dw = _backward_op(dy, x, weight, rstd, ctx.casting, ctx.zero_centered, need_dx, need_dw)
+        return dx if need_dx else None, dw if need_dw else None, None, None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: str = "llama",
+    zero_centered: bool = False,
+) -> Tensor:
+    """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    ``y = x * rsqrt(mean(x^2) + eps) * gamma``, gamma being ``weight`` or, zero-centered, ``1 + weight``.
+
+    Args:
+        x: [..., N], float32, bfloat16 or float16; float64 is computed by the PyTorch reference. Any strides; evenly
+            spaced rows are read where they are, others are copied first.
+        weight: [N] of any of these dtypes, or None.
+        eps: added to the mean of squares.
+        casting: ``llama``, ``gemma`` or ``none``: the rounding points and the output's dtype, see ``NormSpec``.
+        zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
+
+    Returns:
+        y, of x's shape and memory order. Its dtype is x's under ``gemma``, else what x and weight promote to.
+
+    Raises:
+        TypeError: for a dtype that is not floating point.
+        ValueError: for a weight of another width or device, an unknown casting, or a zero-centered norm without weight.
+        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
+    """
+    check_norm("rms_norm", x, weight, casting, zero_centered)
+    if not runs_kernels_on(x, weight):
+        return reference.rms_norm(x, weight, eps, casting, zero_centered)
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return _RMSNorm.apply(x, weight, eps, casting, zero_centered)
+    return _forward_op(x, weight, eps, casting, zero_centered, False)[0]

@@ -1,0 +1,135 @@
+"""What every kernel file shares: where kernels run, device facts, rounding, and rows in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .plans import Device
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
+
+_interpreted = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def round_to(value, dtype: tl.constexpr):
+    """fp32 values rounded to nearest even in ``dtype``, still as fp32.
+
+    Triton's interpreter truncates fp32 to bf16; there the bits are rounded by hand, so a later store is exact (but for
+    subnormal bf16, below 1.2e-38, which the interpreter's stores mangle).
+    """
+    if dtype == tl.float32:
+        return value
+    if _interpreted and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    return value.to(dtype).to(tl.float32)
+
+
+def runs_kernels_on(*tensors: Tensor | None) -> bool:
+    """Whether kernels take these tensors (meta tensors are traced); the PyTorch reference takes all others.
+
+    It also takes everything under forward-mode differentiation: a kernel would drop the tangents without a word.
+    """
+    if forward_ad._current_level >= 0:
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == torch.float64:
+            return False
+    assert tensors[0] is not None
+    device = tensors[0].device.type
+    return device in ("cuda", "xpu", "meta") or (device == "cpu" and INTERPRETED)
+
+
+@lru_cache(maxsize=64)
+def facts_of(device: torch.device) -> Device:
+    """The facts about ``device`` that launch plans use."""
+    if device.type == "cpu":
+        return Device(processors=4)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
+    return Device(processors, getattr(properties, "warp_size", 32), shared_memory)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` current for a launch, where it is not already (Triton launches on the current device)."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device)
+    if device.index is None or module.current_device() == device.index:
+        return contextlib.nullcontext()
+    return module.device(device)
+
+
+def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
+    """An empty tensor of x's shape, dense and in x's memory order, with every row (the last dimension) contiguous.
+
+    ``dtype`` and ``width``, the length of a row, are x's own unless given.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    shape = x.shape if width is None else (*x.shape[:-1], width)
+    if x.is_contiguous():
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    strides = [1] * x.dim()
+    step = shape[-1]
+    for dim in reversed(_memory_order(x)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+
+
+def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """The tensors with one row stride (in elements) each, counting the rows of all of them in one order.
+
+    All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so any order will do: it is the order of ``lead`` in memory, which makes
+    transposed heads as good as contiguous ones. A tensor whose rows are not evenly spaced in that order is copied;
+    one from ``empty_rows_like(lead)`` never is.
+    """
+    tensors = (lead, *others)
+    if all(t is None or t.is_contiguous() for t in tensors):
+        return list(tensors), [0 if t is None else t.shape[-1] for t in tensors]
+    order = _memory_order(lead)
+    arranged: list[Tensor | None] = []
+    strides: list[int] = []
+    for tensor in tensors:
+        stride = 0 if tensor is None else _row_stride(tensor, order)
+        if tensor is not None and stride is None:
+            tensor = empty_rows_like(lead, tensor.dtype, tensor.shape[-1]).copy_(tensor)
+            stride = _row_stride(tensor, order)
+        assert stride is not None, "a dense tensor in the lead's memory order has evenly spaced rows"
+        arranged.append(tensor)
+        strides.append(stride)
+    return arranged, strides
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The leading dimensions from the slowest to the fastest in memory."""
+    return sorted(range(x.dim() - 1), key=x.stride, reverse=True)
+
+
+def _row_stride(tensor: Tensor, order: list[int]) -> int | None:
+    """Elements from one row to the next when rows are counted in ``order``, or None where that is not one number."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        return None
+    innermost: int | None = None
+    expected = 0
+    for dim in reversed(order):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 1:
+            continue
+        if innermost is None:
+            innermost = stride
+        elif stride != expected:
+            return None
+        expected = stride * size
+    return tensor.shape[-1] if innermost is None else innermost

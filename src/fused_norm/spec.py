@@ -1,0 +1,49 @@
+"""What a norm computes, as data: the vocabulary every other file uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Casting = Literal["llama", "gemma", "none"]
+Kind = Literal["norm", "qk", "residual"]
+
+CASTINGS: tuple[Casting, ...] = get_args(Casting)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class FusedNormError(RuntimeError):
+    """A model that cannot be patched as asked; it is left as it was."""
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """The meaning of one RMSNorm: two norms with equal specs are interchangeable.
+
+    ``y = x * rsqrt(mean(x^2) + eps) * gamma``, where gamma is the weight, ``1 + weight`` when zero-centered, or
+    nothing when there is no weight.
+
+    Attributes:
+        casting: where results are rounded. ``llama``: computed in fp32, rounded to the input's dtype before gamma, and
+            the product has the promoted dtype of input and weight. ``gemma``: all of it in fp32, gamma included, and
+            one rounding to the input's dtype. ``none``: every step is rounded to the input's dtype, and the product has
+            the promoted dtype.
+        zero_centered: gamma is ``1 + weight``.
+        weighted: whether there is a weight at all.
+        eps: added to the mean of squares, in fp32.
+    """
+
+    casting: Casting
+    zero_centered: bool = False
+    weighted: bool = True
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.casting not in CASTINGS:
+            raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, not {self.casting!r}")
+        if self.zero_centered and not self.weighted:
+            raise ValueError("zero_centered needs a weight: without one there is no gamma to centre")
+
+    def __str__(self) -> str:
+        gamma = "1 + weight" if self.zero_centered else "weight" if self.weighted else "no weight"
+        return f"{self.casting}, {gamma}, eps {self.eps:g}"
