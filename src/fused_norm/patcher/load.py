@@ -1,0 +1,197 @@
+"""Patching at load: one call for code of your own, a ``with`` block for code you cannot change.
+
+AutoModel, pipelines, adapters and the classes themselves all end in ``PreTrainedModel.from_pretrained`` or
+``PreTrainedModel._from_config``, so these two are wrapped while a block is open and put back when the last one closes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .apply import apply_fused_norm
+from .options import FuseOptions
+from .report import PatchReport
+
+logger = logging.getLogger("fused_norm")
+
+_HOOKED = ("from_pretrained", "_from_config")
+
+
+def from_pretrained(
+    auto_class: Any, *args: Any, fused_norm: FuseOptions | Mapping[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """Load a model with ``auto_class.from_pretrained`` and patch it with ``apply_fused_norm``.
+
+    Args:
+        auto_class: what has the ``from_pretrained``: an AutoModel class, a model class, a PEFT AutoModel class.
+        *args: passed on untouched.
+        fused_norm: the options of ``apply_fused_norm``, as ``FuseOptions`` or a mapping. None means the defaults.
+        **kwargs: passed on untouched.
+
+    Returns:
+        What ``auto_class.from_pretrained`` returns: the model, or a tuple that starts with it when
+        ``output_loading_info=True``. Inside ``on_load`` the options given here win for this model.
+
+    Raises:
+        TypeError: an unknown option, or ``fused_norm`` is neither options nor a mapping. Nothing has been loaded.
+        ValueError: contradictory options. Nothing has been loaded.
+        FusedNormError: as ``apply_fused_norm``.
+    """
+    scope = _Scope(_as_options(fused_norm), parent=_current_scope())
+    return scope.build(functools.partial(auto_class.from_pretrained, *args, **kwargs))
+
+
+@contextmanager
+def on_load(
+    *, everywhere: bool = False, notify: Callable[[PatchReport], object] | None = None, **options: Any
+) -> Iterator[list[PatchReport]]:
+    """Patch every transformers model that is loaded or built from a config inside the ``with`` block.
+
+    Covered are ``from_pretrained`` and ``from_config`` of AutoModel and of model classes, and whatever calls them. A
+    model made by calling its class is not; call ``apply_fused_norm`` on it. A model that builds others on its way is
+    patched once, as a whole, when it is complete. Blocks nest: the options of the innermost one hold, and its reports
+    are in the lists of the outer ones too.
+
+    Args:
+        everywhere: cover every thread of the process, not only the context (thread, or asyncio task) of the block. A
+            block of the thread's own still wins there.
+        notify: called with each report, right after the model was patched.
+        **options: the options of ``apply_fused_norm``. Strict by default: a model with nothing to fuse raises.
+
+    Yields:
+        A list that receives the report of each model, in the order in which they are built.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: contradictory options.
+        FusedNormError: from inside the block, as ``apply_fused_norm``.
+    """
+    scope = _Scope(FuseOptions(**options), parent=_current_scope(), notify=notify)
+    _hooks.acquire(scope if everywhere else None)
+    token = _innermost.set(scope)
+    try:
+        yield scope.reports
+    finally:
+        # A task that outlives the block keeps this scope in its own copy of the context.
+        scope.open = False
+        _hooks.release(scope if everywhere else None)
+        _innermost.reset(token)
+
+
+@dataclass(eq=False)
+class _Scope:
+    """One open ``on_load`` block, or one call of ``from_pretrained``: how to patch, and who is told."""
+
+    options: FuseOptions
+    parent: _Scope | None
+    notify: Callable[[PatchReport], object] | None = None
+    reports: list[PatchReport] = field(default_factory=list)
+    open: bool = True
+
+    def build(self, load: Callable[[], Any]) -> Any:
+        """Call ``load`` with the hook off, so that models it builds inside stay whole, and patch what it returns."""
+        token = _building.set(True)
+        try:
+            result = load()
+        finally:
+            _building.reset(token)
+        model = result[0] if isinstance(result, tuple) else result
+        report = apply_fused_norm(model, **vars(self.options))
+        scope: _Scope | None = self
+        while scope is not None:
+            if scope.open:
+                scope.reports.append(report)
+                if scope.notify is not None:
+                    scope.notify(report)
+            scope = scope.parent
+        return result
+
+
+_innermost: ContextVar[_Scope | None] = ContextVar("fused_norm_scope", default=None)
+_building: ContextVar[bool] = ContextVar("fused_norm_building", default=False)
+
+
+def _current_scope() -> _Scope | None:
+    """The innermost open block of this context, or else the latest one that covers the process."""
+    scope = _innermost.get()
+    while scope is not None and not scope.open:
+        scope = scope.parent
+    return scope or _hooks.process_scope()
+
+
+class _Hooks:
+    """The wrappers on ``PreTrainedModel``: there while at least one block is open in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._process_scopes: list[_Scope] = []
+        self._installed: dict[str, tuple[Any, Any]] = {}
+
+    def process_scope(self) -> _Scope | None:
+        with self._lock:
+            return self._process_scopes[-1] if self._process_scopes else None
+
+    def acquire(self, process_scope: _Scope | None) -> None:
+        with self._lock:
+            if self._users == 0:
+                for name in _HOOKED:
+                    original = vars(PreTrainedModel)[name]
+                    self._installed[name] = (original, _hooked(original))
+                for name, (_, ours) in self._installed.items():
+                    setattr(PreTrainedModel, name, ours)
+            self._users += 1
+            if process_scope is not None:
+                self._process_scopes.append(process_scope)
+
+    def release(self, process_scope: _Scope | None) -> None:
+        with self._lock:
+            self._users -= 1
+            if process_scope is not None:
+                self._process_scopes.remove(process_scope)
+            if self._users:
+                return
+            for name, (original, ours) in self._installed.items():
+                if vars(PreTrainedModel).get(name) is ours:
+                    setattr(PreTrainedModel, name, original)
+                else:
+                    logger.warning(
+                        "PreTrainedModel.%s was replaced inside fused_norm.on_load() and is left as it is; "
+                        "the hook under it does nothing any more",
+                        name,
+                    )
+            self._installed.clear()
+
+
+_hooks = _Hooks()
+
+
+def _hooked(original: Any) -> classmethod[Any, Any, Any]:
+    """A classmethod like ``original`` that patches what it returns when a block is open here."""
+
+    @functools.wraps(getattr(original, "__func__", original))
+    def build(cls: type, *args: Any, **kwargs: Any) -> Any:
+        load = functools.partial(original.__get__(None, cls), *args, **kwargs)
+        scope = None if _building.get() else _current_scope()
+        return load() if scope is None else scope.build(load)
+
+    return classmethod(build)
+
+
+def _as_options(options: FuseOptions | Mapping[str, Any] | None) -> FuseOptions:
+    if options is None:
+        return FuseOptions()
+    if isinstance(options, FuseOptions):
+        return options
+    if isinstance(options, Mapping):
+        return FuseOptions(**options)
+    raise TypeError(f"fused_norm must be FuseOptions, a mapping of options or None, not {type(options).__name__}")

@@ -1,0 +1,205 @@
+"""Recognising a norm by what it computes.
+
+A shadow of the module (same class, same attributes, small random CPU weight in place of the real one, which is never
+read: it may be on meta, sharded or offloaded) is run against the reference formulas, bit for bit, over pairs of input
+and weight dtypes, and again with another eps. Exactly one formula must match.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import reference
+from ..spec import NormSpec
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+          (torch.float32, torch.bfloat16))  # fmt: skip
+_OTHER_EPS = 0.25
+
+_INVERSE_ROOTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.rsqrt,
+    lambda value: value.pow(-0.5),
+    lambda value: 1.0 / value.sqrt(),
+)
+"""Ways modelling code spells ``v ** -0.5``: the same meaning, another last place in fp32."""
+
+
+class Unrecognised(Exception):
+    """A module that is not a norm known here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A norm's meaning, and the attribute its eps is read from."""
+
+    spec: NormSpec
+    eps_name: str
+
+
+_outcomes: dict[Any, Recognised | str] = {}
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    """Whether a module belongs in the report: it is called a norm, or holds one 1-D weight and an eps, as norms do."""
+    if "norm" in type(module).__name__.lower():
+        return True
+    weights = list(module._parameters)
+    has_eps = any("eps" in name and isinstance(value, float) for name, value in vars(module).items())
+    return weights == ["weight"] and has_eps and not module._modules
+
+
+def recognise(module: nn.Module) -> Recognised:
+    """The one meaning that ``module`` has.
+
+    Raises:
+        Unrecognised: where it has none of those known, or cannot be told.
+    """
+    weighted = _check_structure(module)
+    key = _cache_key(module, weighted)
+    outcome = None if key is None else _outcomes.get(key)
+    if outcome is None:
+        try:
+            outcome = _probe(module, weighted)
+        except Unrecognised as error:
+            outcome = str(error)
+        if key is not None:
+            _outcomes[key] = outcome
+    if isinstance(outcome, str):
+        raise Unrecognised(outcome)
+    return outcome
+
+
+def _cache_key(module: nn.Module, weighted: bool) -> Any:
+    """What decides a probe: the class, its forward, and plain attributes; None where there are others."""
+    attributes = _own_attributes(module)
+    if not all(isinstance(value, (int, float, str, tuple, type(None), torch.dtype)) for value in attributes.values()):
+        return None
+    key = (type(module), type(module).forward, _width(module), weighted, *attributes.items())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The instance's attributes that are not every module's: no parameters, hooks, training flag or bound forward."""
+    inherited = vars(nn.Module())
+    return {name: value for name, value in vars(module).items() if name not in inherited and name != "forward"}
+
+
+def _probe(module: nn.Module, weighted: bool) -> Recognised:
+    matches: dict[NormSpec, str] = {}
+    names = [name for name, value in vars(module).items() if isinstance(value, float)]
+    if not names:
+        raise Unrecognised("has no eps among its attributes")
+    for name in names:
+        for spec, root in itertools.product(_candidates(weighted, getattr(module, name)), _INVERSE_ROOTS):
+            if _agrees(module, name, spec, root):
+                matches[spec] = name
+    if not matches:
+        raise Unrecognised("computes none of the known formulas")
+    if len(matches) > 1:
+        raise Unrecognised(f"several formulas fit it: {'; '.join(map(str, matches))}")
+    ((spec, name),) = matches.items()
+    return Recognised(spec, name)
+
+
+def _check_structure(module: nn.Module) -> bool:
+    """Whether there is a weight. Raises Unrecognised for what a plain RMSNorm does not have."""
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        raise Unrecognised(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
+    if module._modules:
+        raise Unrecognised(f"has modules of its own: {', '.join(module._modules)}")
+    if any(buffer is not None for buffer in module._buffers.values()):
+        raise Unrecognised(f"has buffers: {', '.join(module._buffers)}")
+    if tensors := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+        raise Unrecognised(f"holds plain tensors ({', '.join(tensors)}): patch a model before it is sharded or wrapped")
+    parameters = {name: value for name, value in module._parameters.items() if value is not None}
+    if others := [name for name in parameters if name != "weight"]:
+        raise Unrecognised(f"has parameters besides a weight: {', '.join(others)}")
+    if parameters and len(_shape(parameters["weight"])) != 1:
+        raise Unrecognised(f"its weight has shape {tuple(_shape(parameters['weight']))}, not one dimension")
+    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        names = ", ".join(str(argument) for argument in arguments) or "nothing"
+        raise Unrecognised(f"its forward takes {names}, not just the tensor to normalise")
+    if arguments[0].name == "residual":
+        raise Unrecognised("its forward calls its input `residual`, the name of the residual in a fused norm")
+    return bool(parameters)
+
+
+def _shape(weight: Tensor) -> torch.Size:
+    """A parameter's full shape; ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def _width(module: nn.Module) -> int:
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return _shape(weight).numel()
+    return torch.Size(getattr(module, "normalized_shape", (64,))).numel()
+
+
+def _candidates(weighted: bool, eps: float) -> Iterator[NormSpec]:
+    if not weighted:  # without a weight, llama and gemma are one
+        yield from (NormSpec(casting, weighted=False, eps=eps) for casting in ("llama", "none"))
+        return
+    for casting, zero_centered in itertools.product(("llama", "gemma", "none"), (False, True)):
+        yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
+
+
+def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
+    width = _width(module)
+    changed = replace(spec, eps=_OTHER_EPS)
+    with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        warnings.simplefilter("ignore")
+        for x, weight in _samples(width, spec.weighted):
+            for eps_spec, training in ((spec, True), (spec, False), (changed, False)):
+                shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
+                try:
+                    actual = type(module).forward(shadow, x.clone())
+                except Exception as error:  # a foreign forward may raise anything
+                    raise Unrecognised(f"cannot be run on its own: {type(error).__name__}: {error}") from error
+                if not isinstance(actual, Tensor):
+                    raise Unrecognised(f"returns {type(actual).__name__}, not one tensor")
+                expected = reference.rms_norm(
+                    x, weight, eps_spec.eps, spec.casting, spec.zero_centered, inverse_root=inverse_root
+                )
+                if actual.dtype != expected.dtype or not torch.equal(actual, expected):
+                    return False
+    return True
+
+
+def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Rows that tell formulas apart (plain, tiny so that eps counts, large, zero) and weights that are not one."""
+    generator = torch.Generator().manual_seed(0)
+    rows = max(8, 2048 // max(width, 1))
+    scale = torch.tensor([1.0, 1e-3, 16.0, 0.0]).repeat(rows // 4)[:, None]
+    base = torch.randn(len(scale), width, generator=generator, dtype=torch.float32, device="cpu") * scale
+    base_weight = torch.randn(width, generator=generator, dtype=torch.float32, device="cpu") * 0.5 + 0.3
+    for x_dtype, weight_dtype in _PAIRS if weighted else ((dtype, dtype) for dtype in _DTYPES):
+        yield base.to(x_dtype)[None], base_weight.to(weight_dtype) if weighted else None
+
+
+def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
+    """The module again without its tensors, hooks and instance forward, and with a weight and an eps of ours."""
+    shadow: nn.Module = object.__new__(type(module))
+    nn.Module.__init__(shadow)
+    vars(shadow).update(_own_attributes(module))
+    parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
+    if weight is not None:
+        parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    vars(shadow).update(_parameters=parameters, training=training)
+    vars(shadow)[eps_name] = eps
+    return shadow

@@ -1,0 +1,91 @@
+"""What became of every site: values to test and to store, and a table to read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ..spec import KINDS, Kind, NormSpec
+
+Cause = Literal["option", "owner", "formula"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One norm, or one residual add in front of a norm, and what became of it.
+
+    Attributes:
+        path: the norm's name in the model, as in ``named_modules``; for a residual add, that of the norm it flows into
+            (of the layer, where its code could not be read).
+        kind: ``norm``, ``qk`` or ``residual``.
+        module: the class of the norm, or of the layer that adds.
+        spec: what the norm computes; None where it was not recognised.
+        reason: why it was kept as it was; None where it was fused.
+        cause: what kept it. ``option``: the caller's options. ``owner``: other code that has replaced or wrapped it.
+            ``formula``: it does not compute what is fused here.
+    """
+
+    path: str
+    kind: Kind
+    module: str
+    spec: NormSpec | None = None
+    reason: str | None = None
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What ``apply_fused_norm`` did: one row for every site, fused or kept.
+
+    Attributes:
+        model: the model's class.
+        model_type: ``config.model_type``, or None for a model without one.
+        fused: the sites that run fused now.
+        kept: the sites that run stock code, each with its reason.
+    """
+
+    model: str
+    model_type: str | None
+    fused: tuple[Site, ...]
+    kept: tuple[Site, ...]
+
+    @property
+    def counts(self) -> dict[Kind, int]:
+        """Fused sites by kind."""
+        return {kind: sum(site.kind == kind for site in self.fused) for kind in KINDS}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The report as JSON: model, model_type, counts, and the rows of fused and kept."""
+        fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
+        rows = {"fused": [asdict(site) for site in self.fused], "kept": [asdict(site) for site in self.kept]}
+        return json.dumps({**fields, **rows}, indent=indent)
+
+    def summary(self) -> str:
+        """One line: what was fused, and how much was kept."""
+        fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
+        name = f"{self.model} ({self.model_type})" if self.model_type else self.model
+        return f"{name}: fused {fused}; kept {len(self.kept)}"
+
+    def __str__(self) -> str:
+        rows = [("", "kind", "count", "module", "what", "where")]
+        for status, sites in (("fused", self.fused), ("kept", self.kept)):
+            rows += [(status, *row) for row in _grouped(sites)]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[5]]) for row in rows]
+        return "\n".join([self.summary(), *(lines if len(rows) > 1 else ())])
+
+
+def _grouped(sites: Iterable[Site]) -> list[tuple[str, str, str, str, str]]:
+    """Rows of sites alike but for the numbers in their paths: kind, count, module, spec or reason, paths."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for site in sites:
+        what = site.reason or str(site.spec)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.path)
+        groups.setdefault((site.kind, site.module, what, pattern), []).append(site.path)
+    return [
+        (kind, str(len(paths)), module, what, pattern if len(paths) > 1 else paths[0])
+        for (kind, module, what, pattern), paths in groups.items()
+    ]

@@ -1,0 +1,40 @@
+"""Tiny models, a step of training, and how far results are apart."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import fused_norm
+from fused_norm.model_configs import FAMILIES, build
+
+MODEL_TYPES = list(FAMILIES)
+
+
+def tokens(device: str = "cpu", batch: int = 2, length: int = 19) -> torch.Tensor:
+    return torch.randint(0, 256, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return output.logits.detach(), gradients
+
+
+def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def snapshot(model: nn.Module) -> list[tuple[type, dict]]:
+    return [(type(module), dict(vars(module))) for module in model.modules()]
+
+
+def twins(model_type: str, device: str, **kwargs) -> tuple[nn.Module, nn.Module]:
+    stock = build(model_type, seed=0, device=device, **kwargs)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    return stock, fused

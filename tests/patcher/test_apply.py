@@ -1,0 +1,313 @@
+"""``apply_fused_norm``: the right sites, the same model, and everything back again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, LlamaModel
+
+import fused_norm
+from fused_norm import FusedNormError, FuseOptions
+from fused_norm.convergence.equality import compare
+from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.patcher import adapters
+from fused_norm.patcher.runtime import FusedBlock, FusedNorm
+
+from .models import MODEL_TYPES, relative, snapshot, step, tokens
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_site_of_a_family_is_fused(model_type: str) -> None:
+    report = fused_norm.apply_fused_norm(build(model_type, seed=0))
+    assert report.counts == {"qk": 0, **FAMILIES[model_type].sites()}
+    assert report.kept == ()
+    assert {site.spec for site in report.fused} == {FAMILIES[model_type].spec}
+    assert len({(site.path, site.kind) for site in report.fused}) == len(report.fused)
+    assert (report.model_type, report.model) == (model_type, report.model)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_fp32_logits_and_gradients_are_stock_to_1e_5(model_type: str, device: str) -> None:
+    model = build(model_type, seed=0, device=device)
+    ids = tokens(device)
+    logits, gradients = step(model, ids)
+    fused_norm.apply_fused_norm(model)
+    fused_logits, fused_gradients = step(model, ids)
+    assert relative(fused_logits, logits) < 1e-5
+    assert fused_gradients.keys() == gradients.keys()
+    worst = max((relative(fused_gradients[name], value), name) for name, value in gradients.items())
+    assert worst[0] < 1e-5, worst
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_errors_stay_within_the_stock_errors_budget(model_type: str, dtype: torch.dtype, device: str) -> None:
+    result = compare(build(model_type, seed=0, dtype=dtype, device=device), tokens(device, length=48))
+    assert result.ok, str(result)
+    assert result.report.counts["residual"] > 0
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_bf16_forward_has_the_stock_rounding_points(model_type: str, device: str) -> None:
+    model = build(model_type, seed=0, dtype=torch.bfloat16, device=device).eval()
+    ids = tokens(device)
+    with torch.no_grad():
+        stock = model(ids, use_cache=False).logits
+        fused_norm.apply_fused_norm(model)
+        fused = model(ids, use_cache=False).logits
+    # Sums are taken in another order, so a value that lies between two bf16 numbers may fall to the other side; a wrong
+    # cast in one norm alone changes about a quarter of its outputs, and with them nearly all logits.
+    assert relative(fused, stock) < 2**-8
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_undo_restores_every_class_and_attribute(model_type: str) -> None:
+    model = build(model_type, seed=0)
+    before = snapshot(model)
+    fused_norm.apply_fused_norm(model)
+    fused = snapshot(model)
+    assert [kind for kind, _ in fused] != [kind for kind, _ in before]
+    assert fused_norm.remove_fused_norm(model) == sum(
+        FAMILIES[model_type].sites()[kind] for kind in FAMILIES[model_type].sites()
+    )
+    assert snapshot(model) == before
+    assert fused_norm.remove_fused_norm(model) == 0
+
+
+def test_twice_changes_nothing_and_reports_the_same() -> None:
+    model = build("qwen3", seed=0)
+    report = fused_norm.apply_fused_norm(model)
+    before = snapshot(model)
+    again = fused_norm.apply_fused_norm(model)
+    assert snapshot(model) == before
+    assert set(again.fused) == set(report.fused)
+    assert again.kept == report.kept == ()
+
+
+def test_more_can_be_fused_later() -> None:
+    model = build("qwen3", seed=0)
+    first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
+    assert first.counts == {"norm": 5, "qk": 0, "residual": 0}
+    assert {site.reason for site in first.kept} == {"switched off: qk=False", "switched off: residual=False"}
+    assert fused_norm.apply_fused_norm(model).counts == {"norm": 5, "qk": 4, "residual": 2}
+    assert fused_norm.apply_fused_norm(model, qk=False).counts == {"norm": 5, "qk": 4, "residual": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"norms": False}, {"norm": 0, "qk": 4, "residual": 0}),
+        ({"residual": False}, {"norm": 5, "qk": 4, "residual": 0}),
+        ({"modules": "model.layers.0.*"}, {"norm": 2, "qk": 2, "residual": 1}),
+        ({"modules": ["*.q_norm", "model.norm"]}, {"norm": 1, "qk": 2, "residual": 0}),
+        ({"modules": lambda path, module: "layers.1" in path}, {"norm": 2, "qk": 2, "residual": 1}),
+        ({"modules": "*.input_layernorm", "qk": False}, {"norm": 2, "qk": 0, "residual": 0}),
+    ],
+)
+def test_options_choose_kinds_and_modules(options: dict, counts: dict) -> None:
+    model = build("qwen3", seed=0)
+    report = fused_norm.apply_fused_norm(model, **options)
+    assert report.counts == counts
+    assert len(report.fused) + len(report.kept) == 11
+    fused = {path for path, module in model.named_modules() if isinstance(module, FusedNorm)}
+    assert fused == {site.path for site in report.fused if site.kind != "residual"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"norm": True}, TypeError, "norm"),
+        ({"norms": "yes"}, TypeError, "norms must be True, False or None, not 'yes'"),
+        ({"strict": 1}, TypeError, "strict must be"),
+        ({"norms": False, "residual": True}, ValueError, "residual=True needs norms"),
+        ({"norms": False, "qk": False}, ValueError, "leave nothing to fuse"),
+        ({"modules": 3}, TypeError, "modules must be"),
+        ({"modules": ["a", 3]}, TypeError, "modules must be"),
+        ({"modules": []}, TypeError, "modules must be"),
+        ({"modules": "model.layer.*"}, FusedNormError, "'model.layer.*' selects none of the 9 norms"),
+        ({"modules": lambda path, module: False}, FusedNormError, "nothing to fuse"),
+    ],
+)
+def test_bad_options_are_errors_and_change_nothing(options: dict, error: type, message: str) -> None:
+    model = build("qwen3", seed=0)
+    before = snapshot(model)
+    with pytest.raises(error) as caught:
+        fused_norm.apply_fused_norm(model, **options)
+    assert message in str(caught.value)
+    assert snapshot(model) == before
+
+
+def test_a_model_without_norms_is_an_error_unless_not_strict() -> None:
+    with pytest.raises(FusedNormError, match="nothing to fuse in Linear"):
+        fused_norm.apply_fused_norm(nn.Linear(2, 2))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = BertModel(BertConfig(**sizes, vocab_size=32))
+    with pytest.raises(FusedNormError, match="LayerNorm subtracts a mean"):
+        fused_norm.apply_fused_norm(bert)
+    report = fused_norm.apply_fused_norm(bert, strict=False)
+    assert report.fused == ()
+    assert all("subtracts a mean" in site.reason for site in report.kept if site.module == "LayerNorm")
+    with pytest.raises(TypeError, match="must be a torch.nn.Module, not str"):
+        fused_norm.apply_fused_norm("qwen3")
+
+
+def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
+    model = build("qwen3", seed=0)
+    report = fused_norm.apply_fused_norm(model, modules=["model.layers.*"])
+    stored = json.loads(report.to_json())
+    assert stored["counts"] == report.counts
+    assert len(stored["fused"]) == len(report.fused)
+    assert stored["kept"][0] == {
+        "path": "model.norm",
+        "kind": "norm",
+        "module": "Qwen3RMSNorm",
+        "spec": {"casting": "llama", "zero_centered": False, "weighted": True, "eps": 1e-6},
+        "reason": "not selected by modules",
+        "cause": "option",
+    }
+    table = str(report)
+    assert "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 residual; kept 1" in table
+    assert "model.layers.*.self_attn.q_norm" in table
+    assert "not selected by modules" in table
+    assert hash(report) == hash(copy.deepcopy(report))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_copies_pickles_and_checkpoints_keep_working(model_type: str, device: str, tmp_path) -> None:
+    model = build(model_type, seed=0, device=device)
+    stock_keys = list(model.state_dict())
+    fused_norm.apply_fused_norm(model)
+    assert list(model.state_dict()) == stock_keys
+    ids = tokens(device)
+    expected, gradients = step(model, ids)
+
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twins = {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.load": torch.load(buffer, weights_only=False),
+    }
+    model.save_pretrained(tmp_path)
+    for name, twin in twins.items():
+        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()], name
+        logits, twin_gradients = step(twin, ids)
+        assert torch.equal(logits, expected), name
+        assert all(torch.equal(twin_gradients[key], value) for key, value in gradients.items()), name
+    fused_norm.remove_fused_norm(twins["deepcopy"])
+    assert isinstance(model.model.norm, FusedNorm)
+    loaded = type(model).from_pretrained(tmp_path).to(device)
+    assert not isinstance(loaded.model.norm, FusedNorm)
+    assert relative(step(loaded, ids)[0], expected) < 1e-5
+
+
+def test_fused_classes_keep_what_others_go_by() -> None:
+    model = build("llama", seed=0)
+    stock = {path: type(module) for path, module in model.named_modules()}
+    fused_norm.apply_fused_norm(model)
+    for path, module in model.named_modules():
+        kind, origin = type(module), stock[path]
+        assert isinstance(module, origin)
+        assert (kind.__name__, kind.__qualname__, kind.__module__) == (
+            origin.__name__,
+            origin.__qualname__,
+            origin.__module__,
+        )
+    assert not hasattr(model.model.norm, "kernel_layer_name")
+    assert type(model.model.layers[0]) is type(model.model.layers[1])
+    other = build("llama", seed=1)
+    assert not any(isinstance(module, (FusedNorm, FusedBlock)) for module in other.modules())
+
+
+def test_models_on_meta_and_without_a_head_are_fused() -> None:
+    with torch.device("meta"):
+        model = LlamaModel(tiny_config("llama"))
+    assert fused_norm.apply_fused_norm(model).counts == {"norm": 5, "qk": 0, "residual": 2}
+    assert model.norm.weight.is_meta
+
+
+def test_other_sites_of_one_instance_share_its_row() -> None:
+    model = build("qwen3", seed=0)
+    model.model.layers[1].self_attn.k_norm = model.model.layers[0].self_attn.k_norm
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    assert report.counts["qk"] == 3
+
+
+def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() -> None:
+    model = build("llama", seed=0)
+
+    class Odd(type(model.model.norm)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) * 1.001
+
+    model.model.layers[1].input_layernorm.__class__ = Odd
+    before = snapshot(model)
+    with pytest.raises(FusedNormError, match=r"layers\.1\.input_layernorm \(norm\): computes none of the known formulas"):
+        fused_norm.apply_fused_norm(model)
+    assert snapshot(model) == before
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    assert report.counts == {"norm": 4, "qk": 0, "residual": 2}
+    (kept,) = report.kept
+    assert (kept.path, kept.cause) == ("model.layers.1.input_layernorm", "formula")
+
+
+def test_a_family_that_lost_a_site_or_its_meaning_is_an_error(monkeypatch) -> None:
+    model = build("llama", seed=0)
+    del model.model.layers[0].post_attention_layernorm
+    with pytest.raises(FusedNormError, match=r"layers\.0\.post_attention_layernorm \(norm\): not found"):
+        fused_norm.apply_fused_norm(model)
+    wrong = adapters.LLAMA.__class__(**{**vars(adapters.LLAMA), "casting": "gemma"})
+    monkeypatch.setattr(adapters, "ADAPTERS", (wrong,))
+    with pytest.raises(FusedNormError, match="computes llama, weight, eps 1e-05, not what the llama family does"):
+        fused_norm.apply_fused_norm(build("llama", seed=0))
+
+
+def test_a_layer_whose_source_cannot_be_read_is_an_error_or_kept() -> None:
+    model = build("llama", seed=0)
+    layer = model.model.layers[0]
+    forward = inspect.unwrap(type(layer).forward)
+    hidden = types.FunctionType(forward.__code__.replace(co_filename="<nowhere>"), forward.__globals__)
+    sourceless = type("LlamaDecoderLayer", (type(layer),), {"forward": hidden})
+    for each in model.model.layers:
+        each.__class__ = sourceless
+    with pytest.raises(FusedNormError, match="the source of its forward cannot be read"):
+        fused_norm.apply_fused_norm(model)
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    assert report.counts == {"norm": 5, "qk": 0, "residual": 0}
+    assert [(site.path, site.kind) for site in report.kept] == [
+        ("model.layers.0", "residual"),
+        ("model.layers.1", "residual"),
+    ]
+
+
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch) -> None:
+    from fused_norm.patcher import apply
+
+    model = build("llama", seed=0)
+    before = snapshot(model)
+    real, calls = apply.change_class, []
+
+    def failing(module, new):
+        calls.append(module)
+        if len(calls) == 5:
+            raise RuntimeError("no more")
+        return real(module, new)
+
+    monkeypatch.setattr(apply, "change_class", failing)
+    with pytest.raises(RuntimeError, match="no more"):
+        fused_norm.apply_fused_norm(model)
+    assert snapshot(model) == before
+
+
+def test_options_are_a_value() -> None:
+    assert FuseOptions() == FuseOptions(None, None, None, None, True)
+    assert FuseOptions(norms=False).wants("residual") is False
+    assert FuseOptions(modules="a.*").patterns == ("a.*",)

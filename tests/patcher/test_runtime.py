@@ -1,0 +1,262 @@
+"""A patched model in use: the same outputs through every mechanism of transformers and PyTorch it meets."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fused_norm
+from fused_norm.model_configs import FAMILIES, build
+from fused_norm.patcher import runtime
+from fused_norm.patcher.runtime import FusedNorm
+
+from .models import MODEL_TYPES, relative, step, tokens, twins
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """The names of the kernels' public operators, as patched modules call them."""
+    calls: list[str] = []
+    for name in ("rms_norm", "add_rms_norm"):
+        real = getattr(runtime, name)
+
+        def counted(*args, _real=real, _name=name, **kwargs):
+            calls.append(_name)
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(runtime, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_forward_runs_every_site_fused(model_type: str, device: str, launches: list[str]) -> None:
+    _, fused = twins(model_type, device)
+    fused(tokens(device), use_cache=False)
+    sites = FAMILIES[model_type].sites()
+    assert launches.count("add_rms_norm") == sites["residual"]
+    assert launches.count("rms_norm") == sites["norm"] + sites.get("qk", 0) - sites["residual"]
+
+
+def test_disabled_runs_stock_code_in_every_thread(device: str, launches: list[str]) -> None:
+    stock, fused = twins("gemma2", device, dtype=torch.bfloat16)
+    ids = tokens(device)
+    expected = stock(ids, use_cache=False).logits
+    results = []
+    with fused_norm.disabled():
+        with fused_norm.disabled():
+            pass
+        thread = threading.Thread(target=lambda: results.append(fused(ids, use_cache=False).logits))
+        thread.start()
+        thread.join()
+        results.append(fused(ids, use_cache=False).logits)
+    assert launches == []
+    assert all(torch.equal(result, expected) for result in results)
+    with pytest.raises(KeyError), fused_norm.disabled():
+        raise KeyError
+    fused(ids, use_cache=False)
+    assert launches
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_hidden_states_are_those_of_stock(model_type: str, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device)
+    expected = stock(ids, output_hidden_states=True, use_cache=False).hidden_states
+    # Twice: transformers 4 leaves a bound forward on every layer when it records.
+    for _ in range(2):
+        actual = fused(ids, output_hidden_states=True, use_cache=False).hidden_states
+        assert len(actual) == len(expected) == FAMILIES[model_type].tiny["num_hidden_layers"] + 1
+        assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(actual, expected, strict=True))
+    recorded = copy.deepcopy(stock)
+    assert fused_norm.apply_fused_norm(recorded).counts["residual"] == FAMILIES[model_type].sites()["residual"]
+    assert relative(recorded(ids, use_cache=False).logits, stock(ids, use_cache=False).logits) < 1e-5
+    assert fused_norm.remove_fused_norm(recorded)
+    assert torch.equal(recorded(ids, use_cache=False).logits, stock(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_gradient_checkpointing_still_recomputes(model_type: str, reentrant: bool, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device)
+    expected, expected_gradients = step(stock, ids)
+    fused.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    fused.train()
+    if reentrant:
+        fused.enable_input_require_grads()
+    counts = []
+    fused.model.layers[0].mlp.register_forward_pre_hook(lambda *_: counts.append(1))
+    logits, gradients = step(fused, ids)
+    assert len(counts) == 2
+    assert relative(logits, expected) < 1e-5
+    assert all(relative(gradients[name], value) < 1e-5 for name, value in expected_gradients.items())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_generation_with_a_static_cache_gives_the_stock_tokens(model_type: str, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device, length=5)
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+    # Compiling is tested below; generate would do it here on a GPU.
+    options["disable_compile"] = True
+    expected = stock.eval().generate(ids, **options)
+    assert torch.equal(fused.eval().generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "gemma", "gemma2", "gemma3_text"])
+def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> None:
+    torch._dynamo.reset()
+    _, fused = twins(model_type, device)
+    ids = tokens(device)
+    expected, expected_gradients = step(fused, ids)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    logits, gradients = step(compiled, ids)
+    assert relative(logits, expected) < 1e-5
+    named = {name.removeprefix("_orig_mod."): value for name, value in gradients.items()}
+    assert all(relative(named[name], value) < 1e-5 for name, value in expected_gradients.items())
+
+
+def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> None:
+    torch._dynamo.reset()
+    stock, fused = twins("llama", device)
+    ids = tokens(device)
+    compiled = torch.compile(fused, backend="eager")
+    with torch.no_grad():
+        compiled(ids, use_cache=False)
+        with fused_norm.disabled():
+            inside = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(inside, stock(ids, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_autocast_sees_the_dtypes_of_stock(model_type: str, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device)
+    seen: dict[str, list] = {"stock": [], "fused": []}
+    for name, model in (("stock", stock), ("fused", fused)):
+        for module in (model.model.layers[0].mlp, model.lm_head):
+            module.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0].dtype))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            output = model(ids, labels=ids, use_cache=False)
+        output.loss.backward()
+        seen[name].append(output.logits.detach())
+    assert seen["stock"][:2] == seen["fused"][:2]
+    assert relative(seen["fused"][2], seen["stock"][2]) < 2**-7
+    worst = max(relative(mine.grad, theirs.grad) for mine, theirs in zip(fused.parameters(), stock.parameters()))
+    assert worst < 2**-5
+
+
+def test_fp32_norm_weights_in_a_16_bit_model_keep_the_stock_dtypes(device: str, launches: list[str]) -> None:
+    stock = build("llama", seed=0, dtype=torch.bfloat16, device=device)
+    for module in stock.modules():
+        if "Norm" in type(module).__name__:
+            module.float()
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    x = torch.randn(3, 72, device=device, dtype=torch.bfloat16)
+    assert fused.model.norm(x).dtype == stock.model.norm(x).dtype == torch.float32
+    assert relative(fused.model.norm(x), stock.model.norm(x)) < 1e-6
+    assert launches == ["rms_norm", "rms_norm"]
+
+
+def test_hooks_on_a_norm_see_what_they_see_on_stock(device: str, launches: list[str]) -> None:
+    stock, fused = twins("llama", device)
+    ids = tokens(device)
+    seen: dict[str, list[torch.Tensor]] = {"stock": [], "fused": []}
+    for name, model in (("stock", stock), ("fused", fused)):
+        norm = model.model.layers[0].post_attention_layernorm
+        norm.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args))
+        norm.register_forward_hook(lambda _, args, output, name=name: seen[name].append((*args, output)))
+        norm.register_full_backward_hook(lambda _, grads, outputs, name=name: seen[name].append((*grads, *outputs)))
+        step(model, ids)
+    assert [len(values) for values in seen["fused"]] == [len(values) for values in seen["stock"]] == [1, 2, 2]
+    for mine, theirs in zip(seen["fused"], seen["stock"], strict=True):
+        assert all(relative(a, b) < 1e-5 for a, b in zip(mine, theirs, strict=True))
+    assert launches.count("add_rms_norm") == 1
+
+
+def test_calls_that_kernels_cannot_take_run_stock_code_and_say_so(device: str, caplog, launches: list[str]) -> None:
+    stock, fused = twins("llama", device)
+    runtime._explained.clear()
+    norm, reference = fused.model.norm, stock.model.norm
+    other = fused.model.layers[0].post_attention_layernorm
+    x = torch.randn(2, 4, 72, device=device)
+    with caplog.at_level(logging.WARNING, logger="fused_norm"):
+        for _ in range(2):
+            assert torch.equal(norm.double()(x.double()), reference.double()(x.double()))
+        norm.float(), reference.float()
+        one_row = torch.randn(72, device=device)
+        y, total = other(x, one_row)  # stock broadcasts a residual
+        assert torch.equal(total, one_row + x)
+        assert torch.equal(y, stock.model.layers[0].post_attention_layernorm(total))
+        with pytest.raises(RuntimeError, match="must match the size"):
+            norm(torch.randn(2, 5, device=device))
+    assert launches == []
+    messages = [record.message for record in caplog.records]
+    assert messages == [
+        "LlamaRMSNorm runs its stock code: the input is torch.float64",
+        "LlamaRMSNorm runs its stock code: the residual has another shape or device than the input",
+        "LlamaRMSNorm runs its stock code: the weight has shape (72,) and the input rows of 5",
+    ]
+    assert torch.equal(norm(hidden_states=x), norm(x))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_spread_as_in_stock(value: float, device: str) -> None:
+    stock, fused = twins("gemma2", device)
+    embeds = torch.randn(2, 6, 72, device=device)
+    embeds[1, 2, 3] = value
+    expected = stock(inputs_embeds=embeds, use_cache=False).logits
+    actual = fused(inputs_embeds=embeds, use_cache=False).logits
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert actual.isnan().any()
+    assert not actual[0].isnan().any()
+
+
+def test_export_leaves_no_operator_of_ours_behind(device: str) -> None:
+    stock, fused = twins("llama", device)
+    x = torch.randn(2, 4, 72, device=device)
+    program = torch.export.export(fused.model.norm, (x,))
+    assert "fused_norm" not in str(program.graph)
+    assert relative(program.module()(x), stock.model.norm(x)) < 1e-6
+
+
+def test_uncast_norms_run_stock_under_autocast(device: str, launches: list[str]) -> None:
+    class UncastRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.randn(24)), 1e-5
+
+        def forward(self, x):
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    stock = UncastRMSNorm().to(device, torch.bfloat16)
+    fused = copy.deepcopy(stock)
+    assert fused_norm.apply_fused_norm(fused).fused[0].spec.casting == "none"
+    assert isinstance(fused, FusedNorm)
+    x = torch.randn(4, 24, device=device, dtype=torch.bfloat16)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(fused(x), stock(x))
+    assert launches == []
+    assert relative(fused(x), stock(x)) < 2**-8
+    assert launches == ["rms_norm"]
+
+
+def test_an_eps_changed_later_is_honoured(device: str) -> None:
+    stock, fused = twins("llama", device)
+    x = torch.randn(2, 4, 72, device=device)
+    stock.model.norm.variance_epsilon = fused.model.norm.variance_epsilon = 0.5
+    assert relative(fused.model.norm(x), stock.model.norm(x)) < 1e-6
+
+
+def test_a_replaced_weight_is_honoured(device: str) -> None:
+    stock, fused = twins("llama", device)
+    x = torch.randn(2, 4, 72, device=device)
+    for model in (stock, fused):
+        model.model.norm.weight = nn.Parameter(torch.linspace(-2, 2, 72, device=device))
+    assert relative(fused.model.norm(x), stock.model.norm(x)) < 1e-6
