@@ -21,8 +21,8 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
     model.zero_grad()
     output = model(input_ids=ids, labels=ids, use_cache=False)
     output.loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return output.logits.detach(), gradients
+    trained = ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return output.logits.detach(), {name: gradient.clone() for name, gradient in trained}
 
 
 def relative(value: torch.Tensor, truth: torch.Tensor) -> float:

@@ -23,6 +23,7 @@ from fused_norm.patcher.runtime import FusedBlock, FusedNorm
 
 from .models import MODEL_TYPES, relative, snapshot, step, tokens
 
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     report = fused_norm.apply_fused_norm(build(model_type, seed=0))
@@ -154,7 +155,7 @@ def test_a_model_without_norms_is_an_error_unless_not_strict() -> None:
     report = fused_norm.apply_fused_norm(bert, strict=False)
     assert report.fused == ()
     assert all("subtracts a mean" in site.reason for site in report.kept if site.module == "LayerNorm")
-    with pytest.raises(TypeError, match="must be a torch.nn.Module, not str"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not str"):
         fused_norm.apply_fused_norm("qwen3")
 
 
@@ -250,7 +251,7 @@ def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() ->
 
     model.model.layers[1].input_layernorm.__class__ = Odd
     before = snapshot(model)
-    with pytest.raises(FusedNormError, match=r"layers\.1\.input_layernorm \(norm\): computes none of the known formulas"):
+    with pytest.raises(FusedNormError, match=r"layers\.1\.input_layernorm \(norm\): computes none of the known"):
         fused_norm.apply_fused_norm(model)
     assert snapshot(model) == before
     report = fused_norm.apply_fused_norm(model, strict=False)

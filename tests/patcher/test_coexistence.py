@@ -93,7 +93,7 @@ def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
 def test_norms_wrapped_by_peft_are_called_through_their_wrappers(config, device: str) -> None:
     stock = peft.get_peft_model(build("llama", seed=0, device=device), config)
     with torch.no_grad():
-        for name, parameter in stock.named_parameters():
+        for parameter in stock.parameters():
             if parameter.requires_grad:  # the wrapper's copy now differs from the original norm
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     fused = copy.deepcopy(stock)
@@ -157,7 +157,7 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
 def test_trainer_trains_a_patched_model_as_it_trains_stock(tmp_path: Path, device: str) -> None:
     data = [{"input_ids": row, "labels": row} for row in tokens(batch=8)]
     losses = {}
-    for name, model in zip(("stock", "fused"), twins("qwen3", device)):
+    for name, model in zip(("stock", "fused"), twins("qwen3", device), strict=True):
         arguments = TrainingArguments(
             output_dir=str(tmp_path / name),
             max_steps=4,

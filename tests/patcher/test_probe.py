@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fused_norm.model_configs import FAMILIES, build
-from fused_norm.patcher.probe import Unrecognised, looks_like_norm, recognise
+from fused_norm.patcher.probe import UnrecognisedError, looks_like_norm, recognise
 from fused_norm.spec import NormSpec
 
 
@@ -195,7 +195,7 @@ class PlainTensorNorm(Norm):
 )
 def test_what_is_not_a_plain_rms_norm_is_refused_with_the_reason(module: nn.Module, why: str) -> None:
     assert looks_like_norm(module)
-    with pytest.raises(Unrecognised, match=why):
+    with pytest.raises(UnrecognisedError, match=why):
         recognise(module)
 
 

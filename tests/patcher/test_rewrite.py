@@ -86,8 +86,7 @@ class TwoAdds(Layer):
         a = a + b
         a = self.other(a)
         a = b + a
-        a = self.norm(a)
-        return a
+        return self.norm(a)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +222,12 @@ def test_sources_that_cannot_be_trusted_are_refused(monkeypatch, tmp_path) -> No
         norms_after_adds(UsesSuper)
 
     namespace: dict = {"Layer": Layer}
-    exec("class NoFile(Layer):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)", namespace)
+    body = "(Layer):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
+    exec(f"class NoFile{body}", namespace)
     with pytest.raises(SourceError, match="cannot be read"):
         norms_after_adds(namespace["NoFile"])
 
-    source = "class Stale(Layer):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
+    source = f"class Stale{body}"
     path = tmp_path / "stale.py"
     path.write_text(source)
     exec(compile(source, str(path), "exec"), namespace)

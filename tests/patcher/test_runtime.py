@@ -147,8 +147,8 @@ def test_autocast_sees_the_dtypes_of_stock(model_type: str, device: str) -> None
         seen[name].append(output.logits.detach())
     assert seen["stock"][:2] == seen["fused"][:2]
     assert relative(seen["fused"][2], seen["stock"][2]) < 2**-7
-    worst = max(relative(mine.grad, theirs.grad) for mine, theirs in zip(fused.parameters(), stock.parameters()))
-    assert worst < 2**-5
+    pairs = zip(fused.parameters(), stock.parameters(), strict=True)
+    assert max(relative(mine.grad, theirs.grad) for mine, theirs in pairs) < 2**-5
 
 
 def test_fp32_norm_weights_in_a_16_bit_model_keep_the_stock_dtypes(device: str, launches: list[str]) -> None:

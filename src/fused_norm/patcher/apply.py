@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from ..spec import FusedNormError, Kind
 from .adapters import Adapter, stacks
 from .classes import change_class, foreign_forward, fused_block_class, fused_norm_class, origin_of
 from .options import FuseOptions, ModuleFilter
-from .probe import Unrecognised, looks_like_norm, recognise
+from .probe import UnrecognisedError, looks_like_norm, recognise
 from .report import PatchReport, Site
 from .rewrite import SourceError, norms_after_adds
 from .runtime import FusedBlock, FusedNorm
@@ -43,7 +44,11 @@ def apply_fused_norm(
 
     Args:
         model: a transformers model, or any module that holds one; on any device, meta included.
-        norms, qk, residual, modules, strict: see ``FuseOptions``.
+        norms: fuse the RMSNorms that are not q or k norms; None is on.
+        qk: fuse the norms of queries and keys; None is on.
+        residual: fuse a residual add with the norm after it; None follows ``norms``.
+        modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
+        strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:
         A row for every site, fused or kept.
@@ -90,7 +95,9 @@ def _survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], _Change
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
     for pattern in options.patterns:
         if not any(replace(options, modules=pattern).selects(path, module) for path, module in norms.items()):
-            raise FusedNormError(f"modules={pattern!r} selects none of the {len(norms)} norms in {type(model).__name__}")
+            raise FusedNormError(
+                f"modules={pattern!r} selects none of the {len(norms)} norms of {type(model).__name__}"
+            )
     changes: _Changes = []
     norm_sites = {}
     for path, module in norms.items():
@@ -105,19 +112,20 @@ def _survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], _Change
 
 
 def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site, _Changes]:
-    site = Site(path, _kind_of(path), type(norm).__name__)
+    origin: Any = type(norm)
+    site = Site(path, _kind_of(path), origin.__name__)
     if isinstance(norm, FusedNorm):
         return replace(site, spec=norm.fused_norm_spec), []
     try:
         known = recognise(norm)
-    except Unrecognised as error:
+    except UnrecognisedError as error:
         return replace(site, reason=str(error), cause="formula"), []
     site = replace(site, spec=known.spec)
-    if reason := foreign_forward(norm):
-        return replace(site, reason=reason, cause="owner"), []
-    if reason := _deselected(site.kind, path, norm, options):
-        return replace(site, reason=reason, cause="option"), []
-    return site, [(norm, fused_norm_class(type(norm), known.spec, known.eps_name))]
+    if owner := foreign_forward(norm):
+        return replace(site, reason=owner, cause="owner"), []
+    if choice := _deselected(site.kind, path, norm, options):
+        return replace(site, reason=choice, cause="option"), []
+    return site, [(norm, fused_norm_class(origin, known.spec, known.eps_name))]
 
 
 def _survey_block(
@@ -126,7 +134,7 @@ def _survey_block(
     """Rows for the adds in front of norms in one module's forward; none where it is no layer that adds."""
     is_layer = path.rpartition(".")[2].isdigit()
     already = block.fused_norm_names if isinstance(block, FusedBlock) else ()
-    origin = block.fused_norm_origin if isinstance(block, FusedBlock) else type(block)
+    origin: Any = block.fused_norm_origin if isinstance(block, FusedBlock) else type(block)
     site = Site(path, "residual", type(block).__name__)
     try:
         names = norms_after_adds(origin)
@@ -164,10 +172,10 @@ def _survey_add(
         return replace(row, reason=reason, cause="owner")
     if site.reason is not None:
         return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
-    if reason := foreign_forward(block):
-        return replace(row, reason=reason, cause="owner")
-    if reason := _deselected("residual", row.path, norm, options):
-        return replace(row, reason=reason, cause="option")
+    if owner := foreign_forward(block):
+        return replace(row, reason=owner, cause="owner")
+    if choice := _deselected("residual", row.path, norm, options):
+        return replace(row, reason=choice, cause="option")
     return row
 
 
@@ -218,10 +226,8 @@ def _check(model: nn.Module, report: PatchReport) -> None:
 def _missing(path: str, stack: nn.Module, adapter: Adapter, report: PatchReport) -> Iterator[str]:
     rows = {(site.path, site.kind): site for site in (*report.fused, *report.kept)}
     for expected, kind in adapter.sites(path, stack):
-        site = rows.get((expected, kind)) or next(
-            (row for (row_path, row_kind), row in rows.items() if row_kind == kind and row_path.startswith(f"{expected}.")),
-            None,
-        )  # fmt: skip
+        inside_wrapper = (row for row in rows.values() if row.kind == kind and row.path.startswith(f"{expected}."))
+        site = rows.get((expected, kind)) or next(inside_wrapper, None)
         if site is None:
             layer = rows.get((expected.rpartition(".")[0], kind))
             yield f"{expected} ({kind}): {layer.reason if layer else 'not found'}"

@@ -7,7 +7,7 @@ device maps and weight initialisation, which all go by class or by name, see wha
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -27,8 +27,8 @@ class _NoHubKernel:
         raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
 
 
-@lru_cache(maxsize=None)
-def fused_norm_class(origin: type[nn.Module], spec: NormSpec, eps_name: str) -> type[nn.Module]:
+@cache
+def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Module]:
     """The fused class for norms of class ``origin`` with this meaning."""
     return _derive(
         FusedNorm,
@@ -40,8 +40,8 @@ def fused_norm_class(origin: type[nn.Module], spec: NormSpec, eps_name: str) -> 
     )
 
 
-@lru_cache(maxsize=None)
-def fused_block_class(origin: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+@cache
+def fused_block_class(origin: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """The class for layers of class ``origin`` that hand the adds before the norms ``names`` to those norms.
 
     Raises:
@@ -51,18 +51,20 @@ def fused_block_class(origin: type[nn.Module], names: tuple[str, ...]) -> type[n
     return _derive(FusedBlock, origin, (fused_block_class, (names,)), fused_norm_names=names, forward=forward)
 
 
-def _derive(base: type, origin: type, recipe: tuple[Callable[..., type], tuple[Any, ...]], **members: Any) -> type:
+def _derive(
+    base: type, origin: Any, recipe: tuple[Callable[..., type], tuple[Any, ...]], **members: Any
+) -> type[nn.Module]:
     make, arguments = recipe
 
-    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:
-        constructor, values, *state = super(derived, self).__reduce_ex__(protocol)
+    def reduce_ex(self: nn.Module, protocol: int) -> Any:
+        constructor, values, *state = origin.__reduce_ex__(self, protocol)
         if values and values[0] is derived:  # a subclass made by others (FSDP's) pickles in its own way
             return _rebuild, (make, origin, arguments), *state
         return constructor, values, *state
 
     names = {"__module__": origin.__module__, "__qualname__": origin.__qualname__, "__doc__": origin.__doc__}
-    members = {**names, **members, "fused_norm_origin": origin, "__reduce_ex__": __reduce_ex__}
-    derived = type(origin)(origin.__name__, (base, origin), members)
+    members = {**names, **members, "fused_norm_origin": origin, "__reduce_ex__": reduce_ex}
+    derived: type[nn.Module] = type(origin)(origin.__name__, (base, origin), members)
     return derived
 
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..spec import NormSpec
+from ..spec import CASTINGS, Casting, NormSpec
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16))  # fmt: skip
 _OTHER_EPS = 0.25
+_WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "none")  # without a weight, gemma is llama
 
 _INVERSE_ROOTS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.rsqrt,
@@ -33,7 +34,7 @@ _INVERSE_ROOTS: tuple[Callable[[Tensor], Tensor], ...] = (
 """Ways modelling code spells ``v ** -0.5``: the same meaning, another last place in fp32."""
 
 
-class Unrecognised(Exception):
+class UnrecognisedError(Exception):
     """A module that is not a norm known here; the message says why."""
 
 
@@ -61,7 +62,7 @@ def recognise(module: nn.Module) -> Recognised:
     """The one meaning that ``module`` has.
 
     Raises:
-        Unrecognised: where it has none of those known, or cannot be told.
+        UnrecognisedError: where it has none of those known, or cannot be told.
     """
     weighted = _check_structure(module)
     key = _cache_key(module, weighted)
@@ -69,12 +70,12 @@ def recognise(module: nn.Module) -> Recognised:
     if outcome is None:
         try:
             outcome = _probe(module, weighted)
-        except Unrecognised as error:
+        except UnrecognisedError as error:
             outcome = str(error)
         if key is not None:
             _outcomes[key] = outcome
     if isinstance(outcome, str):
-        raise Unrecognised(outcome)
+        raise UnrecognisedError(outcome)
     return outcome
 
 
@@ -101,40 +102,40 @@ def _probe(module: nn.Module, weighted: bool) -> Recognised:
     matches: dict[NormSpec, str] = {}
     names = [name for name, value in vars(module).items() if isinstance(value, float)]
     if not names:
-        raise Unrecognised("has no eps among its attributes")
+        raise UnrecognisedError("has no eps among its attributes")
     for name in names:
         for spec, root in itertools.product(_candidates(weighted, getattr(module, name)), _INVERSE_ROOTS):
             if _agrees(module, name, spec, root):
                 matches[spec] = name
     if not matches:
-        raise Unrecognised("computes none of the known formulas")
+        raise UnrecognisedError("computes none of the known formulas")
     if len(matches) > 1:
-        raise Unrecognised(f"several formulas fit it: {'; '.join(map(str, matches))}")
+        raise UnrecognisedError(f"several formulas fit it: {'; '.join(map(str, matches))}")
     ((spec, name),) = matches.items()
     return Recognised(spec, name)
 
 
 def _check_structure(module: nn.Module) -> bool:
-    """Whether there is a weight. Raises Unrecognised for what a plain RMSNorm does not have."""
+    """Whether there is a weight. Raises UnrecognisedError for what a plain RMSNorm does not have."""
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
-        raise Unrecognised(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
+        raise UnrecognisedError(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
     if module._modules:
-        raise Unrecognised(f"has modules of its own: {', '.join(module._modules)}")
+        raise UnrecognisedError(f"has modules of its own: {', '.join(module._modules)}")
     if any(buffer is not None for buffer in module._buffers.values()):
-        raise Unrecognised(f"has buffers: {', '.join(module._buffers)}")
+        raise UnrecognisedError(f"has buffers: {', '.join(module._buffers)}")
     if tensors := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
-        raise Unrecognised(f"holds plain tensors ({', '.join(tensors)}): patch a model before it is sharded or wrapped")
+        raise UnrecognisedError(f"holds plain tensors ({', '.join(tensors)}): patch before sharding")
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     if others := [name for name in parameters if name != "weight"]:
-        raise Unrecognised(f"has parameters besides a weight: {', '.join(others)}")
+        raise UnrecognisedError(f"has parameters besides a weight: {', '.join(others)}")
     if parameters and len(_shape(parameters["weight"])) != 1:
-        raise Unrecognised(f"its weight has shape {tuple(_shape(parameters['weight']))}, not one dimension")
+        raise UnrecognisedError(f"its weight has shape {tuple(_shape(parameters['weight']))}, not one dimension")
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(str(argument) for argument in arguments) or "nothing"
-        raise Unrecognised(f"its forward takes {names}, not just the tensor to normalise")
+        raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
     if arguments[0].name == "residual":
-        raise Unrecognised("its forward calls its input `residual`, the name of the residual in a fused norm")
+        raise UnrecognisedError("its forward calls its input `residual`, the name of the residual in a fused norm")
     return bool(parameters)
 
 
@@ -151,10 +152,10 @@ def _width(module: nn.Module) -> int:
 
 
 def _candidates(weighted: bool, eps: float) -> Iterator[NormSpec]:
-    if not weighted:  # without a weight, llama and gemma are one
-        yield from (NormSpec(casting, weighted=False, eps=eps) for casting in ("llama", "none"))
+    if not weighted:
+        yield from (NormSpec(casting, weighted=False, eps=eps) for casting in _WEIGHTLESS_CASTINGS)
         return
-    for casting, zero_centered in itertools.product(("llama", "gemma", "none"), (False, True)):
+    for casting, zero_centered in itertools.product(CASTINGS, (False, True)):
         yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
 
 
@@ -162,7 +163,7 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Call
     """Whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
     width = _width(module)
     changed = replace(spec, eps=_OTHER_EPS)
-    with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for x, weight in _samples(width, spec.weighted):
             for eps_spec, training in ((spec, True), (spec, False), (changed, False)):
@@ -170,9 +171,9 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Call
                 try:
                     actual = type(module).forward(shadow, x.clone())
                 except Exception as error:  # a foreign forward may raise anything
-                    raise Unrecognised(f"cannot be run on its own: {type(error).__name__}: {error}") from error
+                    raise UnrecognisedError(f"cannot be run on its own: {type(error).__name__}: {error}") from error
                 if not isinstance(actual, Tensor):
-                    raise Unrecognised(f"returns {type(actual).__name__}, not one tensor")
+                    raise UnrecognisedError(f"returns {type(actual).__name__}, not one tensor")
                 expected = reference.rms_norm(
                     x, weight, eps_spec.eps, spec.casting, spec.zero_centered, inverse_root=inverse_root
                 )
@@ -186,8 +187,8 @@ def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None
     generator = torch.Generator().manual_seed(0)
     rows = max(8, 2048 // max(width, 1))
     scale = torch.tensor([1.0, 1e-3, 16.0, 0.0]).repeat(rows // 4)[:, None]
-    base = torch.randn(len(scale), width, generator=generator, dtype=torch.float32, device="cpu") * scale
-    base_weight = torch.randn(width, generator=generator, dtype=torch.float32, device="cpu") * 0.5 + 0.3
+    base = torch.randn(len(scale), width, generator=generator, dtype=torch.float32) * scale
+    base_weight = torch.randn(width, generator=generator, dtype=torch.float32) * 0.5 + 0.3
     for x_dtype, weight_dtype in _PAIRS if weighted else ((dtype, dtype) for dtype in _DTYPES):
         yield base.to(x_dtype)[None], base_weight.to(weight_dtype) if weighted else None
 

@@ -73,8 +73,8 @@ class PatchReport:
         rows = [("", "kind", "count", "module", "what", "where")]
         for status, sites in (("fused", self.fused), ("kept", self.kept)):
             rows += [(status, *row) for row in _grouped(sites)]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[5]]) for row in rows]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([self.summary(), *(lines if len(rows) > 1 else ())])
 
 

@@ -17,7 +17,6 @@ the value it had, and everything else in the forward stays as upstream wrote it.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -25,7 +24,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -49,8 +48,8 @@ class _Add:
     norm: str
 
 
-@lru_cache(maxsize=None)
-def norms_after_adds(layer: type[nn.Module]) -> tuple[str, ...]:
+@cache
+def norms_after_adds(layer: Any) -> tuple[str, ...]:
     """The attributes of the norms that take a sum straight from an add in the layer's forward, in order.
 
     Raises:
@@ -172,7 +171,15 @@ def _same_code(one: CodeType, other: CodeType) -> bool:
 
     def facts(code: CodeType) -> tuple[Any, ...]:
         constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
-        return code.co_firstlineno, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants
+        return (
+            code.co_firstlineno,
+            code.co_code,
+            code.co_names,
+            code.co_varnames,
+            code.co_freevars,
+            code.co_cellvars,
+            constants,
+        )
 
     return [facts(code) for code in _codes(one)] == [facts(code) for code in _codes(other)]
 
@@ -250,8 +257,10 @@ def _norm_call(statement: ast.stmt, total: str, self_name: str) -> ast.Call | No
 def _hand_to_norm(add: _Add, self_name: str) -> None:
     """Replaces the add's statements in place."""
     assign, use = add.body[add.first], add.body[add.last]
-    assert isinstance(assign, ast.Assign) and isinstance(assign.value, ast.BinOp)
-    assert isinstance(use, (ast.Assign, ast.Return)) and isinstance(use.value, ast.Call)
+    assert isinstance(assign, ast.Assign)
+    assert isinstance(assign.value, ast.BinOp)
+    assert isinstance(use, (ast.Assign, ast.Return))
+    assert isinstance(use.value, ast.Call)
     arguments = [use.value.func, assign.value.left, assign.value.right]
     helper = ast.Attribute(ast.Name(self_name, ast.Load()), "fused_norm_add", ast.Load())
     targets = ast.Tuple([ast.Name(_Y, ast.Store()), assign.targets[0]], ast.Store())

@@ -56,6 +56,7 @@ class FusedNorm(nn.Module):
     fused_norm_origin: ClassVar[type[nn.Module]]
     fused_norm_spec: ClassVar[NormSpec]
     fused_norm_eps_name: ClassVar[str]
+    weight: Tensor
 
     def forward(self, x: Any = None, residual: Any = None, **named: Any) -> Any:
         """``norm(x)``, or ``(norm(residual + x), residual + x)``. ``named``: x under the stock parameter's name."""
@@ -66,10 +67,10 @@ class FusedNorm(nn.Module):
         obstacle = _obstacle(x, weight, residual, spec)
         if obstacle is None:
             eps = getattr(self, self.fused_norm_eps_name)
-            options = {"casting": spec.casting, "zero_centered": spec.zero_centered}
+            casting, zero_centered = spec.casting, spec.zero_centered
             if residual is None:
-                return rms_norm(x, weight, eps, **options)
-            return add_rms_norm(x, residual, weight, eps, **options)
+                return rms_norm(x, weight, eps, casting=casting, zero_centered=zero_centered)
+            return add_rms_norm(x, residual, weight, eps, casting=casting, zero_centered=zero_centered)
         if obstacle and not torch.compiler.is_compiling():
             _explain(self.fused_norm_origin, obstacle)
         if residual is None:

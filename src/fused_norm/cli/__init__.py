@@ -1,0 +1,65 @@
+"""The command line, ``fused-norm``: one file per command, imported when it is called.
+
+A command's file has ``add_arguments(parser)`` and ``run(args) -> int``, which returns the exit code: 0 for yes, 1 for
+no, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+
+_COMMANDS = {
+    "inspect": (".inspect", "what would be fused in a model, and why not: no weights, no GPU"),
+    "check": (".check", "one training step, stock against fused, on this machine"),
+    "run": (".run", "run an unchanged script with every model it loads fused"),
+    "demo": ("..convergence.demo", "train tiny models, stock and fused, and plot both curves"),
+    "env": (".env", "versions and devices, to paste into a bug report"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after the program's name. None means those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: from argparse, for ``--help``, ``--version`` and misspelt arguments.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    width = max(map(len, _COMMANDS))
+    top = argparse.ArgumentParser(
+        prog="fused-norm",
+        description="Fused RMSNorm, QK-norm and residual add + norm for transformers models.",
+        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"fused-norm {__version__}")
+    top.add_argument(
+        "command", choices=_COMMANDS, metavar="COMMAND", help="one of those below, each with its own --help"
+    )
+    # The rest belongs to the command, whose parser needs its module, which needs torch.
+    name = top.parse_args(argv[:1]).command
+    module, text = _COMMANDS[name]
+
+    from .common import UsageError, interpret_without_gpu
+
+    if name == "demo":
+        interpret_without_gpu()
+    command = importlib.import_module(module, __name__)
+    parser = argparse.ArgumentParser(prog=f"fused-norm {name}", description=f"{text[0].upper()}{text[1:]}.")
+    command.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    try:
+        return command.run(args)
+    except UsageError as error:
+        print(f"fused-norm {name}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,103 @@
+"""``fused-norm check``: is the fused training step as near to the truth as the stock one, on this machine?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from .. import model_configs
+from ..spec import FusedNormError
+from .common import (
+    MODEL_HELP,
+    Source,
+    UsageError,
+    add_fuse_options,
+    backend,
+    find_model,
+    fuse_options,
+    interpret_without_gpu,
+    take_layers,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "A checkpoint is checked with its own weights, a config with random ones, whose norm weights are moved away "
+        "from one. A model type that has a tiny model here (" + ", ".join(model_configs.FAMILIES) + ") stands for that."
+    )
+    parser.add_argument("model", metavar="MODEL_OR_CONFIG", help=MODEL_HELP)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; the GPU if there is one")
+    parser.add_argument("--truth", choices=("float64", "float32"), help="float64 if it fits into the free memory")
+    parser.add_argument("--layers", type=_positive, help="only the first LAYERS layers")
+    parser.add_argument("--batch", type=_positive, default=2, help="sequences (2)")
+    parser.add_argument("--seq", type=_positive, default=32, help="tokens in a sequence (32)")
+    parser.add_argument("--seed", type=int, default=0, help="of the tokens and of random weights (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every gradient")
+    add_fuse_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print errors and verdict; 0 if all are within budget, else 1."""
+    device = interpret_without_gpu(args.device)
+    # After the line above, because these import the kernels.
+    options = fuse_options(args, strict=True)
+    from ..convergence import equality
+
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    source = _find(args.model)
+    if args.layers is not None:
+        take_layers(source.config, args.layers)
+    model = _load(source, seed=args.seed, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(args.seed)
+    vocabulary = source.config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (args.batch, args.seq), generator=generator).to(device)
+    try:
+        result = equality.compare(
+            model,
+            tokens,
+            truth=getattr(torch, args.truth) if args.truth else None,
+            options=options,
+            progress=lambda steps: tqdm(steps, desc="forward and backward", unit="pass", disable=None),
+        )
+    except (FusedNormError, equality.ComparisonError) as error:
+        raise UsageError(error) from error
+    if args.json:
+        print(result.to_json())
+    else:
+        print(f"{source.description}{'' if source.weights else f', random weights, seed {args.seed}'}")
+        print(f"fused operators: {backend(device)}")
+        print(result)
+    return 0 if result.ok else 1
+
+
+def _find(name: str) -> Source:
+    source = find_model(name)
+    if source.weights is None and name == source.config.model_type and name in model_configs.FAMILIES:
+        return Source(model_configs.tiny_config(name), None, f"a tiny {name}")
+    return source
+
+
+def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
+    if type(source.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"{source.description} is no causal language model ({source.config.model_type})")
+    if source.weights is None:
+        return model_configs.build(source.config, seed=seed, dtype=dtype, device=device)
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source.weights, config=source.config, dtype=dtype
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no weights can be loaded from {source.weights}: {error}") from error
+    return model.to(device)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value

@@ -1,0 +1,148 @@
+"""What several commands need: options, the choice of a device, and finding the model somebody named."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from ..patcher import FuseOptions
+
+
+class UsageError(Exception):
+    """Something the user named cannot be used. Printed as one line; the exit code is 2."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(" ".join(str(message).split()))
+
+
+def add_fuse_options(parser: argparse.ArgumentParser) -> None:
+    """``--norms``, ``--qk`` and ``--residual``, each with its ``--no-`` form."""
+    for kind, what in (
+        ("norms", "RMSNorms"),
+        ("qk", "norms of the queries and keys"),
+        ("residual", "residual add + norm; follows --norms"),
+    ):
+        parser.add_argument(f"--{kind}", action=argparse.BooleanOptionalAction, default=None, help=f"fuse {what}")
+
+
+def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
+    """The options chosen by the arguments of ``add_fuse_options``.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    from ..patcher import FuseOptions
+
+    try:
+        return FuseOptions(norms=args.norms, qk=args.qk, residual=args.residual, strict=strict)
+    except ValueError as error:
+        raise UsageError(error) from error
+
+
+def interpret_without_gpu(device: str | None = None) -> torch.device:
+    """The device to compute on. On a CPU the kernels run in Triton's interpreter, chosen before they are imported.
+
+    Args:
+        device: what the user asked for. None means the GPU if there is one.
+
+    Raises:
+        UsageError: there is no such device, or kernels do not run on it.
+    """
+    import torch
+
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} cannot be used: take cpu or cuda")
+    if chosen.type == "cpu" and importlib.util.find_spec("triton"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    return chosen
+
+
+def backend(device: torch.device) -> str:
+    """What computes the fused operators on ``device``, in words."""
+    if device.type != "cpu":
+        import torch
+
+        return f"Triton on {torch.cuda.get_device_name(device)}"
+    if importlib.util.find_spec("triton"):
+        from ..kernels.triton_utils import INTERPRETED
+
+        if INTERPRETED:
+            return "Triton's interpreter, on the CPU"
+    return "the PyTorch reference, on the CPU"
+
+
+MODEL_HELP = "a model directory, a config.json, a model type such as qwen3, or a name on the hub"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model somebody named.
+
+    Attributes:
+        config: its config.
+        weights: what ``from_pretrained`` takes to load its weights. None when there are none.
+        description: what was found, in words.
+    """
+
+    config: PreTrainedConfig
+    weights: str | None
+    description: str
+
+
+def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
+    """Find what ``name`` stands for: a directory, a file, a model type, a name on the hub, in this order.
+
+    Raises:
+        UsageError: nothing can be read under this name.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = Path(name)
+    if not path.exists() and name in CONFIG_MAPPING:
+        return Source(AutoConfig.for_model(name), None, f"the default {name} of transformers")
+    if path.is_dir() and not (path / "config.json").is_file():
+        adapter = path / "adapter_config.json"
+        if adapter.is_file():
+            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+            raise UsageError(f"{name} holds a PEFT adapter; name its base model, {base}")
+        raise UsageError(f"{name} has no config.json")
+    # Not None: with None transformers asks on the terminal whether to trust the code.
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        hint = " (--trust-remote-code)" if "trust_remote_code" in str(error) else ""
+        raise UsageError(f"no config can be read from {name!r}{hint}: {error}") from error
+    if path.is_file():
+        return Source(config, None, f"the config {name}")
+    if path.is_dir() and not any(path.glob(pattern) for pattern in ("*.safetensors", "*.bin")):
+        return Source(config, None, f"the config in {name}")
+    return Source(config, name, name)
+
+
+def take_layers(config: Any, layers: int) -> None:
+    """Shorten a config in place to its first ``layers`` layers.
+
+    Raises:
+        UsageError: it has fewer, or does not say how many.
+    """
+    text = config.get_text_config()
+    there = getattr(text, "num_hidden_layers", None)
+    if there is None or layers > there:
+        raise UsageError(f"--layers {layers}: the config of {config.model_type} has {there or 'no num_hidden_layers'}")
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]

@@ -1,0 +1,65 @@
+"""``fused-norm inspect``: the report of a model that is built without weights."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import transformers
+
+from ..patcher import apply_fused_norm
+from .common import MODEL_HELP, Source, UsageError, add_fuse_options, find_model, fuse_options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL_OR_CONFIG", help=MODEL_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add_fuse_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if something would be fused, else 1."""
+    options = fuse_options(args, strict=False)
+    source = find_model(args.model, trust_remote_code=args.trust_remote_code)
+    report = apply_fused_norm(_build_empty(source, args.trust_remote_code), **vars(options))
+    if args.json:
+        print(report.to_json())
+    else:
+        print(f"{source.description}, built without weights\n")
+        print(report)
+    return 0 if report.fused else 1
+
+
+def _build_empty(source: Source, trust_remote_code: bool) -> Any:
+    """The model of a config on the meta device, with the head it was saved with where that is known."""
+    config = source.config
+    remote = getattr(config, "auto_map", None) or {}
+    build = None
+    if not (remote and trust_remote_code):
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        build = getattr(named, "_from_config", None)
+    if build is None:
+        for auto, mapping in (
+            (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+            (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+            (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+            (transformers.AutoModel, transformers.MODEL_MAPPING),
+        ):
+            if type(config) in mapping or (trust_remote_code and auto.__name__ in remote):
+                build = _with_trust(auto, trust_remote_code)
+                break
+        else:
+            raise UsageError(
+                f"transformers {transformers.__version__} has no model for a config of {config.model_type}"
+            )
+    try:
+        with torch.device("meta"):
+            return build(config)
+    except Exception as error:
+        raise UsageError(f"{source.description} cannot be built without weights: {error}") from error
+
+
+def _with_trust(auto: Any, trust_remote_code: bool) -> Any:
+    return lambda config: auto.from_config(config, trust_remote_code=trust_remote_code)

@@ -1,0 +1,93 @@
+"""``fused-norm run``: somebody's unchanged script, with every model it loads patched."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from ..patcher import PatchReport, on_load
+from .common import UsageError, add_fuse_options, fuse_options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] SCRIPT [ARGS ...]\n       %(prog)s [options] -m MODULE [ARGS ...]"
+    parser.epilog = "Under a launcher: torchrun -m fused_norm run SCRIPT, accelerate launch -m fused_norm run SCRIPT."
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--strict", action="store_true", help="fail when a model has nothing to fuse")
+    add_fuse_options(parser)
+    # One list, because argparse would take a "--" between two positionals away from the script.
+    parser.add_argument("command", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a Python file and its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script to its end; its own exit code, 1 after an uncaught exception."""
+    options = fuse_options(args, strict=args.strict)
+    if not args.command:
+        raise UsageError("name a script, or a module with -m")
+    target, arguments = args.command[0], args.command[1:]
+    if not args.is_module and not Path(target).exists():
+        raise UsageError(f"there is no file {target}")
+    with (
+        _as_python_would(target, args.is_module, arguments),
+        on_load(everywhere=True, notify=_tell, **vars(options)) as reports,
+    ):
+        if args.is_module and not _find_module(target):
+            raise UsageError(f"there is no module {target}")
+        try:
+            if args.is_module:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            error = error.with_traceback(_from_script(error.__traceback__))
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
+        finally:
+            if not any(report.fused for report in reports):
+                _say(f"nothing was fused (models built: {len(reports)})")
+    return 0
+
+
+@contextmanager
+def _as_python_would(target: str, is_module: bool, arguments: list[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path[0]`` as python sets them for a script or a module."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [target, *arguments]
+    # In these modes python puts nothing in front, so there is nothing to replace.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        sys.path[:] = path
+
+
+def _find_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _from_script(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that ran the script; empty when it did not compile."""
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") != "__main__":
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _tell(report: PatchReport) -> None:
+    _say(report.summary())
+
+
+def _say(text: str) -> None:
+    print(f"fused-norm: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,325 @@
+"""One training step, stock against fused, both held against the same step in float64.
+
+The two need not agree to the last bit: on a GPU a sum is taken in another order. So the question is not whether they
+differ, but whether the fused step is further from the truth than the stock step is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
+from ..spec import FusedNormError
+
+SLACK = 0.25
+"""How much larger than the stock error the fused error may be, in a result with very many independent errors."""
+
+ZERO_SHARE = 1e-3
+"""A gradient that is zero in exact arithmetic, such as that of a bias on the keys, has no relative error. Every
+gradient counts as at least this share of the rms of all gradients."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+MIN_PREDICTIONS = 4
+"""Predicted tokens below which a step cannot be judged: the ratio of two single errors can be anything."""
+
+
+class ComparisonError(ValueError):
+    """A model, or a step, on which the comparison would say nothing."""
+
+
+def slack(numbers: int, predictions: int) -> float:
+    """How much larger than the stock error the fused error may be, as a share of it.
+
+    Two steps that are equally right make errors of the same size that are independent of each other. The norm of ``n``
+    such errors scatters by ``1 / sqrt(2 * n)`` of itself, so two of them differ by ``1 / sqrt(n)``. Four times that is
+    granted, since a model has hundreds of results. ``SLACK`` comes on top, for errors that a whole gradient has in
+    common because they were made upstream of it.
+
+    Args:
+        numbers: in the result.
+        predictions: tokens predicted in the step. A gradient is a sum of one term for each, so its numbers are no more
+            independent than these: with one prediction, all attention gradients are right or wrong together.
+    """
+    return SLACK + 4 / math.sqrt(min(numbers, predictions))
+
+
+def floor(dtype: torch.dtype) -> float:
+    """The relative error that is granted whatever the stock error: one unit in the last place of ``dtype``.
+
+    A value that lies between two numbers of the dtype may be rounded to either by two steps that are equally right, and
+    so they are up to ``eps`` apart, even where the stock step happened to hit the truth.
+    """
+    return torch.finfo(dtype).eps
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The relative error of one result: the norm of the difference from the truth over the norm of the truth.
+
+    Attributes:
+        name: ``logits``, ``loss``, or the parameter's name with ``.grad``.
+        stock: error of the stock step.
+        fused: error of the fused step.
+        budget: what the fused error may be.
+    """
+
+    name: str
+    stock: float
+    fused: float
+    budget: float
+
+    @property
+    def share(self) -> float:
+        """How much of the budget the fused error takes: 1 is all of it. Infinite when the error is not finite."""
+        return self.fused / self.budget if math.isfinite(self.fused) else math.inf
+
+    @property
+    def ok(self) -> bool:
+        return self.share <= 1
+
+
+@dataclass(frozen=True)
+class Equality:
+    """What ``compare`` found.
+
+    Attributes:
+        report: what was fused.
+        dtype: of the model.
+        truth: dtype of the truth.
+        device: where all three steps ran.
+        deviations: of the logits, the loss and every gradient.
+    """
+
+    report: PatchReport
+    dtype: torch.dtype
+    truth: torch.dtype
+    device: torch.device
+    deviations: tuple[Deviation, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result is within its budget."""
+        return all(deviation.ok for deviation in self.deviations)
+
+    def worst(self, count: int) -> list[Deviation]:
+        """The ``count`` gradients that take the largest share of their budgets, worst first."""
+        gradients = [deviation for deviation in self.deviations if deviation.name.endswith(".grad")]
+        return sorted(gradients, key=lambda deviation: -deviation.share)[:count]
+
+    def __str__(self) -> str:
+        outputs = [deviation for deviation in self.deviations if not deviation.name.endswith(".grad")]
+        worst = self.worst(8)
+        rows = [*outputs, *worst]
+        width = max(len(row.name) for row in rows)
+        lines = [
+            f"{self.report.model}, {_name(self.dtype)} on {self.device}, truth in {_name(self.truth)}",
+            "",
+            f"{'relative error':<{width}}  {'stock':>8}  {'fused':>8}  {'budget':>8}",
+        ]
+        lines += [
+            f"{row.name:<{width}}  {row.stock:8.1e}  {row.fused:8.1e}  {row.budget:8.1e}{'' if row.ok else '  over'}"
+            for row in rows
+        ]
+        gradients = len(self.deviations) - len(outputs)
+        over = sum(not deviation.ok for deviation in self.deviations)
+        lines += [
+            "",
+            f"shown: the {len(worst)} of {gradients} gradients that are nearest to their budgets",
+            f"budget: stock error * ({1 + SLACK:g} + 4 / sqrt(independent errors)) + {floor(self.dtype):.1e}",
+            f"verdict: {over} of {len(self.deviations)} results are over budget" if over else "verdict: within budget",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it, with every gradient, as a JSON object. An error that is not finite is null."""
+        return json.dumps(
+            {
+                "ok": self.ok,
+                "dtype": _name(self.dtype),
+                "truth": _name(self.truth),
+                "device": str(self.device),
+                "deviations": [
+                    {key: value if not isinstance(value, float) or math.isfinite(value) else None for key, value in row}
+                    for row in (asdict(deviation).items() for deviation in self.deviations)
+                ],
+                "report": json.loads(self.report.to_json()),
+            },
+            indent=2,
+        )
+
+
+def compare(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    truth: torch.dtype | None = None,
+    options: FuseOptions | Mapping[str, Any] | None = None,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> Equality:
+    """Run one forward and backward pass of a model three times: the truth, stock, fused.
+
+    The truth is the stock code on a float64 copy of the same weights, with float64 wherever the code asks for float32:
+    norms, softmax, rotary tables and the loss upcast by name, and a model that is merely cast to float64 would compute
+    them in float32 all the same. Dropout is off.
+
+    Args:
+        model: a causal language model, on one device, with parameters in ``DTYPES``; if in several of them, the
+            budget is that of the coarsest. If it is patched, the patch is removed first. Afterwards it is
+            stock, in the mode (training or not) that it was in, without gradients.
+        input_ids: [batch, sequence] of token ids, on the model's device.
+        labels: [batch, sequence] of token ids. None means ``input_ids``.
+        truth: float64 or float32. None means float64 if it fits into the free memory, else float32.
+        options: of ``apply_fused_norm``.
+        progress: wraps the names of the three steps, to show a progress bar.
+
+    Returns:
+        The errors and the verdict.
+
+    Raises:
+        FusedNormError: as ``apply_fused_norm``, or the truth is not finite.
+        ComparisonError: parameters of other dtypes, fewer than ``MIN_PREDICTIONS`` tokens to predict, or a float32
+            truth for a float32 model, which would be the stock step itself.
+    """
+    labels = input_ids if labels is None else labels
+    predictions = labels.shape[0] * (labels.shape[1] - 1)
+    if predictions < MIN_PREDICTIONS:
+        raise ComparisonError(
+            f"{tuple(labels.shape)} tokens make {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: "
+            "take longer or more sequences"
+        )
+    options = options if isinstance(options, FuseOptions) else FuseOptions(**(options or {}))
+    remove_fused_norm(model)
+    dtype = _coarsest_dtype(model)
+    truth = truth or (torch.float64 if _float64_fits(model) else torch.float32)
+    if truth not in (torch.float64, torch.float32):
+        raise ComparisonError(f"the truth must be float64 or float32, not {_name(truth)}")
+    if truth == dtype:
+        raise ComparisonError(
+            f"a {_name(dtype)} model needs a float64 truth, which takes {_float64_bytes(model) / 2**30:.1f} GiB; "
+            "take fewer layers, or a 16-bit dtype"
+        )
+
+    training = model.training
+    model.eval()
+    try:
+        exact: dict[str, torch.Tensor] = {}
+        errors: dict[str, dict[str, float]] = {}
+        report: PatchReport | None = None
+        for step in progress(("truth", "stock", "fused")):
+            if step == "truth":
+                exact = _truth(model, truth, input_ids, labels)
+                continue
+            if step == "fused":
+                report = apply_fused_norm(model, **vars(options))
+            errors[step] = _errors(_step(model, input_ids, labels), exact)
+        assert report is not None
+    finally:
+        remove_fused_norm(model)
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+
+    deviations = tuple(
+        Deviation(
+            name,
+            stock,
+            errors["fused"][name],
+            stock * (1 + slack(exact[name].numel(), predictions)) + floor(dtype),
+        )
+        for name, stock in errors["stock"].items()
+    )
+    return Equality(report, dtype, truth, input_ids.device, deviations)
+
+
+class _Float64(TorchFunctionMode):
+    """Inside, code that asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        widened = {key: _widen(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **widened)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def _truth(
+    model: nn.Module, dtype: torch.dtype, input_ids: torch.Tensor, labels: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    twin: Any = copy.deepcopy(model).to(dtype)
+    # The grouped matrix product of transformers 5 has no float64.
+    if hasattr(twin, "set_experts_implementation") and twin._can_set_experts_implementation():
+        twin.set_experts_implementation("eager")
+    with _Float64() if dtype == torch.float64 else nullcontext():
+        exact = _step(twin, input_ids, labels)
+    for name, value in exact.items():
+        if not value.isfinite().all():
+            raise FusedNormError(f"{name} of the stock model is not finite in {_name(dtype)}: there is no truth")
+    return exact
+
+
+def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits, loss and the gradient of every trainable parameter; the model keeps no gradients."""
+    model.zero_grad(set_to_none=True)
+    output = model(input_ids=input_ids, labels=labels, use_cache=False)
+    output.loss.backward()
+    results = {"logits": output.logits.detach(), "loss": output.loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # An expert that saw no token has no gradient, or zeros, depending on the release of transformers.
+            results[f"{name}.grad"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.zero_grad(set_to_none=True)
+    return results
+
+
+def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    gradients = [value for name, value in exact.items() if name.endswith(".grad")]
+    squares = sum(value.double().square().sum().item() for value in gradients)
+    rms = math.sqrt(squares / sum(value.numel() for value in gradients))
+    errors = {}
+    for name, value in exact.items():
+        least = ZERO_SHARE * rms * value.numel() ** 0.5 if name.endswith(".grad") else 0.0
+        scale = max(value.double().norm().item(), least, torch.finfo(torch.float64).tiny)
+        errors[name] = (results[name].double() - value).norm().item() / scale
+    return errors
+
+
+def _coarsest_dtype(model: nn.Module) -> torch.dtype:
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not dtypes or not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(map(_name, dtypes))) or "none"
+        raise ComparisonError(f"parameters must be float32, bfloat16 or float16, and these are {names}")
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _float64_bytes(model: nn.Module) -> int:
+    """Bytes of a float64 copy with its gradients, and half as much again for activations."""
+    return sum(parameter.numel() for parameter in model.parameters()) * 8 * 2 * 3 // 2
+
+
+def _float64_fits(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return _float64_bytes(model) <= torch.cuda.mem_get_info(device)[0]
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return _float64_bytes(model) <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,371 @@
+"""Every command: once as a process of its own, and its cases in this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig
+
+import fused_norm
+from fused_norm.cli import main
+from fused_norm.convergence import equality
+from fused_norm.model_configs import FAMILIES, build, tiny_config
+
+SITES = FAMILIES["qwen3"].sites()
+SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual"
+
+
+def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python`` with ``arguments``, which finds this package and nothing on a hub."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(fused_norm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+    }
+    # A user has not set it, and then the command has to.
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    build("qwen3", seed=0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    """Writes a script and returns its path."""
+
+    def write(text: str, name: str = "train.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+LOAD = """
+from transformers import AutoModelForCausalLM
+from fused_norm.model_configs import tiny_config
+model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+"""
+
+LOAD_BERT = """
+from transformers import BertConfig, BertModel
+BertModel._from_config(BertConfig(hidden_size=12))
+"""
+
+
+def test_help_and_version_do_not_import_torch():
+    code = """
+    import sys
+    from fused_norm.cli import main
+    for arguments in (["--help"], ["--version"]):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            assert not end.code
+    assert not {"torch", "triton", "transformers"} & set(sys.modules)
+    """
+    found = process("-c", textwrap.dedent(code))
+    assert found.returncode == 0, found.stderr
+    assert fused_norm.__version__ in found.stdout
+    assert all(command in found.stdout for command in ("inspect", "check", "run", "demo", "env"))
+
+
+@pytest.mark.parametrize("line", ["", "inspekt", "inspect", "env --nope", "check llama --seq 0"])
+def test_misspelt_arguments_are_bad_input(line, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert end.value.code == 2
+    assert "usage: fused-norm" in capsys.readouterr().err
+
+
+def test_inspect_prints_the_report_of_a_directory(checkpoint):
+    found = process("-m", "fused_norm", "inspect", checkpoint)
+    assert found.returncode == 0, found.stderr
+    assert SUMMARY in found.stdout
+    assert "model.layers.*.self_attn.q_norm" in found.stdout
+
+
+@pytest.mark.parametrize("name", ["{}", "{}/config.json"])
+def test_inspect_prints_json_of_a_directory_or_a_file(checkpoint, name, capsys):
+    assert main(["inspect", name.format(checkpoint), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"] == "Qwen3ForCausalLM"
+    assert {kind: sum(site["kind"] == kind for site in report["fused"]) for kind in SITES} == SITES
+
+
+def test_inspect_takes_a_model_type(capsys):
+    assert main(["inspect", "llama", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len([site for site in report["fused"] if site["kind"] == "norm"]) == FAMILIES["llama"].sites(32)["norm"]
+
+
+def test_inspect_fuses_only_what_it_is_told(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {site["kind"] for site in report["fused"]} == {"norm"}
+
+
+def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
+    BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "Bert" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["inspect", "check"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": "{"}, "no config can be read"),
+        ({"config.json": '{"model_type": "nosuch"}'}, "nosuch"),
+        ({"adapter_config.json": '{"base_model_name_or_path": "some/base"}'}, "name its base model, some/base"),
+    ],
+    ids=["empty", "no json", "unknown type", "adapter"],
+)
+def test_a_bad_model_is_one_line_and_exit_code_2(command, content, says, tmp_path, capsys):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    assert main([command, str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in error if line.startswith(f"fused-norm {command}: ")]
+    assert says in line
+    assert not any("Traceback" in line for line in error)
+
+
+def test_a_name_that_is_nowhere_is_bad_input():
+    found = process("-m", "fused_norm", "inspect", "qwem3")
+    assert found.returncode == 2
+    assert "qwem3" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class RemoteConfig(LlamaConfig):
+    model_type = "remote"
+
+class RemoteForCausalLM(LlamaForCausalLM):
+    config_class = RemoteConfig
+"""
+
+
+def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    config = tiny_config("llama").to_dict() | {
+        "model_type": "remote",
+        "auto_map": {"AutoConfig": "code.RemoteConfig", "AutoModelForCausalLM": "code.RemoteForCausalLM"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    (tmp_path / "code.py").write_text(REMOTE)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path), "--trust-remote-code"]) == 0
+    assert "RemoteForCausalLM" in capsys.readouterr().out
+
+
+def test_contradictory_options_are_bad_input(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--no-norms", "--residual"]) == 2
+    assert "residual" in capsys.readouterr().err
+
+
+def test_check_finds_a_tiny_model_within_budget():
+    found = process("-m", "fused_norm", "check", "qwen3", "--device", "cpu", "--batch", "1", "--seq", "8")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "a tiny qwen3, random weights, seed 0" in found.stdout
+    assert "Triton's interpreter" in found.stdout
+    assert "truth in float64" in found.stdout
+    assert "verdict: within budget" in found.stdout
+
+
+def test_check_takes_a_checkpoint_with_its_own_weights(checkpoint, monkeypatch, capsys):
+    seen = []
+    compare = equality.compare
+
+    def spy(model, *args, **kwargs):
+        seen.append({name: weight.detach().cpu().clone() for name, weight in model.named_parameters()})
+        return compare(model, *args, **kwargs)
+
+    monkeypatch.setattr(equality, "compare", spy)
+    arguments = ["--layers", "1", "--batch", "1", "--seq", "8", "--dtype", "bfloat16", "--json"]
+    assert main(["check", str(checkpoint), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["dtype"] == "bfloat16"
+    assert {row["name"] for row in found["deviations"]} == {"logits", "loss", *(f"{name}.grad" for name in seen[0])}
+    saved = dict(build("qwen3", seed=0).named_parameters())
+    assert all(torch.equal(weight, saved[name].bfloat16()) for name, weight in seen[0].items())
+    assert not any("layers.1." in name for name in seen[0])
+
+
+def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
+    apply = equality.apply_fused_norm
+
+    def apply_wrongly(model, **options):
+        model.model.norm.weight.data.mul_(1.001)
+        return apply(model, **options)
+
+    monkeypatch.setattr(equality, "apply_fused_norm", apply_wrongly)
+    assert main(["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 1
+    assert re.search(r"logits .* over\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["t5"], "no causal language model"),
+        (["llama", "--layers", "99"], "--layers 99"),
+        (["llama", "--seq", "1"], "0 predictions"),
+        (["llama", "--device", "cuda:99"], "cuda:99"),
+        (["llama", "--device", "nosuch"], "nosuch"),
+        (["llama", "--device", "meta"], "take cpu or cuda"),
+        (["llama", "--truth", "float32", "--dtype", "float32"], "float64 truth"),
+    ],
+)
+def test_check_says_what_it_cannot_check(arguments, says, capsys):
+    assert main(["check", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_run_is_the_script_with_its_models_fused(script, tmp_path):
+    path = script(LOAD + "import sys, helper\nprint(sys.argv, __name__, sys.path[0], helper.__name__)\nsys.exit(7)\n")
+    script("", "helper.py")
+    found = process("-m", "fused_norm", "run", path, "--lr", "1", "--strict", cwd=path.parents[1])
+    assert found.returncode == 7, found.stderr
+    assert found.stdout.strip() == f"{[str(path), '--lr', '1', '--strict']} __main__ {tmp_path} helper"
+    assert re.search(rf"^fused-norm: Qwen3ForCausalLM.*{SUMMARY}", found.stderr, re.MULTILINE)
+    assert "nothing was fused" not in found.stderr
+
+
+def test_run_works_under_torchrun(script):
+    path = script(LOAD + "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n")
+    found = process(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, "-m", "fused_norm", "run", path, "--lr", 1
+    )
+    assert found.returncode == 0, found.stderr
+    assert "rank 0 ['--lr', '1']" in found.stdout
+    assert SUMMARY in found.stderr
+
+
+def test_run_prints_the_traceback_that_python_would(script):
+    path = script("def fail():\n    raise KeyError('lost')\n\nfail()\n")
+    plain = process(path)
+    found = process("-m", "fused_norm", "run", path)
+    assert found.returncode == plain.returncode == 1
+    assert plain.stderr.startswith("Traceback")
+    assert plain.stderr in found.stderr
+
+
+@pytest.mark.parametrize("code", ["'reason'", "None", "3"])
+def test_run_passes_the_exit_on(script, code):
+    with pytest.raises(SystemExit) as end:
+        main(["run", str(script(f"import sys; sys.exit({code})"))])
+    assert repr(end.value.code) == code
+
+
+def test_run_restores_argv_and_path(script):
+    argv, path = list(sys.argv), list(sys.path)
+    assert main(["run", str(script("import sys\nassert sys.argv[1:] == ['--', '-m', 'x']")), "--", "-m", "x"]) == 0
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys):
+    script("", "package/__init__.py")
+    path = script("import sys\nprint(__name__, sys.argv, __spec__.name)\n", "package/__main__.py")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "-m", "package", "a", "-m"]) == 0
+    assert capsys.readouterr().out.strip() == f"__main__ {[str(path), 'a', '-m']} package.__main__"
+
+
+def test_run_says_when_nothing_was_fused(script, capsys):
+    path = script(LOAD_BERT)
+    assert main(["run", str(path)]) == 0
+    error = capsys.readouterr().err
+    assert "fused-norm: BertModel" in error
+    assert error.splitlines()[-1].startswith("fused-norm: nothing was fused")
+
+
+def test_run_strict_fails_for_a_model_without_norms(script, capsys):
+    path = script(LOAD_BERT)
+    assert main(["run", "--strict", str(path)]) == 1
+    assert "FusedNormError" in capsys.readouterr().err
+
+
+def test_run_covers_threads_that_the_script_starts(script, capsys):
+    script(LOAD, "loads_on_import.py")
+    path = script(
+        """
+        import importlib, threading
+        thread = threading.Thread(target=importlib.import_module, args=["loads_on_import"])
+        thread.start()
+        thread.join()
+        """
+    )
+    assert main(["run", str(path)]) == 0
+    assert SUMMARY in capsys.readouterr().err
+
+
+def test_run_fuses_only_what_it_is_told(script, capsys):
+    assert main(["run", "--no-qk", str(script(LOAD))]) == 0
+    error = capsys.readouterr().err
+    assert f"{SITES['norm']} norm, {SITES['residual']} residual" in error
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no/such/script.py"], ["-m", "no_such_module"], ["-m", "no_such.module"], ["-m"]]
+)
+def test_run_says_what_it_cannot_find(arguments, capsys):
+    assert main(["run", *arguments]) == 2
+    assert arguments[-1] in capsys.readouterr().err
+
+
+def test_env_says_what_a_bug_report_needs():
+    found = process("-m", "fused_norm", "env")
+    assert found.returncode == 0, found.stderr
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in found.stdout.splitlines())
+    assert facts["fused_norm"] == fused_norm.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["transformers"]
+    assert facts["kernels run in"]
+
+
+def test_demo_is_mounted(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--help"])
+    assert end.value.code == 0
+    assert "--family" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("fused-norm") is None, reason="the package is not installed, only on the path")
+def test_the_installed_command_is_this_one():
+    found = subprocess.run(["fused-norm", "--version"], capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["fused-norm", fused_norm.__version__]
+
+
+def test_tiny_config_is_what_a_bare_type_stands_for_in_check(monkeypatch, capsys):
+    seen = []
+    compare = equality.compare
+
+    def spy(model, *args, **kwargs):
+        seen.append(model.config.hidden_size)
+        return compare(model, *args, **kwargs)
+
+    monkeypatch.setattr(equality, "compare", spy)
+    assert main(["check", "llama", "--batch", "1", "--seq", "8"]) == 0
+    assert seen == [tiny_config("llama").hidden_size]
+    assert "verdict" in capsys.readouterr().out

@@ -1,0 +1,385 @@
+"""The hook at load: what it covers, what it leaves alone, and that it goes away without a trace."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import logging
+import threading
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
+
+import fused_norm
+from fused_norm.model_configs import FAMILIES, build, tiny_config
+
+HOOKED = ("from_pretrained", "_from_config")
+SITES = FAMILIES["qwen3"].sites()
+
+
+def descriptors() -> list[object]:
+    return [vars(PreTrainedModel)[name] for name in HOOKED]
+
+
+def fused_sites(model: nn.Module) -> int:
+    """How many modules are patched; the model is stock afterwards."""
+    return fused_norm.remove_fused_norm(model)
+
+
+@pytest.fixture(autouse=True)
+def _hook_is_gone_afterwards():
+    before = descriptors()
+    yield
+    assert all(now is then for now, then in zip(descriptors(), before, strict=True))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in several shards."""
+    path = tmp_path_factory.mktemp("qwen3")
+    build("qwen3", seed=0).save_pretrained(path, max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of ``checkpoint`` that does something."""
+    path = tmp_path_factory.mktemp("adapter")
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(base, config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens).logits
+
+
+class Recorder:
+    """Something with a ``from_pretrained`` that tells what it was called with."""
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+        self.calls: list[tuple[tuple, dict]] = []
+
+    def from_pretrained(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return self.result
+
+
+def test_from_pretrained_patches_the_model_it_loads(checkpoint, tokens):
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint)
+    torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
+    assert fused_sites(stock) == 0
+    assert fused_sites(model) > 0
+
+
+def test_from_pretrained_passes_every_argument_on_untouched():
+    recorder = Recorder(build("llama", seed=0))
+    given = {"revision": "x", "dtype": torch.bfloat16, "norms": 1, "modules": object(), "strict": "theirs"}
+    model = fused_norm.from_pretrained(recorder, "name", 7, fused_norm={"qk": False}, **given)
+    assert recorder.calls == [(("name", 7), given)]
+    assert model is recorder.result
+
+
+def test_from_pretrained_returns_the_loading_info_too(checkpoint):
+    model, info = fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert fused_sites(model) > 0
+
+
+@pytest.mark.parametrize("options", [fused_norm.FuseOptions(qk=False), {"qk": False}])
+def test_from_pretrained_takes_options_as_a_value_or_a_mapping(checkpoint, options):
+    model = fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint, fused_norm=options)
+    norms = fused_sites(model)
+    fused_norm.apply_fused_norm(model)
+    assert fused_sites(model) > norms > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"nroms": True}, TypeError), ({"norms": False, "residual": True}, ValueError), (["norms"], TypeError)],
+)
+def test_bad_options_raise_before_anything_is_loaded(options, error):
+    recorder = Recorder(None)
+    with pytest.raises(error):
+        fused_norm.from_pretrained(recorder, "name", fused_norm=options)
+    assert recorder.calls == []
+
+
+def test_from_pretrained_raises_for_a_model_without_norms():
+    bert = AutoModel.from_config(tiny_bert())
+    with pytest.raises(fused_norm.FusedNormError):
+        fused_norm.from_pretrained(Recorder(bert), "name")
+    assert fused_norm.from_pretrained(Recorder(bert), "name", fused_norm={"strict": False}) is bert
+
+
+def tiny_bert() -> BertConfig:
+    return BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path: AutoModelForCausalLM.from_pretrained(path),
+        lambda path: Qwen3ForCausalLM.from_pretrained(path),
+        lambda path: Qwen3ForCausalLM.from_pretrained(path, output_loading_info=True)[0],
+        lambda path: AutoModelForCausalLM.from_config(tiny_config("qwen3")),
+        lambda path: Qwen3ForCausalLM._from_config(tiny_config("qwen3")),
+        lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16),
+    ],
+    ids=["auto", "class", "loading info", "auto from config", "class from config", "dtype"],
+)
+def test_on_load_patches_every_way_of_building_a_model(checkpoint, load):
+    with fused_norm.on_load() as reports:
+        model = load(checkpoint)
+    assert [report.counts for report in reports] == [SITES]
+    assert fused_sites(model) > 0
+    assert fused_sites(load(checkpoint)) == 0
+
+
+def test_on_load_leaves_dtype_and_weights_as_loaded(checkpoint, tokens):
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    with fused_norm.on_load():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert all(torch.equal(weight, stock.state_dict()[name]) for name, weight in model.state_dict().items())
+    error = (logits(model, tokens) - logits(stock, tokens)).norm() / logits(stock, tokens).norm()
+    assert error < torch.finfo(torch.bfloat16).eps
+
+
+def test_on_load_covers_a_model_on_the_meta_device():
+    with fused_norm.on_load() as reports, torch.device("meta"):
+        # An eps of its own, so that no norm is known from before.
+        AutoModelForCausalLM.from_config(tiny_config("qwen3", rms_norm_eps=3e-6))
+    assert reports[0].counts == SITES
+
+
+def test_on_load_covers_offload_to_disk(checkpoint, tokens, tmp_path):
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "cpu"}
+    places |= {f"model.layers.{index}": "disk" for index in range(stock.config.num_hidden_layers)}
+    with fused_norm.on_load() as reports:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places, offload_folder=tmp_path)
+    assert model.model.norm.weight.is_meta
+    assert reports[0].counts["norm"] == SITES["norm"]
+    torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter, tokens):
+    stock = AutoModelForCausalLM.from_pretrained(adapter)
+    with fused_norm.on_load() as reports:
+        named_by_the_adapter = AutoModelForCausalLM.from_pretrained(adapter)
+        auto_peft = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
+        around_a_base = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
+    assert [report.counts for report in reports] == [SITES] * 3
+    for model in (named_by_the_adapter, auto_peft, around_a_base):
+        torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
+        assert fused_sites(model) > 0
+
+
+class PairConfig(PretrainedConfig):
+    model_type = "pair"
+
+
+class Pair(PreTrainedModel):
+    """A model that builds two others on its way."""
+
+    config_class = PairConfig
+
+    def __init__(self, config: PairConfig) -> None:
+        super().__init__(config)
+        self.left = AutoModel.from_config(tiny_config("llama"))
+        self.right = LlamaForCausalLM._from_config(tiny_config("llama"))
+        self.post_init()
+
+
+def test_a_model_that_builds_others_is_patched_once_and_whole(tmp_path):
+    Pair(PairConfig()).save_pretrained(tmp_path)
+    with fused_norm.on_load() as reports:
+        Pair.from_pretrained(tmp_path)
+        Pair._from_config(PairConfig())
+    assert [report.model for report in reports] == ["Pair", "Pair"]
+    assert [report.counts["norm"] for report in reports] == [2 * FAMILIES["llama"].sites()["norm"]] * 2
+
+
+def test_on_load_raises_for_a_model_without_norms_unless_told():
+    with fused_norm.on_load() as reports, pytest.raises(fused_norm.FusedNormError):
+        AutoModel.from_config(tiny_bert())
+    assert reports == []
+    with fused_norm.on_load(strict=False) as reports:
+        AutoModel.from_config(tiny_bert())
+    assert [len(report.fused) for report in reports] == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"nroms": True}, TypeError), ({"norms": False, "residual": True}, ValueError)]
+)
+def test_on_load_raises_for_bad_options_and_hooks_nothing(options, error):
+    before = descriptors()
+    with pytest.raises(error), fused_norm.on_load(**options):
+        pytest.fail("the block was entered")
+    assert all(now is then for now, then in zip(descriptors(), before, strict=True))
+
+
+def test_the_hook_goes_away_after_an_exception(tmp_path):
+    before = descriptors()
+    seen = []
+    with pytest.raises(OSError, match="safetensors"), fused_norm.on_load():  # noqa: PT012
+        seen += descriptors()
+        Qwen3ForCausalLM.from_pretrained(tmp_path, config=tiny_config("qwen3"))
+    assert all(now is not then for now, then in zip(seen, before, strict=True))
+    assert all(now is then for now, then in zip(descriptors(), before, strict=True))
+
+
+def test_a_failed_load_leaves_the_hook_working(checkpoint, tmp_path):
+    with fused_norm.on_load() as reports:
+        with pytest.raises(OSError, match="safetensors"):
+            Qwen3ForCausalLM.from_pretrained(tmp_path, config=tiny_config("qwen3"))
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert [report.counts for report in reports] == [SITES]
+
+
+def test_the_hook_keeps_signature_and_docstring():
+    plain = [(inspect.signature(getattr(Qwen3ForCausalLM, name)), getattr(Qwen3ForCausalLM, name)) for name in HOOKED]
+    with fused_norm.on_load():
+        for name, (signature, method) in zip(HOOKED, plain, strict=True):
+            hooked = getattr(Qwen3ForCausalLM, name)
+            assert inspect.signature(hooked) == signature
+            assert hooked.__doc__ == method.__doc__
+            assert hooked.__self__ is Qwen3ForCausalLM
+
+
+def test_the_innermost_options_hold_and_outer_lists_hear_of_it():
+    with fused_norm.on_load() as outer:
+        with fused_norm.on_load(qk=False) as inner:
+            AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+        AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    assert [report.counts.get("qk", 0) for report in inner] == [0]
+    assert [report.counts.get("qk", 0) for report in outer] == [0, SITES["qk"]]
+
+
+def test_options_of_from_pretrained_win_inside_on_load(checkpoint):
+    with fused_norm.on_load() as reports:
+        fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint, fused_norm={"qk": False})
+    assert [report.counts.get("qk", 0) for report in reports] == [0]
+
+
+def in_thread(function) -> object:
+    """The result of ``function`` in a thread that starts with an empty context."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(contextvars.Context().run(function)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def build_one() -> nn.Module:
+    return AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+
+
+def test_other_threads_are_not_touched():
+    with fused_norm.on_load() as reports:
+        assert fused_sites(in_thread(build_one)) == 0
+    assert reports == []
+
+
+def test_everywhere_covers_other_threads_and_their_own_block_wins():
+    def with_own_block():
+        with fused_norm.on_load(qk=False) as own:
+            build_one()
+        return own
+
+    with fused_norm.on_load(everywhere=True) as reports:
+        assert fused_sites(in_thread(build_one)) > 0
+        own = in_thread(with_own_block)
+    assert [report.counts.get("qk", 0) for report in own] == [0]
+    assert [report.counts.get("qk", 0) for report in reports] == [SITES["qk"], 0]
+    assert fused_sites(in_thread(build_one)) == 0
+
+
+def test_blocks_of_two_threads_may_end_in_any_order():
+    entered, leave = threading.Event(), threading.Event()
+    reports = []
+
+    def hold():
+        with fused_norm.on_load() as own:
+            entered.set()
+            assert leave.wait(60)
+            build_one()
+        reports.extend(own)
+
+    before = descriptors()
+    thread = threading.Thread(target=hold)
+    with fused_norm.on_load():
+        thread.start()
+        assert entered.wait(60)
+    # The first block has ended and the second is open: it must still work, and this thread must be stock.
+    assert fused_sites(build_one()) == 0
+    leave.set()
+    thread.join()
+    assert [report.counts for report in reports] == [SITES]
+    assert all(now is then for now, then in zip(descriptors(), before, strict=True))
+
+
+def test_a_context_that_outlives_its_block_is_stock():
+    with fused_norm.on_load():
+        kept = contextvars.copy_context()
+    with fused_norm.on_load() as reports:
+        assert fused_sites(kept.run(build_one)) == 0
+    assert reports == []
+
+
+def test_somebody_elses_replacement_is_left_with_a_warning(caplog):
+    original = vars(PreTrainedModel)["_from_config"]
+    with fused_norm.on_load():
+        below = vars(PreTrainedModel)["_from_config"]
+
+        @classmethod
+        def theirs(cls, *args, **kwargs):
+            return below.__get__(None, cls)(*args, **kwargs)
+
+        PreTrainedModel._from_config = theirs
+    try:
+        assert vars(PreTrainedModel)["_from_config"] is theirs
+        assert "PreTrainedModel._from_config was replaced" in caplog.text
+        assert fused_sites(build_one()) == 0
+        with fused_norm.on_load() as reports:
+            build_one()
+        assert len(reports) == 1
+        assert vars(PreTrainedModel)["_from_config"] is theirs
+    finally:
+        PreTrainedModel._from_config = original
+
+
+def test_each_model_is_logged_in_one_line_and_told(caplog):
+    told = []
+    with caplog.at_level(logging.INFO, "fused_norm"), fused_norm.on_load(notify=told.append) as reports:
+        build_one()
+    lines = [record.getMessage() for record in caplog.records if record.name == "fused_norm"]
+    (line,) = [line for line in lines if line.startswith("Qwen3ForCausalLM")]
+    assert f"{SITES['norm']} norm" in line
+    assert "\n" not in line
+    assert told == reports
