@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from fused_norm.spec import Kind, NormSpec
+from ..spec import Kind, NormSpec
 
 
 @dataclass(frozen=True)

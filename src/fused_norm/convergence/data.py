@@ -1,0 +1,142 @@
+"""Real text as full sequences of tokens, the same ones in the same order for the same seed."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import datasets
+import torch
+from torch import Tensor
+
+Tokenize: TypeAlias = Callable[[str], Sequence[int]]
+
+
+def utf8_bytes(text: str) -> Sequence[int]:
+    """One token for each byte, 0 to 255: any text, no vocabulary to fetch."""
+    return text.encode()
+
+
+def standard_library() -> list[Path]:
+    """The source files of Python's own standard library without its tests, sorted.
+
+    Raises:
+        FileNotFoundError: this Python comes without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = [path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)]
+    if not files:
+        raise FileNotFoundError(f"no source of the standard library under {root}; name text files of your own")
+    return sorted(files)
+
+
+def read_files(paths: Iterable[str | Path]) -> Iterator[str]:
+    """The lines of UTF-8 text files, in the order given, line ends included.
+
+    Raises:
+        FileNotFoundError: a path is no file.
+        ValueError: no path is given, or, while reading, a file is not UTF-8.
+    """
+    files = [Path(path) for path in paths]
+    if not files:
+        raise ValueError("no text files given")
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"no such text file: {path}")
+    return _lines(files)
+
+
+def _lines(files: list[Path]) -> Iterator[str]:
+    # The names are patterns to datasets, and a bracket in one must not be read as such.
+    names = [glob.escape(str(path.resolve())) for path in files]
+    rows = datasets.load_dataset("text", data_files=names, split="train", streaming=True, keep_linebreaks=True)
+    try:
+        for row in rows:
+            yield row["text"]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_first_undecodable(files)} is not UTF-8 text; convert it or leave it out") from error
+
+
+def _first_undecodable(files: list[Path]) -> Path:
+    for path in files:
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return path
+    raise AssertionError("datasets could not decode what Python can")
+
+
+def read_dataset(name: str, *, column: str = "text", split: str = "train") -> Iterator[str]:
+    """The texts of a dataset, streamed in its own order.
+
+    Args:
+        name: what ``datasets.load_dataset`` takes, a folder or a name on the hub, with ``:config`` behind it where
+            the dataset has configurations.
+        column: holds the text.
+        split: which part of the dataset.
+
+    Raises:
+        ValueError: the dataset cannot be loaded, or has no such column.
+    """
+    path, _, config = name.partition(":")
+    try:
+        rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
+        columns = rows.column_names or list(next(iter(rows)))
+    except Exception as error:
+        raise ValueError(f"cannot load the dataset {name!r} (split {split!r}): {error}") from error
+    if column not in columns:
+        raise ValueError(f"the dataset {name!r} has no column {column!r}; it has {', '.join(columns)}")
+    return (row[column] for row in rows)
+
+
+def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = utf8_bytes) -> Tensor:
+    """Texts one after the other, cut into full sequences: no padding, so every position trains.
+
+    Args:
+        texts: read only as far as needed.
+        length: tokens in a sequence.
+        limit: sequences wanted at most.
+        tokenize: makes token ids of a text.
+
+    Returns:
+        Token ids, (sequences, length), int64.
+
+    Raises:
+        ValueError: ``length`` or ``limit`` is below 1, or the texts do not fill one sequence.
+    """
+    if length < 1 or limit < 1:
+        raise ValueError(f"length and limit must be at least 1, not {length} and {limit}")
+    tokens: list[int] = []
+    for text in texts:
+        tokens.extend(tokenize(text))
+        if len(tokens) >= length * limit:
+            break
+    count = min(len(tokens) // length, limit)
+    if count == 0:
+        raise ValueError(f"the text has {len(tokens)} tokens, and one sequence takes {length}; use more text")
+    return torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
+
+
+def schedule(sequences: Tensor, *, count: int, seed: int) -> Tensor:
+    """``count`` sequences in training order: one shuffled pass over all of them after another.
+
+    Args:
+        sequences: (sequences, length), any dtype.
+        count: how many to draw.
+        seed: of the order.
+
+    Returns:
+        (count, length), of the dtype of ``sequences``.
+
+    Raises:
+        ValueError: there is no sequence to draw from.
+    """
+    if len(sequences) == 0:
+        raise ValueError("no sequences to train on")
+    generator = torch.Generator().manual_seed(seed)
+    passes = [torch.randperm(len(sequences), generator=generator) for _ in range(-(-count // len(sequences)))]
+    return sequences[torch.cat(passes)[:count]] if passes else sequences[:0]

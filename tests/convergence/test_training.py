@@ -1,0 +1,99 @@
+"""A training run repeats exactly, reports what it did, and measures what it says."""
+
+import pytest
+import torch
+from torch import nn
+
+from fused_norm.convergence import training
+from fused_norm.convergence.training import TrainingOptions, train
+from fused_norm.model_configs import build
+
+
+def sequences(count, length=16):
+    return torch.randint(32, 127, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_run_repeats_exactly_and_learns():
+    options = TrainingOptions(steps=12, batch_size=2, learning_rate=1e-2, warmup_steps=2)
+    batches = sequences(2).repeat(12, 1)
+    first, second = (train(build("qwen3", seed=0), batches, options) for _ in range(2))
+    assert first.losses == pytest.approx(second.losses, rel=1e-5)
+    assert len(first.losses) == len(first.gradient_norms) == 12
+    assert first.losses[-1] < first.losses[0] - 1
+
+
+def test_the_first_loss_and_gradient_norm_are_those_of_the_first_batch_before_clipping():
+    batches = sequences(6)
+    options = TrainingOptions(steps=3, batch_size=2, max_gradient_norm=1e-3)
+    result = train(build("llama", seed=0), batches, options)
+    model = build("llama", seed=0)
+    loss = model(input_ids=batches[:2], labels=batches[:2]).loss
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert result.losses[0] == pytest.approx(loss.item(), rel=1e-4)
+    assert result.gradient_norms[0] == pytest.approx(norm.item(), rel=1e-3)
+    assert norm > 1
+
+
+def test_the_learning_rate_rises_linearly_from_its_first_share():
+    batches = sequences(4)
+    moves = []
+    for steps in (1, 2):
+        model = build("llama", seed=0)
+        train(model, batches, TrainingOptions(steps, 2, learning_rate=4e-3, warmup_steps=4, weight_decay=0.0))
+        moves.append(torch.cat([p.detach().cpu().flatten() for p in model.parameters()]))
+    start = torch.cat([p.detach().flatten() for p in build("llama", seed=0).parameters()])
+    # AdamW's first step moves every weight that has a gradient by the learning rate, its second by about that at most.
+    assert (moves[0] - start).abs().max().item() == pytest.approx(1e-3, rel=1e-2)
+    assert (moves[1] - moves[0]).abs().max().item() == pytest.approx(2e-3, rel=5e-2)
+
+
+def test_the_time_per_step_is_the_median_without_the_first_step(monkeypatch):
+    ticks = iter([0.0, 100.0, 200.0, 201.0, 300.0, 304.0, 400.0, 402.0])
+    monkeypatch.setattr(training.time, "perf_counter", lambda: next(ticks))
+    seen = []
+    result = train(
+        build("llama", seed=0),
+        sequences(4),
+        TrainingOptions(steps=4, batch_size=1),
+        on_step=lambda step, loss: seen.append((step, loss)),
+    )
+    assert result.seconds_per_step == 2.0
+    assert seen == list(enumerate(result.losses))
+
+
+def test_memory_is_measured_and_the_measure_named(device):
+    options = TrainingOptions(steps=1, batch_size=1)
+    short, long = (train(build("llama", seed=0), sequences(1, length), options) for length in (16, 1024))
+    assert (
+        short.memory_measure
+        == {
+            "cpu": "tensors kept for the backward pass",
+            "cuda": "peak of allocated GPU memory",
+        }[torch.device(device).type]
+    )
+    assert 0 < short.memory_bytes < long.memory_bytes
+
+
+def test_what_autograd_keeps_is_counted_once_and_without_parameters():
+    linear = nn.Linear(8, 5, bias=False)
+    x = torch.randn(7, 8)
+    meter = training._SavedForBackward(linear)
+    with meter.forward():
+        y = linear(x).exp()
+        loss = (y * y).sum()
+    # The weight is a parameter; x is kept for its gradient, and y by exp and twice by the product.
+    assert meter.bytes() == 4 * (7 * 8 + 7 * 5)
+    loss.backward()
+    assert torch.allclose(linear.weight.grad, 2 * (y * y).T @ x)
+
+
+@pytest.mark.parametrize("sizes", [{"steps": 0, "batch_size": 1}, {"steps": 1, "batch_size": -2}])
+def test_sizes_below_one_are_an_error(sizes):
+    with pytest.raises(ValueError, match="must be at least 1, not"):
+        TrainingOptions(**sizes)
+
+
+def test_too_few_sequences_are_an_error():
+    with pytest.raises(ValueError, match="take 6 sequences, and there are 5"):
+        train(build("llama", seed=0), sequences(5), TrainingOptions(steps=3, batch_size=2))

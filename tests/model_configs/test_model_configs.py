@@ -1,0 +1,162 @@
+"""The table against the installed transformers: sizes, sites, semantics, and models that come out the same."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.spec import NormSpec
+
+FAMILY_NAMES = tuple(FAMILIES)
+
+
+def norms_of(model):
+    return {name: module for name, module in model.named_modules() if "RMSNorm" in type(module).__name__}
+
+
+def formula(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    x_hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    gamma = 1.0 + weight.float() if spec.zero_centered else weight
+    return gamma * x_hat.to(x.dtype) if spec.casting == "llama" else (gamma.float() * x_hat).to(x.dtype)
+
+
+@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
+    family = FAMILIES[model_type]
+    model = build(model_type, seed=0)
+    names = list(norms_of(model))
+    heads = [name for name in names if name.endswith(("q_norm", "k_norm"))]
+    sites = family.sites()
+    assert model.config.model_type == model_type
+    assert len(heads) == sites.get("qk", 0)
+    assert len(names) - len(heads) == sites["norm"]
+    assert sites["residual"] == len(model.model.layers) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+def test_every_norm_of_the_tiny_model_computes_its_spec(model_type):
+    family = FAMILIES[model_type]
+    norms = norms_of(build(model_type, seed=0, dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(0)
+    for name, norm in norms.items():
+        # Small enough for eps to matter.
+        x = torch.randn(33, norm.weight.numel(), generator=generator).mul_(1e-2).bfloat16()
+        assert torch.equal(norm(x), formula(family.spec, x, norm.weight)), name
+
+
+@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tiny_model_trains_on_bytes(model_type, dtype):
+    model = build(model_type, seed=0, dtype=dtype)
+    tokens = torch.arange(2 * 40).view(2, 40) * 3 % 256
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype, name
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        if "norm" in name:
+            assert parameter.grad.count_nonzero() > 0, name
+
+
+def test_tiny_models_keep_what_is_special_about_their_family():
+    llama, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in FAMILY_NAMES)
+    for model in (llama, qwen3, moe, gemma, gemma2, gemma3):
+        config = model.config
+        assert config.num_key_value_heads < config.num_attention_heads
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert tied == config.tie_word_embeddings == (model not in (llama, moe))
+    assert qwen3.config.head_dim * qwen3.config.num_attention_heads != qwen3.config.hidden_size
+    dense, sparse = (layer.mlp for layer in moe.model.layers)
+    assert not hasattr(dense, "experts")
+    assert hasattr(sparse, "experts")
+    assert moe.config.num_experts > moe.config.num_experts_per_tok > 1
+    for config in (gemma2.config, gemma3.config):
+        assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+        assert config.sliding_window < 32
+    assert gemma2.config._attn_implementation == "eager"
+    assert gemma2.config.attn_logit_softcapping
+    assert gemma2.config.final_logit_softcapping
+
+
+@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_alone(model_type):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, same, other = build(model_type, seed=1), build(model_type, seed=1), build(model_type, seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert not torch.equal(a, c), name
+
+
+def test_a_default_device_does_not_change_where_weights_are_drawn(device):
+    expected = build("llama", seed=1)
+    with torch.device("meta"):
+        actual = build("llama", seed=1, device=device)
+    for a, b in zip(expected.parameters(), actual.parameters(), strict=True):
+        assert b.device.type == torch.device(device).type
+        assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+def test_norm_weights_move_by_norm_std_and_nothing_else_does(model_type):
+    moved, initial = build(model_type, seed=3, norm_std=0.5), build(model_type, seed=3, norm_std=0.0)
+    start = 0.0 if FAMILIES[model_type].spec.zero_centered else 1.0
+    norms = {f"{name}.weight" for name in norms_of(initial)}
+    offsets = []
+    for (name, a), b in zip(initial.named_parameters(), moved.parameters(), strict=True):
+        if name in norms:
+            assert torch.equal(a, torch.full_like(a, start)), name
+            offsets.append((b - a).detach())
+        else:
+            assert torch.equal(a, b), name
+    assert torch.cat(offsets).std().item() == pytest.approx(0.5, rel=0.2)
+
+
+def test_overrides_reach_the_config_and_not_the_table():
+    before = {name: dict(family.tiny) for name, family in FAMILIES.items()}
+    config = tiny_config("gemma3_text", num_hidden_layers=7, hidden_size=48)
+    assert config.hidden_size == 48
+    assert config.layer_types.count("full_attention") == 2
+    tiny_config("qwen3_moe").mlp_only_layers.append(1)
+    assert {name: dict(family.tiny) for name, family in FAMILIES.items()} == before
+    assert FAMILIES["gemma3_text"].sites(7) == {"norm": 29, "qk": 14, "residual": 7}
+
+
+def test_building_leaves_the_config_as_it_was():
+    config = tiny_config("qwen3")
+    before = config.to_dict()
+    build(config, seed=0, dtype=torch.bfloat16)
+    assert config.to_dict() == before
+
+
+def test_an_unknown_type_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"no tiny model of type 'qwen4'; there are llama, qwen3,"):
+        tiny_config("qwen4")
+
+
+PUBLISHED_PARAMETERS = {
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "google/gemma-2b": 2_506_172_416,
+    "google/gemma-7b": 8_537_680_896,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-1b-pt": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_a_published_shape_has_the_published_number_of_parameters(name):
+    model_type, shape = next((f.model_type, s) for f in FAMILIES.values() for s in f.shapes if s.name == name)
+    sizes = asdict(shape)
+    del sizes["name"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[name]
