@@ -141,7 +141,9 @@ def add_rms_norm(
         x: [..., N], the branch; dtypes and strides as in ``rms_norm``.
         residual: x's shape and device; its dtype may differ.
         weight: [N], or None.
-        eps, casting, zero_centered: as in ``rms_norm``, for the norm of the sum.
+        eps: as in ``rms_norm``, for the norm of the sum; so are the next two.
+        casting: rounding points and output dtype.
+        zero_centered: gamma is ``1 + weight``.
 
     Returns:
         ``(y, s)``: the norm and the new residual. s has the dtype that x and residual promote to; y follows from it.

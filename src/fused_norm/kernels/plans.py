@@ -1,4 +1,4 @@
-"""How each shape is launched: pure functions from a row's width and the device's facts to a plan.
+"""How each shape is launched: pure functions from a row's width and bytes and the device's facts to a plan.
 
 Nothing here depends on the number of rows except the size of a grid, so one compilation serves every batch, and a row's
 result does not depend on the rows beside it.

@@ -53,7 +53,7 @@ def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 def _uncast(
     x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, inverse_root: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Every step rounded to x's dtype, except where that would overflow: fp16 squares go on in fp32 instead of as inf."""
+    """Every step rounded to x's dtype unless that overflows: fp16 squares go on in fp32 instead of as inf."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
     mean = _round_in_range(_round_in_range(x_wide * x_wide, x.dtype).mean(-1, keepdim=True), x.dtype)

@@ -91,9 +91,9 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
 def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
     """The tensors with one row stride (in elements) each, counting the rows of all of them in one order.
 
-    All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so any order will do: it is the order of ``lead`` in memory, which makes
-    transposed heads as good as contiguous ones. A tensor whose rows are not evenly spaced in that order is copied;
-    one from ``empty_rows_like(lead)`` never is.
+    All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so
+    any order will do: it is the order of ``lead`` in memory, which makes transposed heads as good as contiguous ones. A
+    tensor whose rows are not evenly spaced in that order is copied; one from ``empty_rows_like(lead)`` never is.
     """
     tensors = (lead, *others)
     if all(t is None or t.is_contiguous() for t in tensors):

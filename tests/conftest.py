@@ -1,0 +1,48 @@
+"""What every test runs under: no hub, one thread, a fixed seed, and Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    assert "triton" not in sys.modules, "Triton decides at its import whether it interprets kernels"
+    os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
+    # The interpreter computes with numpy, which warns of every NaN and inf that a test feeds in.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    available = torch.cuda.device_count() if HAS_GPU else 0
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        needed = marker.args[0] if marker.args else 1
+        if available < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {available}"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tests put their tensors: ``cuda`` where there is a GPU, else ``cpu`` (kernels are interpreted there)."""
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    torch.manual_seed(0)

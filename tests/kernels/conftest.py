@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that an element no kernel writes, or one read from outside a tensor, shows."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_strided((3, 1), (1, 1)).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,263 @@
+"""add_rms_norm: the sum, its norm and where gradients go, held against the stock code and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_norm.kernels import add_rms_norm, rms_norm
+from fused_norm.spec import CASTINGS
+
+from .numerics import (
+    BF16,
+    CHUNKED,
+    DTYPES,
+    FP16,
+    FP32,
+    ROW_LAYOUTS,
+    WIDTHS,
+    Norm,
+    assert_same_row,
+    assert_within_budget,
+    in_layout,
+    make_inputs,
+    run,
+    run_true,
+    scales,
+)
+
+# Every pair of x and residual, the weight of a third of them in each dtype.
+PAIRS = [(x, r, DTYPES[(i + j) % 3]) for i, x in enumerate(DTYPES) for j, r in enumerate(DTYPES)]
+MEANINGS = [
+    *(Norm(c, z, x=x, w=w, r=r) for c in CASTINGS for z in (False, True) for x, r, w in PAIRS),
+    *(Norm(c, z, x=BF16, w=BF16, r=BF16) for c in CASTINGS for z in (False, True)),
+    *(Norm(c, x=x, w=None, r=x) for c in CASTINGS for x in DTYPES),
+]
+LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
+GEMMA = Norm("gemma", zero_centered=True, x=BF16, w=FP32, r=FP32)
+
+
+@pytest.mark.parametrize("norm", MEANINGS, ids=str)
+def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
+    assert_within_budget(norm, make_inputs(norm, (35, 130), device))
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, CHUNKED])
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
+def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm, width: int, device: str) -> None:
+    rows = 67 if width <= 128 else 19 if width <= 512 else 3
+    assert_within_budget(norm, make_inputs(norm, (rows, width), device))
+
+
+def test_chunked_rows_round_where_casting_none_does(device: str) -> None:
+    norm = Norm("none", True, x=BF16, w=BF16, r=FP16)
+    assert_within_budget(norm, make_inputs(norm, (6, CHUNKED), device))
+
+
+@pytest.mark.parametrize("shape", [(130,), (2, 3, 5, 130), (3, 1), (65, 64)], ids=str)
+def test_any_leading_shape(shape: tuple[int, ...], device: str) -> None:
+    assert_within_budget(LLAMA, make_inputs(LLAMA, shape, device))
+
+
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm("none", x=FP16, r=FP16, w=FP16)], ids=str)
+def test_the_rounded_sum_is_normalised(norm: Norm, device: str) -> None:
+    """In 16 bits half of the branch vanishes in its residual, and y must not know of it."""
+    inputs = make_inputs(norm, (5, 130), device)
+    inputs.x[:, ::2] = inputs.x[:, ::2].sign() * 1e-3
+    inputs.r[:, ::2] = inputs.x[:, ::2].sign().to(norm.r) * 256
+    y, s = norm.fused(inputs.x, inputs.r, inputs.w)
+    if norm.sum_dtype != FP32:
+        assert torch.equal(s[:, ::2], inputs.r[:, ::2])
+    assert torch.equal(y, rms_norm(s, inputs.w, casting=norm.casting, zero_centered=norm.zero_centered))
+
+
+@pytest.mark.parametrize("width", [123, CHUNKED])
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
+def test_only_the_norm_is_used(norm: Norm, width: int, device: str) -> None:
+    """No gradient flows into the sum beside the norm's own, as after the last layer."""
+    inputs = make_inputs(norm, (5, width), device)
+    inputs.ds = torch.zeros_like(inputs.ds)
+    zeros = run(norm.fused, inputs)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.w)]
+    y, _ = norm.fused(*leaves)
+    y.backward(inputs.dy)
+    for leaf, expected in zip(leaves, (zeros.dx, zeros.dr, zeros.dw), strict=True):
+        assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm(x=FP32, r=BF16, w=FP16)], ids=str)
+def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
+    inputs = make_inputs(norm, (5, 123), device)
+    x, r, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.w))
+    _, s = norm.fused(x, r, w)
+    dx, dr, dw = torch.autograd.grad(s, (x, r, w), inputs.ds, allow_unused=True)
+    assert dx.dtype == x.dtype
+    assert dr.dtype == r.dtype
+    assert torch.equal(dx, inputs.ds.to(x.dtype))
+    assert torch.equal(dr, inputs.ds.to(r.dtype))
+    assert dw is None
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (dx, dr, inputs.ds)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("frozen", "width"),
+    [*((names, 123) for names in ("w", "x", "r", "xr", "xw", "rw")), ("w", CHUNKED), ("xr", CHUNKED)],
+)
+def test_frozen_arguments_get_no_gradient_and_change_no_other(frozen: str, width: int, device: str) -> None:
+    inputs = make_inputs(GEMMA, (5, width), device)
+    whole, part = run(GEMMA.fused, inputs), run(GEMMA.fused, inputs, frozen)
+    for name in "xrw":
+        gradient = getattr(part, f"d{name}")
+        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}"))
+
+
+def test_gradients_have_the_dtype_of_their_input(device: str) -> None:
+    norm = Norm("llama", x=BF16, r=FP32, w=FP16)
+    ours = assert_within_budget(norm, make_inputs(norm, (5, 123), device))
+    assert (ours.y.dtype, ours.s.dtype) == (FP32, FP32)
+    assert (ours.dx.dtype, ours.dr.dtype, ours.dw.dtype) == (BF16, FP32, FP16)
+    assert torch.equal(ours.dx, ours.dr.to(BF16))
+
+
+def test_dw_is_summed_in_fp32(device: str) -> None:
+    """A sum of a thousand rows in bf16 would be off by several of its units."""
+    norm = Norm("gemma", x=FP32, r=FP32, w=BF16)
+    inputs = make_inputs(norm, (1030, 33), device)
+    inputs.dy = inputs.dy.abs() * inputs.x.sign()
+    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
+    summing = 16 * torch.finfo(FP32).eps * scales(norm, inputs, truth)["dw"]
+    assert ((ours.dw.double() - truth.dw).abs() <= torch.finfo(BF16).eps / 2 * truth.dw.abs() + summing).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 130), (0,)], ids=str)
+def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
+    ours = run(GEMMA.fused, make_inputs(GEMMA, shape, device))
+    assert ours.y.shape == ours.s.shape == ours.dx.shape == ours.dr.shape == shape
+    assert torch.equal(ours.dw, torch.zeros(shape[-1], device=device))
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+@pytest.mark.parametrize("argument", ["x", "r", "dy", "ds"])
+def test_rows_are_read_in_any_layout(argument: str, layout: str, device: str) -> None:
+    inputs = make_inputs(GEMMA, (2, 3, 5, 64), device)
+    dense = run(GEMMA.fused, inputs)
+    setattr(inputs, argument, in_layout(layout, getattr(inputs, argument)))
+    for name, value in run(GEMMA.fused, inputs).present().items():
+        if name == "dw":  # a sum over rows, which may be taken in another order
+            torch.testing.assert_close(value, dense.dw, rtol=1e-5, atol=1e-5)
+        else:
+            assert_same_row(value, getattr(dense, name))
+
+
+@pytest.mark.parametrize("width", [64, CHUNKED])
+def test_arguments_in_different_layouts_and_orders(width: int, device: str) -> None:
+    inputs = make_inputs(GEMMA, (2, 2, 3, width), device)
+    dense = run(GEMMA.fused, inputs)
+    inputs.x = in_layout("transposed heads", inputs.x)
+    inputs.r = in_layout("half of a chunk", inputs.r)
+    inputs.dy = in_layout("columns first", inputs.dy)
+    inputs.ds = inputs.ds[:1].expand(2, -1, -1, -1)
+    expanded = run(GEMMA.fused, inputs)
+    inputs.ds = inputs.ds.contiguous()
+    for name, value in run(GEMMA.fused, inputs).present().items():
+        assert torch.equal(value, getattr(expanded, name)), name
+        if name in ("y", "s"):
+            assert_same_row(value, getattr(dense, name))
+            assert value.transpose(1, 2).is_contiguous(), "results have x's memory order"
+
+
+def test_sums_of_both_outputs(device: str) -> None:
+    """``.sum().backward()`` hands over gradients whose elements are all one and the same."""
+    inputs = make_inputs(LLAMA, (7, 130), device)
+    inputs.dy, inputs.ds = torch.ones_like(inputs.dy), torch.ones_like(inputs.ds)
+    expected = run(LLAMA.fused, inputs)
+    x, r, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.w))
+    y, s = LLAMA.fused(x, r, w)
+    (y.sum() + s.sum()).backward()
+    for leaf, name in ((x, "dx"), (r, "dr"), (w, "dw")):
+        assert torch.equal(leaf.grad, getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
+def test_nothing_aliases_and_nothing_handed_over_changes(norm: Norm, device: str) -> None:
+    inputs = make_inputs(norm, (5, 130), device)
+    before = {name: tensor.clone() for name, tensor in vars(inputs).items()}
+    ours = run(norm.fused, inputs)
+    for name, tensor in before.items():
+        assert torch.equal(getattr(inputs, name), tensor), name
+    tensors = [*ours.present().values(), *vars(inputs).values()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def test_one_tensor_as_branch_and_residual(device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, 130), device)
+    inputs.r = inputs.x
+    separate = run(LLAMA.fused, inputs)
+    x = inputs.x.detach().requires_grad_()
+    outputs = LLAMA.fused(x, x, inputs.w)
+    torch.autograd.backward(outputs, (inputs.dy, inputs.ds))
+    assert torch.equal(x.grad, separate.dx + separate.dr)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again(device: str) -> None:
+    inputs = make_inputs(GEMMA, (5, 130), device)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.x, inputs.r, inputs.w)]
+    outputs, gradients = GEMMA.fused(*leaves), (inputs.dy, inputs.ds)
+    first = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+    second = torch.autograd.grad(outputs, leaves, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_second_differentiation_raises(device: str) -> None:
+    x, r, w = (torch.randn(size, device=device, requires_grad=True) for size in ((3, 7), (3, 7), (7,)))
+    y, s = add_rms_norm(x, r, w)
+    (dx,) = torch.autograd.grad(y.square().sum() + s.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("width", [64, 1000, CHUNKED])
+def test_nan_and_inf_stay_in_their_rows_as_in_stock(width: int, device: str) -> None:
+    rows = 66 if width == 64 else 6
+    inputs = make_inputs(LLAMA, (rows, width), device)
+    clean = run(LLAMA.fused, inputs)
+    inputs.x[1, width // 2] = float("nan")
+    inputs.r[3, width - 1] = float("-inf")
+    inputs.x[4, 0], inputs.r[4, 0] = float("inf"), float("-inf")
+    ours, stock = run(LLAMA.fused, inputs), run(LLAMA.stock, inputs)
+    sick = [1, 3, 4]
+    healthy = [row for row in range(rows) if row not in sick]
+    for name in ("y", "s", "dx", "dr"):
+        assert torch.equal(getattr(ours, name)[healthy], getattr(clean, name)[healthy]), name
+        assert torch.equal(getattr(ours, name)[sick].isnan(), getattr(stock, name)[sick].isnan()), name
+    torch.testing.assert_close(ours.s, stock.s, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [64, 1000, CHUNKED])
+def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (131 if width == 64 else 5, width), device)
+    first = run(LLAMA.fused, inputs)
+    for _ in range(20 if device == "cuda" else 1):
+        again = run(LLAMA.fused, inputs)
+        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+
+
+@pytest.mark.parametrize("width", [64, 1000])
+def test_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (67, width), device)
+    whole = run(LLAMA.fused, inputs)
+    for rows in (torch.randperm(67, device=device), slice(13, 20)):
+        part = make_inputs(LLAMA, (1, width), device)
+        part.w = inputs.w
+        part.x, part.r, part.dy, part.ds = (tensor[rows] for tensor in (inputs.x, inputs.r, inputs.dy, inputs.ds))
+        ours = run(LLAMA.fused, part)
+        for name in ("y", "s", "dx", "dr"):
+            assert torch.equal(getattr(ours, name), getattr(whole, name)[rows]), name
+
+
+def test_float64_takes_the_reference() -> None:
+    x, r = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    w = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(add_rms_norm, (x, r, w))
+    y, s = add_rms_norm(x.float(), r, w.float())
+    assert (y.dtype, s.dtype) == (torch.float64, torch.float64)

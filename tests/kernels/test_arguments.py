@@ -1,0 +1,55 @@
+"""Bad input: each is refused in front of everything else, in words that name the thing, the value and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fused_norm.kernels import add_rms_norm, rms_norm
+
+X = torch.ones(2, 3, 8)
+W = torch.ones(8)
+
+BAD_NORMS = {
+    "unknown casting": (lambda: rms_norm(X, W, casting="lama"), ValueError, "one of llama, gemma, none, not 'lama'"),
+    "integer input": (lambda: rms_norm(X.int(), W), TypeError, "x must be .*, not torch.int32"),
+    "integer weight": (lambda: rms_norm(X, W.long()), TypeError, "weight must be .*, not torch.int64"),
+    "boolean input": (lambda: rms_norm(X.bool(), W), TypeError, "x must be .*, not torch.bool"),
+    "complex input": (lambda: rms_norm(X.cfloat(), W), TypeError, "x must be .*, not torch.complex64"),
+    "fp8 input": (lambda: rms_norm(X.to(torch.float8_e4m3fn), W), TypeError, "x must be .*, not torch.float8_e4m3fn"),
+    "no dimension": (lambda: rms_norm(torch.ones(()), None), ValueError, "at least one dimension"),
+    "narrow weight": (lambda: rms_norm(X, W[:1]), ValueError, r"weight must have shape \(8,\).*, not \(1,\)"),
+    "wide weight": (lambda: rms_norm(X, torch.ones(9)), ValueError, r"weight must have shape \(8,\).*, not \(9,\)"),
+    "flat weight": (lambda: rms_norm(X, W[None]), ValueError, r"weight must have shape \(8,\).*, not \(1, 8\)"),
+    "weight elsewhere": (lambda: rms_norm(X, W.to("meta")), ValueError, "weight is on meta and x on cpu"),
+    "no weight to centre": (lambda: rms_norm(X, None, zero_centered=True), ValueError, "pass zero_centered=False"),
+}
+BAD_SUMS = {
+    "unknown casting": (lambda: add_rms_norm(X, X, W, casting="fp32"), ValueError, "not 'fp32'"),
+    "narrow weight": (lambda: add_rms_norm(X, X, W[:1]), ValueError, r"weight must have shape \(8,\)"),
+    "other shape": (lambda: add_rms_norm(X, X[:1], W), ValueError, r"shape \(2, 3, 8\), not \(1, 3, 8\); expand it"),
+    "other rank": (lambda: add_rms_norm(X, X[0], W), ValueError, r"shape \(2, 3, 8\), not \(3, 8\)"),
+    "integer residual": (lambda: add_rms_norm(X, X.int(), W), TypeError, "residual must be .*, not torch.int32"),
+    "residual elsewhere": (lambda: add_rms_norm(X, X.to("meta"), W), ValueError, "residual is on meta and x on cpu"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "says"), BAD_NORMS.values(), ids=BAD_NORMS)
+def test_rms_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=f"^rms_norm: .*{says}"):
+        call()
+
+
+@pytest.mark.parametrize(("call", "error", "says"), BAD_SUMS.values(), ids=BAD_SUMS)
+def test_add_rms_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=f"^add_rms_norm: .*{says}"):
+        call()
+
+
+def test_casting_and_centering_are_named_not_counted() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        rms_norm(X, W, 1e-6, "llama")
+    with pytest.raises(TypeError, match="positional"):
+        add_rms_norm(X, X, W, 1e-6, "llama")

@@ -1,0 +1,193 @@
+"""The registered operators under PyTorch's own machinery: opcheck, compile, export, fake tensors, CUDA graphs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fused_norm.kernels import add_rms_norm, norm_kernels, rms_norm
+
+from .numerics import BF16, CHUNKED, FP16, FP32, Inputs, Norm, in_layout, make_inputs, run
+
+OPS = torch.ops.fused_norm
+LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
+MIXED = Norm("llama", True, x=BF16, w=FP32, r=FP16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A residual block: a norm, a branch, and the add with the norm after it."""
+
+    def __init__(self, width: int, device: str) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(width, device=device))
+        self.second = nn.Parameter(torch.randn(width, device=device))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        branch = torch.tanh(rms_norm(x, self.first, casting="gemma", zero_centered=True))
+        return add_rms_norm(branch, x, self.second, 1e-5)
+
+
+def _with_gradients(
+    block: Block, x: Tensor, call: Callable[[Tensor], tuple[Tensor, Tensor]], dynamic: bool = False
+) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    if dynamic:
+        torch._dynamo.mark_dynamic(leaf, 0)
+    y, s = call(leaf)
+    gradients = torch.autograd.grad((y.sin().sum() + s.square().sum()), (leaf, *block.parameters()))
+    return [y, s, *gradients]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed heads"])
+@pytest.mark.parametrize("norm", [LLAMA, MIXED, Norm("none", x=FP16, w=None, r=FP16)], ids=str)
+def test_opcheck(norm: Norm, layout: str, device: str) -> None:
+    inputs = make_inputs(norm, (2, 3, 2, 40), device)
+    if layout != "contiguous":
+        inputs.x = in_layout(layout, inputs.x)
+    semantics = (norm.casting, norm.zero_centered)
+    for save_rstd in (True, False):
+        torch.library.opcheck(OPS.rms_norm_forward, (inputs.x, inputs.w, 1e-6, *semantics, save_rstd))
+        torch.library.opcheck(OPS.add_rms_norm_forward, (inputs.x, inputs.r, inputs.w, 1e-6, *semantics, save_rstd))
+    y, rstd = OPS.rms_norm_forward(inputs.x, inputs.w, 1e-6, *semantics, True)
+    dy = inputs.dy.to(y.dtype)
+    torch.library.opcheck(OPS.rms_norm_backward, (dy, inputs.x, inputs.w, rstd, *semantics, True, inputs.w is not None))
+    torch.library.opcheck(OPS.rms_norm_backward, (dy, inputs.x, inputs.w, rstd, *semantics, True, False))
+    _, s, rstd = OPS.add_rms_norm_forward(inputs.x, inputs.r, inputs.w, 1e-6, *semantics, True)
+    wanted = (norm.x, norm.r, inputs.w is not None)
+    torch.library.opcheck(OPS.add_rms_norm_backward, (inputs.dy, inputs.ds, s, inputs.w, rstd, *semantics, *wanted))
+    torch.library.opcheck(
+        OPS.add_rms_norm_backward, (inputs.dy, None, s, inputs.w, rstd, *semantics, None, norm.r, False)
+    )
+
+
+def test_compiles_as_one_graph_with_equal_results(device: str) -> None:
+    block, x = Block(40, device), torch.randn(6, 40, device=device)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for ours, expected in zip(_with_gradients(block, x, compiled), _with_gradients(block, x, block), strict=True):
+        assert torch.equal(ours, expected)
+    with torch.no_grad():
+        for ours, expected in zip(compiled(x), block(x), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="Inductor needs a C++ compiler on a CPU",
+)
+def test_inductor_gives_the_same_results(device: str) -> None:
+    block, x = Block(40, device), torch.randn(2, 6, 4, 40, device=device).transpose(1, 2)
+    compiled = torch.compile(block, fullgraph=True)
+    for ours, expected in zip(_with_gradients(block, x, compiled), _with_gradients(block, x, block), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)  # Inductor's tanh, sin and sums are its own
+
+
+def test_another_number_of_rows_compiles_nothing_again(device: str) -> None:
+    block, counter = Block(40, device), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    for rows in (5, 9, 64, 65, 2):
+        x = torch.randn(rows, 40, device=device)
+        results = _with_gradients(block, x, compiled, dynamic=True)
+        for ours, expected in zip(results, _with_gradients(block, x, block), strict=True):
+            assert torch.equal(ours, expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
+    def compiled() -> int:
+        kernels = (norm_kernels._forward_kernel, norm_kernels._backward_kernel, norm_kernels._sum_shares_kernel)
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    run(LLAMA.fused, make_inputs(LLAMA, (64, 96), device))
+    before = compiled()
+    for rows in (1, 5, 16, 64, 1000, 4096):
+        run(LLAMA.fused, make_inputs(LLAMA, (rows, 96), device))
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_exports(trained: bool, device: str) -> None:
+    block, x = Block(40, device).requires_grad_(trained), torch.randn(6, 40, device=device)
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(block, (x,), dynamic_shapes=({0: rows},))
+    called = {str(node.target) for node in program.graph.nodes}
+    assert {"fused_norm.rms_norm_forward.default", "fused_norm.add_rms_norm_forward.default"} <= called
+    for rows in (6, 11):
+        x = torch.randn(rows, 40, device=device)
+        for ours, expected in zip(program.module()(x), block(x), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def _described(tensors: dict[str, Tensor]) -> dict[str, tuple[object, ...]]:
+    return {name: (tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed heads", "columns first", "padded rows"])
+@pytest.mark.parametrize("norm", [Norm("gemma", x=BF16, w=FP32), MIXED, Norm("none", x=FP16, w=None)], ids=str)
+def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(norm: Norm, layout: str, device: str) -> None:
+    inputs = make_inputs(norm, (2, 3, 4, 40), device)
+    if layout != "contiguous":
+        inputs.x = in_layout(layout, inputs.x)
+    real = _described(run(norm.fused, inputs).present())
+
+    def convert(to: Callable[[Tensor], Tensor]) -> Inputs:
+        return Inputs(**{name: None if tensor is None else to(tensor) for name, tensor in vars(inputs).items()})
+
+    def meta(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    results = run(norm.fused, convert(meta)).present()
+    assert all(tensor.is_meta for tensor in results.values())
+    assert _described(results) == real
+    with FakeTensorMode() as mode:
+        assert _described(run(norm.fused, convert(mode.from_tensor)).present()) == real
+
+
+def test_no_operator_runs_without_its_backward_when_a_gradient_is_wanted(device: str) -> None:
+    """In grad mode the autograd function is taken for any input that needs it, and for none other."""
+    x, w = torch.randn(3, 40, device=device), torch.randn(40, device=device)
+    for needs_x, needs_w in ((True, False), (False, True), (False, False)):
+        y = rms_norm(x.requires_grad_(needs_x), w.requires_grad_(needs_w))
+        assert y.requires_grad == (needs_x or needs_w)
+    for wanting in range(4):
+        leaves = [x.clone().requires_grad_(wanting == 0), x.clone().requires_grad_(wanting == 1)]
+        outputs = add_rms_norm(*leaves, w.detach().clone().requires_grad_(wanting == 2))
+        assert all(output.requires_grad == (wanting < 3) for output in outputs)
+        with torch.no_grad():
+            assert not any(output.requires_grad for output in add_rms_norm(*leaves, w))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 4096, CHUNKED])
+def test_cuda_graphs_replay_forward_and_backward(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (64, width), device)
+    expected = run(LLAMA.fused, inputs)
+    torch.use_deterministic_algorithms(False)
+    static = Inputs(**{name: tensor.clone() for name, tensor in vars(inputs).items()})
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(LLAMA.fused, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    for tensor in (static.x, static.r, static.dy, static.ds):
+        tensor.zero_()
+    with torch.cuda.graph(graph):
+        captured = run(LLAMA.fused, static)
+    for name, tensor in vars(inputs).items():
+        getattr(static, name).copy_(tensor)
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, value in captured.present().items():
+        assert torch.equal(value, getattr(expected, name)), name

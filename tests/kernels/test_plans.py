@@ -1,0 +1,102 @@
+"""Launch plans: every row of the tables is meant, fits its device, and is reached by the tests of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from fused_norm.kernels.plans import WIDEST_ROW, Device, backward_plan, forward_plan, next_power_of_2
+
+from .numerics import CHUNKED, WIDTHS
+
+H200 = Device(processors=132, shared_memory=232_448)
+SMALL = Device(processors=46, shared_memory=101_376)
+WIDE_WARPS = Device(processors=304, warp_size=64, shared_memory=65_536)
+ALL_WIDTHS = range(2 * WIDEST_ROW)
+
+# What distinguishes one row of a table from another: (rows, warps, chunked), and the rest of the backward's.
+FORWARD_ROWS = {
+    (64, 8, False),
+    (32, 8, False),
+    (16, 8, False),
+    (8, 8, False),
+    (2, 4, False),
+    (1, 4, False),
+    (1, 8, False),
+    (1, 16, False),
+    (1, 8, True),
+}
+BACKWARD_ROWS = {
+    # rows, warps, stages, programs per processor, reload, chunked
+    (64, 8, 3, 2, False, False),
+    (32, 8, 3, 2, False, False),
+    (16, 8, 3, 2, False, False),
+    (8, 8, 3, 2, False, False),
+    (2, 4, 3, 4, False, False),
+    (1, 4, 3, 4, False, False),
+    (1, 8, 3, 2, False, False),
+    (1, 8, 3, 2, True, False),
+    (1, 16, 3, 1, True, False),
+    (1, 32, 1, 1, True, False),
+    (4, 8, 2, 4, False, True),
+}
+
+
+def forward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
+    plans = {forward_plan(width, H200) for width in widths}
+    return {(plan.rows, plan.warps, plan.chunked) for plan in plans}
+
+
+def backward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
+    plans = {backward_plan(width, 6, H200) for width in widths}
+    return {(p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload, p.chunked) for p in plans}
+
+
+def test_the_tables_have_exactly_these_rows() -> None:
+    assert forward_rows(ALL_WIDTHS) == FORWARD_ROWS
+    assert backward_rows(ALL_WIDTHS) == BACKWARD_ROWS
+
+
+def test_the_widths_of_the_kernel_tests_reach_every_row() -> None:
+    assert forward_rows([*WIDTHS, CHUNKED]) == FORWARD_ROWS
+    assert backward_rows([*WIDTHS, CHUNKED]) == BACKWARD_ROWS
+
+
+@pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=str)
+def test_blocks_hold_a_row_unless_chunked(device: Device) -> None:
+    for width in ALL_WIDTHS:
+        for plan in (forward_plan(width, device), backward_plan(width, 8, device)):
+            assert plan.chunked == (width > WIDEST_ROW)
+            assert plan.chunked or width <= plan.block
+            assert plan.block == next_power_of_2(plan.block)
+            assert plan.rows == next_power_of_2(plan.rows)
+            assert plan.rows * plan.block <= WIDEST_ROW
+            assert 1 <= plan.warps * device.warp_size <= 1024
+
+
+def test_plans_do_not_depend_on_the_number_of_rows_or_on_the_dtype_but_for_stages() -> None:
+    for width in (*WIDTHS, CHUNKED):
+        narrow, wide = backward_plan(width, 6, H200), backward_plan(width, 16, H200)
+        assert replace(wide, stages=narrow.stages) == narrow
+
+
+@pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=str)
+@pytest.mark.parametrize("column_bytes", [4, 8, 16])
+def test_tiles_in_flight_fit_in_shared_memory(column_bytes: int, device: Device) -> None:
+    for width in (*WIDTHS, CHUNKED):
+        plan = backward_plan(width, column_bytes, device)
+        assert plan.stages >= 1
+        assert (plan.stages - 1) * plan.rows * plan.block * column_bytes < device.shared_memory
+
+
+def test_fp32_rows_of_8192_with_a_residual_lose_a_stage_on_an_h200() -> None:
+    """s, dy, ds and the weight in fp32: two tiles ahead would take 256 KiB."""
+    assert backward_plan(8192, 8, H200).stages == 3
+    assert backward_plan(8192, 16, H200).stages == 2
+
+
+@pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])
+def test_next_power_of_2(value: int, power: int) -> None:
+    assert next_power_of_2(value) == power

@@ -1,0 +1,439 @@
+"""rms_norm: results, layouts, gradients and robustness of the kernels, held against the stock code and float64."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels import norm_kernels, rms_norm, triton_utils
+from fused_norm.kernels.plans import Device
+from fused_norm.spec import CASTINGS
+
+from .numerics import (
+    BF16,
+    CHUNKED,
+    DTYPES,
+    FP16,
+    FP32,
+    ROW_LAYOUTS,
+    WEIGHT_LAYOUTS,
+    WIDTHS,
+    Norm,
+    Results,
+    assert_same_rounding,
+    assert_same_row,
+    assert_within_budget,
+    in_layout,
+    make_inputs,
+    none_rounded_once,
+    run,
+    run_true,
+    scales,
+    squares_that_round_up,
+)
+
+MEANINGS = [
+    *(Norm(c, z, x=x, w=w) for c in CASTINGS for z in (False, True) for x in DTYPES for w in DTYPES),
+    *(Norm(c, x=x, w=None) for c in CASTINGS for x in DTYPES),
+]
+LLAMA = Norm("llama", x=BF16, w=BF16)
+GEMMA = Norm("gemma", zero_centered=True, x=FP32, w=FP32)
+
+
+@pytest.mark.parametrize("norm", MEANINGS, ids=str)
+def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
+    assert_within_budget(norm, make_inputs(norm, (35, 130), device))
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, CHUNKED])
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
+def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm, width: int, device: str) -> None:
+    rows = 67 if width <= 128 else 19 if width <= 512 else 3
+    assert_within_budget(norm, make_inputs(norm, (rows, width), device))
+
+
+@pytest.mark.parametrize("norm", [Norm("none", True, BF16, BF16), Norm("none", x=FP16, w=FP32)], ids=str)
+def test_chunked_rows_round_where_casting_none_does(norm: Norm, device: str) -> None:
+    assert_within_budget(norm, make_inputs(norm, (6, CHUNKED), device))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(64, 130), (16, CHUNKED)])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("units", [0, 0.4])
+def test_casting_none_rounds_the_squares_and_their_mean(
+    units: float, dtype: torch.dtype, rows: int, width: int, device: str
+) -> None:
+    """An eps of less than half a unit is lost on a mean that was rounded before, and moves one that was not."""
+    x, eps = squares_that_round_up((rows, width), dtype, device), units * torch.finfo(dtype).eps
+    ours, expected = rms_norm(x, None, eps, casting="none"), none_rounded_once(x, None, eps, False)
+    assert_same_rounding(Norm("none", x=dtype, w=None), ours, expected)
+
+
+@pytest.mark.parametrize("shape", [(130,), (1, 130), (2, 3, 5, 130), (3, 1), (1, 1), (65, 64), (5, 1, 1, 7)], ids=str)
+def test_any_leading_shape(shape: tuple[int, ...], device: str) -> None:
+    assert_within_budget(LLAMA, make_inputs(LLAMA, shape, device))
+
+
+@pytest.mark.parametrize("eps", [0.5, 1, 1e-12])
+def test_eps_is_added_to_the_mean_of_squares(eps: float, device: str) -> None:
+    norm = Norm("gemma", x=FP32, w=FP32, eps=eps)
+    inputs = make_inputs(norm, (5, 130), device)
+    inputs.x = inputs.x * torch.logspace(-6, 1, 5, device=device)[:, None]
+    assert_within_budget(norm, inputs)
+
+
+def test_gradients_are_rounded_once(device: str) -> None:
+    """Better than stock: fp32 arithmetic and one rounding, so the error is half a unit of the element itself."""
+    norm = Norm("gemma", zero_centered=True, x=BF16, w=BF16)
+    inputs = make_inputs(norm, (1030, 33), device)
+    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
+    scale = scales(norm, inputs, truth)
+    for name in ("dx", "dw"):
+        exact = getattr(truth, name)
+        error = (getattr(ours, name).double() - exact).abs()
+        allowed = torch.finfo(BF16).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
+        assert (error <= allowed).all(), name
+
+
+@pytest.mark.parametrize("norm", [LLAMA, Norm("gemma", True, BF16, BF16), Norm("none", x=BF16, w=BF16)], ids=str)
+def test_large_weights_and_rows_of_any_size(norm: Norm, device: str) -> None:
+    inputs = make_inputs(norm, (9, 130), device)
+    inputs.w *= 1000
+    inputs.x *= torch.logspace(-4, 4, 9, device=device)[:, None].to(BF16)
+    assert_within_budget(norm, inputs)
+
+
+@pytest.mark.parametrize("width", [123, CHUNKED])
+def test_a_frozen_weight_costs_no_gradient_kernel(width: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(LLAMA, (5, width), device)
+    trained = run(LLAMA.fused, inputs)
+
+    class Refuses:
+        def __getitem__(self, grid: object) -> None:
+            raise AssertionError("dw was summed")
+
+    monkeypatch.setattr(norm_kernels, "_sum_shares_kernel", Refuses())
+    with pytest.raises(AssertionError, match="dw was summed"):
+        run(LLAMA.fused, inputs)
+    frozen = run(LLAMA.fused, inputs, frozen="w")
+    assert frozen.dw is None
+    assert torch.equal(frozen.dx, trained.dx)
+
+
+@pytest.mark.parametrize("width", [123, CHUNKED])
+def test_a_frozen_input_leaves_the_weights_gradient(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, width), device)
+    frozen = run(LLAMA.fused, inputs, frozen="x")
+    assert frozen.dx is None
+    assert torch.equal(frozen.dw, run(LLAMA.fused, inputs).dw)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 130), (0,)], ids=str)
+def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
+    ours = run(LLAMA.fused, make_inputs(LLAMA, shape, device))
+    assert ours.y.shape == ours.dx.shape == shape
+    assert ours.y.dtype == ours.dx.dtype == BF16
+    assert torch.equal(ours.dw, torch.zeros(shape[-1], device=device, dtype=BF16))
+
+
+def _assert_equal_but_for_order(ours: Results, dense: Results) -> None:
+    """Rows are equal bit for bit; dw, a sum over rows, may have taken them in another order."""
+    for name, value in ours.present().items():
+        expected = getattr(dense, name)
+        if name == "dw":
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+@pytest.mark.parametrize("argument", ["x", "dy"])
+@pytest.mark.parametrize("width", [64, 130])
+def test_rows_are_read_in_any_layout(argument: str, layout: str, width: int, device: str) -> None:
+    norm = Norm("llama", x=BF16, w=FP32)
+    inputs = make_inputs(norm, (2, 3, 5, width), device)
+    dense = run(norm.fused, inputs)
+    setattr(inputs, argument, in_layout(layout, getattr(inputs, argument)))
+    _assert_equal_but_for_order(run(norm.fused, inputs), dense)
+
+
+@pytest.mark.parametrize("layout", ["half of a chunk", "transposed heads", "columns first"])
+def test_chunked_rows_are_read_in_any_layout(layout: str, device: str) -> None:
+    norm = Norm("llama", x=BF16, w=FP32)
+    inputs = make_inputs(norm, (2, 1, 2, CHUNKED), device)
+    dense = run(norm.fused, inputs)
+    inputs.x, inputs.dy = in_layout(layout, inputs.x), in_layout("padded rows", inputs.dy)
+    _assert_equal_but_for_order(run(norm.fused, inputs), dense)
+
+
+@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
+def test_the_weight_is_read_in_any_layout(layout: str, device: str) -> None:
+    inputs = make_inputs(LLAMA, (3, 130), device)
+    dense = run(LLAMA.fused, inputs)
+    inputs.w = in_layout(layout, inputs.w)
+    ours = run(LLAMA.fused, inputs)
+    assert all(torch.equal(value, getattr(dense, name)) for name, value in ours.present().items())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 130), (7, 130)], ids=str)
+def test_expanded_rows_and_gradients(shape: tuple[int, ...], device: str) -> None:
+    """Stride 0 along the first dimension of x, and along all of dy, as after ``.sum().backward()``."""
+    norm = Norm("llama", x=FP32, w=FP32)
+    inputs = make_inputs(norm, shape, device)
+    inputs.x = inputs.x[:1].expand(shape)
+    inputs.dy = torch.ones((), device=device).expand(shape)
+    assert_within_budget(norm, inputs)
+
+    x, w = inputs.x.clone().requires_grad_(), inputs.w.clone().requires_grad_()
+    rms_norm(x, w).sum().backward()
+    ours = run(norm.fused, inputs)
+    assert torch.equal(x.grad, ours.dx)
+    torch.testing.assert_close(w.grad, ours.dw, rtol=1e-5, atol=1e-5)
+
+
+def test_overlapping_rows(device: str) -> None:
+    norm = Norm("llama", x=FP32, w=FP32)
+    inputs = make_inputs(norm, (20, 7), device)
+    inputs.x = inputs.x.reshape(-1).unfold(0, 7, 2)[:20]
+    assert_within_budget(norm, inputs)
+
+
+def test_results_have_the_inputs_memory_order(device: str) -> None:
+    inputs = make_inputs(LLAMA, (2, 3, 5, 64), device)
+    inputs.x = in_layout("transposed heads", inputs.x)
+    ours = run(LLAMA.fused, inputs)
+    for value in (ours.y, ours.dx):
+        assert value.transpose(1, 2).is_contiguous()
+
+
+def test_nothing_aliases_and_nothing_handed_over_changes(device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, 130), device)
+    before = {name: tensor.clone() for name, tensor in vars(inputs).items() if tensor is not None}
+    ours = run(LLAMA.fused, inputs)
+    for name, tensor in before.items():
+        assert torch.equal(getattr(inputs, name), tensor), name
+    tensors = [*ours.present().values(), inputs.x, inputs.w, inputs.dy]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again(device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, 130), device)
+    x, w = inputs.x.requires_grad_(), inputs.w.requires_grad_()
+    y = rms_norm(x, w)
+    first = torch.autograd.grad(y, (x, w), inputs.dy, retain_graph=True)
+    second = torch.autograd.grad(y, (x, w), inputs.dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, (x, w), inputs.dy)
+
+
+def test_a_second_differentiation_raises(device: str) -> None:
+    x = torch.randn(3, 7, device=device, requires_grad=True)
+    w = torch.randn(7, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_a_changed_input_is_noticed_in_the_backward(device: str) -> None:
+    x = torch.randn(3, 7, device=device, requires_grad=True)
+    hidden = x * 2
+    y = rms_norm(hidden, torch.randn(7, device=device))
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("width", [64, 1025, CHUNKED])
+def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (131 if width == 64 else 5, width), device)
+    first = run(LLAMA.fused, inputs)
+    for _ in range(20 if device == "cuda" else 2):
+        again = run(LLAMA.fused, inputs)
+        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+
+
+def test_dw_of_more_programs_than_are_summed_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_kernels, "facts_of", lambda device: Device(processors=132))
+    norm = Norm("llama", x=FP32, w=FP32)
+    assert_within_budget(norm, make_inputs(norm, (70, 1025), device))
+
+
+@pytest.mark.parametrize("width", [64, 1000])
+def test_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (67, width), device)
+    whole = run(LLAMA.fused, inputs)
+    order = torch.randperm(67, device=device)
+    for rows in (order, slice(13, 20), slice(66, 67)):
+        part = make_inputs(LLAMA, (1, width), device)
+        part.x, part.w, part.dy = inputs.x[rows], inputs.w, inputs.dy[rows]
+        ours = run(LLAMA.fused, part)
+        assert torch.equal(ours.y, whole.y[rows])
+        assert torch.equal(ours.dx, whole.dx[rows])
+
+
+@pytest.mark.parametrize("width", [64, 1000, CHUNKED])
+@pytest.mark.parametrize("norm", [LLAMA, Norm("gemma", True, BF16, BF16), Norm("none", x=FP16, w=FP16)], ids=str)
+def test_nan_and_inf_stay_in_their_rows_as_in_stock(norm: Norm, width: int, device: str) -> None:
+    rows = 66 if width == 64 else 5
+    inputs = make_inputs(norm, (rows, width), device)
+    clean = run(norm.fused, inputs)
+    inputs.x[1, width // 2] = float("nan")
+    inputs.x[3, width - 1] = float("inf")
+    ours, stock = run(norm.fused, inputs), run(norm.stock, inputs)
+    healthy = [row for row in range(rows) if row not in (1, 3)]
+    assert torch.equal(ours.y[healthy], clean.y[healthy])
+    assert torch.equal(ours.dx[healthy], clean.dx[healthy])
+    assert torch.equal(ours.y[[1, 3]].isnan(), stock.y[[1, 3]].isnan())
+    assert torch.equal(ours.y[[1, 3]].isinf(), stock.y[[1, 3]].isinf())
+    assert torch.equal(ours.dx[[1, 3]].isnan(), stock.dx[[1, 3]].isnan())
+    assert torch.equal(ours.dw.isnan(), stock.dw.isnan())
+
+
+def test_a_nan_gradient_stays_in_its_row_and_its_column(device: str) -> None:
+    inputs = make_inputs(LLAMA, (66, 64), device)
+    clean = run(LLAMA.fused, inputs)
+    inputs.dy[65, 7] = float("nan")
+    ours = run(LLAMA.fused, inputs)
+    assert torch.equal(ours.dx[:65], clean.dx[:65])
+    assert ours.dx[65].isnan().all()
+    assert ours.dw.isnan().nonzero().flatten().tolist() == [7]
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+@pytest.mark.parametrize("casting", CASTINGS)
+def test_zero_rows(casting: str, eps: float, device: str) -> None:
+    norm = Norm(casting, x=FP32, w=FP32, eps=eps)
+    inputs = make_inputs(norm, (5, 130), device)
+    inputs.x[2] = 0
+    ours, stock = run(norm.fused, inputs), run(norm.stock, inputs)
+    for name, value in ours.present().items():
+        torch.testing.assert_close(value, getattr(stock, name), rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert ours.y[2].isnan().all() if eps == 0 else (ours.y[2] == 0).all()
+
+
+@pytest.mark.parametrize("width", [130, CHUNKED])
+def test_casting_none_does_not_overflow_in_fp16(width: int, device: str) -> None:
+    """Stock squares to inf beyond 255 and returns zeros; here such a square goes on in fp32.
+
+    What is left is the rounding of rstd, near 2^-15 and so below fp16's normal numbers, and of x_hat and y.
+    """
+    norm = Norm("none", x=FP16, w=FP16)
+    inputs = make_inputs(norm, (4, width), device)
+    inputs.x = ((2 * torch.rand(4, width, generator=torch.Generator().manual_seed(1)) - 1) * 6e4).to(device, FP16)
+    assert (run(norm.stock, inputs).y == 0).all()
+    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
+    half_step = 2.0**-25
+    rstd = inputs.x.double().square().mean(-1, keepdim=True).rsqrt()
+    allowed = (half_step / rstd + 2 * torch.finfo(FP16).eps) * truth.y.abs() + half_step
+    assert ((ours.y.double() - truth.y).abs() <= allowed).all()
+    assert ((ours.dx.double() - truth.dx).abs() <= torch.finfo(FP16).eps * truth.dx.abs() + 2 * half_step).all()
+    error = (ours.dw.double() - truth.dw).abs()
+    assert (error <= torch.finfo(FP16).eps * scales(norm, inputs, truth)["dw"]).all()
+
+
+def test_float64_and_cpu_without_the_interpreter_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    for casting in CASTINGS:
+        assert torch.autograd.gradcheck(lambda x, w, c=casting: rms_norm(x, w, casting=c, zero_centered=True), (x, w))
+    assert torch.autograd.gradgradcheck(rms_norm, (x, w))
+
+    def launch(*arguments: Tensor) -> None:
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(import_module("fused_norm.kernels.rms_norm"), "launch_forward", launch)
+    monkeypatch.setattr(triton_utils, "INTERPRETED", True)
+    with pytest.raises(AssertionError, match="launched"):
+        rms_norm(x.float(), w.float())
+    monkeypatch.setattr(triton_utils, "INTERPRETED", False)
+    assert torch.equal(rms_norm(x.float(), w.float()), Norm().stock(x.float(), None, w.float())[0])
+
+
+def test_forward_mode_differentiation_carries_tangents(device: str) -> None:
+    norm = Norm("gemma", zero_centered=True)
+    inputs = make_inputs(norm, (5, 33), device)
+    for tangent in (inputs.dy, torch.zeros_like(inputs.dy)):
+        ours, stock = (
+            torch.func.jvp(lambda x, f=function: f(x, None, inputs.w)[0], (inputs.x,), (tangent,))
+            for function in (norm.fused, norm.stock)
+        )
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+
+
+def test_saved_tensors_may_come_back_in_another_layout(device: str) -> None:
+    """As from hooks that keep activations elsewhere: a transposed input is handed back contiguous."""
+    inputs = make_inputs(LLAMA, (2, 3, 5, 64), device)
+    inputs.x = in_layout("transposed heads", inputs.x)
+    expected = run(LLAMA.fused, inputs)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, torch.clone):
+        ours = run(LLAMA.fused, inputs)
+    assert torch.equal(ours.dx, expected.dx)
+    torch.testing.assert_close(ours.dw, expected.dw, rtol=torch.finfo(BF16).eps, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", ["", "w"])
+def test_more_than_two_billion_elements(frozen: str, device: str) -> None:
+    norm, rows, width = Norm("gemma", x=BF16, w=BF16), 2**23 + 16, 256
+    tail = make_inputs(norm, (16, width), device)
+    torch.use_deterministic_algorithms(False)  # filling the outputs with NaN first would double the time
+    inputs = make_inputs(norm, (1, width), device)
+    inputs.x, inputs.dy = (torch.zeros(rows, width, device=device, dtype=BF16) for _ in range(2))
+    inputs.x[-16:], inputs.dy[-16:], inputs.w = tail.x, tail.dy, tail.w
+    ours, expected = run(norm.fused, inputs, frozen), run(norm.fused, tail, frozen)
+    assert torch.equal(ours.y[-16:], expected.y)
+    assert torch.equal(ours.dx[-16:], expected.dx)
+    assert not ours.y[:-16].any()
+    assert not ours.dx[:-16].any()
+    if not frozen:
+        torch.testing.assert_close(ours.dw, expected.dw, rtol=torch.finfo(BF16).eps, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, CHUNKED])
+def test_row_strides_beyond_int32(width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (4, width), device)
+    dense = run(LLAMA.fused, inputs)
+    torch.use_deterministic_algorithms(False)
+    far = torch.empty(3 * 2**30 + width, device=device, dtype=BF16).as_strided((4, width), (2**30, 1))
+    inputs.x = far.copy_(inputs.x)
+    assert_same_row(run(LLAMA.fused, inputs).y, dense.y)
+    inputs.x, inputs.dy = inputs.x.contiguous(), far.copy_(inputs.dy)
+    assert_same_row(run(LLAMA.fused, inputs).dx, dense.dx)
+
+
+@pytest.mark.gpu
+def test_more_tiles_of_wide_rows_than_a_grid_takes_along_its_second_axis(device: str) -> None:
+    inputs = make_inputs(LLAMA, (1, CHUNKED), device)
+    rows = 4 * 65_535 + 1
+    torch.use_deterministic_algorithms(False)
+    expected = run(LLAMA.fused, inputs, frozen="w")
+    inputs.x, inputs.dy = inputs.x.expand(rows, -1), inputs.dy.expand(rows, -1)
+    ours = run(LLAMA.fused, inputs, frozen="w")
+    assert_same_row(ours.dx[:1], expected.dx)
+    assert_same_row(ours.dx[-1:], expected.dx)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1024, 4096, 5120, 8192, 16384, CHUNKED])
+@pytest.mark.parametrize("r", [None, FP32], ids=["alone", "residual"])
+def test_every_plan_fits_the_gpu_in_fp32(width: int, r: torch.dtype | None, device: str) -> None:
+    norm = Norm("llama", x=FP32, w=FP32, r=r)
+    assert_within_budget(norm, make_inputs(norm, (300, width), device))
+
+
+@pytest.mark.gpu(2)
+def test_tensors_on_another_than_the_current_device() -> None:
+    inputs = make_inputs(LLAMA, (5, 130), "cuda:0")
+    expected = run(LLAMA.fused, inputs)
+    moved = type(inputs)(**{name: None if t is None else t.to("cuda:1") for name, t in vars(inputs).items()})
+    assert torch.cuda.current_device() == 0
+    ours = run(LLAMA.fused, moved)
+    assert torch.cuda.current_device() == 0
+    for name, value in ours.present().items():
+        assert value.device == torch.device("cuda:1")
+        assert torch.equal(value.to("cuda:0"), getattr(expected, name))
