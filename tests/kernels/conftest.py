@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fused_norm.kernels.launch import Launch
+
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
@@ -15,3 +17,17 @@ def _poisoned_memory() -> Iterator[None]:
     assert torch.empty_strided((3, 1), (1, 1)).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels, in the order in which they are launched."""
+    names: list[str] = []
+    launch = Launch.__call__
+
+    def recorded(self: Launch, *args: object) -> None:
+        names.append(self.name)
+        launch(self, *args)
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    return names

@@ -36,6 +36,7 @@ class Norm:
     r: torch.dtype | None = None
     """The residual's dtype; None is a norm without residual."""
     eps: float = 1e-6
+    mode: str | None = None
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.x, self.r, self.w) if dtype is not None]
@@ -48,9 +49,10 @@ class Norm:
 
     def fused(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The kernels' ``(y, s)``."""
-        if r is None:
-            return rms_norm(x, w, self.eps, casting=self.casting, zero_centered=self.zero_centered), None
-        return add_rms_norm(x, r, w, self.eps, casting=self.casting, zero_centered=self.zero_centered)
+        semantics = {"casting": self.casting, "zero_centered": self.zero_centered, "mode": self.mode}
+        return (
+            (rms_norm(x, w, self.eps, **semantics), None) if r is None else add_rms_norm(x, r, w, self.eps, **semantics)
+        )
 
     def stock(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``(y, s)`` as modelling code computes them."""

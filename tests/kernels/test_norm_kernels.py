@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import triton
 from torch import Tensor
 
-from fused_norm.kernels import norm_kernels, triton_utils
+from fused_norm.kernels import MODES, norm_kernels, triton_utils
+from fused_norm.kernels.plans import forward_plan
 
-from .numerics import BF16, CHUNKED, FP32, Norm, make_inputs, run
+from .numerics import BF16, CHUNKED, FP32, Norm, assert_same_row, assert_within_budget, make_inputs, run, run_true
 
 GUARD = 4096
 SENTINEL = 1234.0
@@ -73,3 +77,77 @@ def test_rstd_is_saved_for_the_backward_alone(width: int, device: str) -> None:
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
     _, _, none = norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "none", False, False)
     assert none.numel() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("width", [80, 1000, 5120])
+@pytest.mark.parametrize("norm", [Norm("llama", x=BF16, w=BF16), Norm("none", x=FP32, w=BF16, r=BF16)], ids=str)
+def test_every_mode_computes_the_same_and_is_followed_by_the_same_backward(
+    norm: Norm, width: int, mode: str, device: str
+) -> None:
+    rows = 9 if width > 1000 else 70
+    inputs = make_inputs(norm, (rows, width), device)
+    assert_within_budget(replace(norm, mode=mode), inputs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wave_smaller_than_the_work_strides_over_all_of_it(mode: str, device: str) -> None:
+    inputs = make_inputs(Norm("llama", x=BF16, w=BF16), (37, 130), device)
+    plan = replace(forward_plan(130, mode=mode), rows=2 if mode != "multi_wave_reload" else 1, programs=3)
+    y, _, _ = norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "llama", False, False, plan=plan)
+    assert_same_row(y, norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "llama", False, False)[0])
+
+
+@pytest.mark.parametrize("width", [80, 1000, CHUNKED])
+def test_64_bit_offsets_compute_the_same(width: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = Norm("gemma", x=BF16, w=BF16, r=BF16)
+    inputs = make_inputs(norm, (11, width), device)
+    expected = run(norm.fused, inputs)
+    monkeypatch.setattr(norm_kernels, "_INT32_LIMIT", 1)
+    for name, value in run(norm.fused, inputs).present().items():
+        assert_same_row(value, getattr(expected, name))
+
+
+def test_a_lazily_cloned_gradient_is_a_copy_of_its_own_once_written_to(device: str) -> None:
+    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
+    ours = run(norm.fused, make_inputs(norm, (5, 64), device))
+    kept = ours.dx.clone()
+    ours.dr.mul_(2)
+    assert torch.equal(ours.dx, kept)
+    assert torch.equal(ours.dr, kept * 2)
+    assert ours.dx.data_ptr() != ours.dr.data_ptr()
+
+
+@pytest.mark.gpu
+def test_a_prepared_launch_serves_only_what_it_was_prepared_for(device: str) -> None:
+    """Aligned and unaligned pointers, other strides and row counts, another stream, and a launch hook in between."""
+    norm = Norm("llama", x=BF16, w=BF16)
+    wide = make_inputs(norm, (300, 4096 + 8), device)
+    inputs = make_inputs(norm, (300, 4096), device)
+    expected = run_true(norm, inputs)
+    seen: list[object] = []
+
+    def check(rows: int) -> None:
+        part = replace(inputs, x=inputs.x[:rows], dy=inputs.dy[:rows])
+        ours = run(norm.fused, part)
+        torch.testing.assert_close(ours.y.double(), expected.y[:rows], rtol=2**-7, atol=2**-9)
+        torch.testing.assert_close(ours.dx.double(), expected.dx[:rows], rtol=2**-6, atol=2**-8)
+
+    for rows in (1, 2, 16, 17, 300, 1):
+        check(rows)
+    for offset in (1, 2, 8):
+        shifted = wide.x[:, offset : offset + 4096].copy_(inputs.x)
+        ours = run(norm.fused, replace(inputs, x=shifted))
+        torch.testing.assert_close(ours.y.double(), expected.y, rtol=2**-7, atol=2**-9)
+        torch.testing.assert_close(ours.dx.double(), expected.dx, rtol=2**-6, atol=2**-8)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        check(300)
+        torch.cuda.current_stream().synchronize()
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        check(300)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 3
+    check(300)
+    assert len(seen) == 3

@@ -57,13 +57,15 @@ def test_opcheck(norm: Norm, layout: str, device: str) -> None:
         inputs.x = in_layout(layout, inputs.x)
     semantics = (norm.casting, norm.zero_centered)
     for save_rstd in (True, False):
-        torch.library.opcheck(OPS.rms_norm_forward, (inputs.x, inputs.w, 1e-6, *semantics, save_rstd))
-        torch.library.opcheck(OPS.add_rms_norm_forward, (inputs.x, inputs.r, inputs.w, 1e-6, *semantics, save_rstd))
-    y, rstd = OPS.rms_norm_forward(inputs.x, inputs.w, 1e-6, *semantics, True)
+        torch.library.opcheck(OPS.rms_norm_forward, (inputs.x, inputs.w, 1e-6, *semantics, save_rstd, None))
+        torch.library.opcheck(
+            OPS.add_rms_norm_forward, (inputs.x, inputs.r, inputs.w, 1e-6, *semantics, save_rstd, None)
+        )
+    y, rstd = OPS.rms_norm_forward(inputs.x, inputs.w, 1e-6, *semantics, True, None)
     dy = inputs.dy.to(y.dtype)
     torch.library.opcheck(OPS.rms_norm_backward, (dy, inputs.x, inputs.w, rstd, *semantics, True, inputs.w is not None))
     torch.library.opcheck(OPS.rms_norm_backward, (dy, inputs.x, inputs.w, rstd, *semantics, True, False))
-    _, s, rstd = OPS.add_rms_norm_forward(inputs.x, inputs.r, inputs.w, 1e-6, *semantics, True)
+    _, s, rstd = OPS.add_rms_norm_forward(inputs.x, inputs.r, inputs.w, 1e-6, *semantics, True, None)
     wanted = (norm.x, norm.r, inputs.w is not None)
     torch.library.opcheck(OPS.add_rms_norm_backward, (inputs.dy, inputs.ds, s, inputs.w, rstd, *semantics, *wanted))
     torch.library.opcheck(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_norm.kernels.plans import WIDEST_ROW, Device, backward_plan, forward_plan, next_power_of_2
+from fused_norm.kernels.plans import MODES, WIDEST_ROW, Device, Mode, backward_plan, forward_plan, next_power_of_2
 
 from .numerics import CHUNKED, WIDTHS
 
@@ -16,17 +16,18 @@ SMALL = Device(processors=46, shared_memory=101_376)
 WIDE_WARPS = Device(processors=304, warp_size=64, shared_memory=65_536)
 ALL_WIDTHS = range(2 * WIDEST_ROW)
 
-# What distinguishes one row of a table from another: (rows, warps, chunked), and the rest of the backward's.
+# What distinguishes one row of a table from another.
 FORWARD_ROWS = {
-    (64, 8, False),
-    (32, 8, False),
-    (16, 8, False),
-    (8, 8, False),
-    (2, 4, False),
-    (1, 4, False),
-    (1, 8, False),
-    (1, 16, False),
-    (1, 8, True),
+    # mode, rows, warps
+    ("multi_wave_cached", 64, 8),
+    ("multi_wave_cached", 32, 8),
+    ("multi_wave_cached", 16, 8),
+    ("multi_wave_cached", 8, 8),
+    ("multi_wave_cached", 2, 4),
+    ("multi_wave_cached", 1, 4),
+    ("multi_wave_cached", 1, 8),
+    ("multi_wave_cached", 1, 16),
+    ("multi_wave_reload", 1, 8),
 }
 BACKWARD_ROWS = {
     # rows, warps, stages, programs per processor, reload, chunked
@@ -46,7 +47,7 @@ BACKWARD_ROWS = {
 
 def forward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
     plans = {forward_plan(width, H200) for width in widths}
-    return {(plan.rows, plan.warps, plan.chunked) for plan in plans}
+    return {(plan.mode, plan.rows, plan.warps) for plan in plans}
 
 
 def backward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
@@ -67,9 +68,10 @@ def test_the_widths_of_the_kernel_tests_reach_every_row() -> None:
 @pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=str)
 def test_blocks_hold_a_row_unless_chunked(device: Device) -> None:
     for width in ALL_WIDTHS:
-        for plan in (forward_plan(width, device), backward_plan(width, 8, device)):
-            assert plan.chunked == (width > WIDEST_ROW)
-            assert plan.chunked or width <= plan.block
+        forward, backward = forward_plan(width, device), backward_plan(width, 8, device)
+        assert (forward.mode == "multi_wave_reload") == backward.chunked == (width > WIDEST_ROW)
+        for plan in (forward, backward):
+            assert width > WIDEST_ROW or width <= plan.block
             assert plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
             assert plan.rows * plan.block <= WIDEST_ROW
@@ -100,3 +102,29 @@ def test_fp32_rows_of_8192_with_a_residual_lose_a_stage_on_an_h200() -> None:
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])
 def test_next_power_of_2(value: int, power: int) -> None:
     assert next_power_of_2(value) == power
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_asked_for_is_the_mode_planned_or_a_clear_error(mode: Mode) -> None:
+    for width in WIDTHS:
+        assert forward_plan(width, H200, mode).mode == mode
+    if mode == "multi_wave_reload":
+        assert forward_plan(CHUNKED, H200, mode).mode == mode
+        assert forward_plan(80, H200, mode).block == 128
+    else:
+        with pytest.raises(ValueError, match=f"holds rows of up to 16384 elements, not {CHUNKED}; use multi_wave_rel"):
+            forward_plan(CHUNKED, H200, mode)
+
+
+def test_an_unknown_mode_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mode must be one of static_persistent, multi_wave_cached, multi_wave_reload"):
+        forward_plan(80, H200, "static")
+
+
+def test_equal_facts_give_equal_plans() -> None:
+    for width in (*WIDTHS, CHUNKED):
+        for plan in (forward_plan, backward_plan):
+            plan.cache_clear()
+            first = plan(width, device=H200)
+            plan.cache_clear()
+            assert plan(width, device=H200) == first

@@ -9,19 +9,33 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define
+from .library import define, is_direct
 from .norm_kernels import empty_outputs, launch_backward, launch_forward
 from .triton_utils import empty_rows_like, runs_kernels_on
 
 
 def _forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    save_rstd: bool,
+    mode: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_forward(x, residual, weight, eps, casting, zero_centered, save_rstd)
+    return launch_forward(x, residual, weight, eps, casting, zero_centered, save_rstd, mode)
 
 
 def _forward_fake(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    save_rstd: bool,
+    mode: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return empty_outputs(x, residual, weight, casting, save_rstd)
 
@@ -73,7 +87,7 @@ def _empty_gradients(
 
 _forward_op = define(
     "add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, str casting, bool zero_centered,"
-    " bool save_rstd) -> (Tensor y, Tensor s, Tensor rstd)",
+    " bool save_rstd, str? mode) -> (Tensor y, Tensor s, Tensor rstd)",
     _forward,
     _forward_fake,
 )
@@ -89,9 +103,16 @@ _backward_op = define(
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        casting: str,
+        zero_centered: bool,
+        mode: str | None,
     ) -> tuple[Tensor, Tensor]:
-        y, s, rstd = _forward_op(x, residual, weight, eps, casting, zero_centered, True)
+        y, s, rstd = _forward_op(x, residual, weight, eps, casting, zero_centered, True, mode)
         ctx.save_for_backward(s, weight, rstd)
         ctx.set_materialize_grads(False)
         ctx.casting, ctx.zero_centered = casting, zero_centered
@@ -101,27 +122,40 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
-        dx = dr = dw = None
-        if dy is not None:
-            s, weight, rstd = ctx.saved_tensors
-            dx, dr, dw = _backward_op(
-                dy,
-                ds,
-                s,
-                weight,
-                rstd,
-                ctx.casting,
-                ctx.zero_centered,
-                ctx.x_dtype if need_dx else None,
-                ctx.residual_dtype if need_dr else None,
-                need_dw,
-            )
-        elif ds is not None:  # only the sum was used: its gradient goes to both, as copies
-            need_dw = False
-            dx = ds.to(ctx.x_dtype, copy=True) if need_dx else None
-            dr = ds.to(ctx.residual_dtype, copy=True) if need_dr else None
-        return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None
+        need_dx, need_dr, need_dw, *_ = ctx.needs_input_grad
+        x_dtype = ctx.x_dtype if need_dx else None
+        residual_dtype = ctx.residual_dtype if need_dr else None
+        if dy is None:  # only the sum was used: its gradient goes to both, as copies
+            dx = None if ds is None or x_dtype is None else ds.to(x_dtype, copy=True)
+            dr = None if ds is None or residual_dtype is None else ds.to(residual_dtype, copy=True)
+            return dx, dr, None, None, None, None, None
+        s, weight, rstd = ctx.saved_tensors
+        # Both gradients are the sum's. They must not share memory that either owner may write to, and a second store
+        # costs a quarter of the kernel's time: a lazy clone is a copy of its own the moment that anyone writes to it.
+        lazy = x_dtype is not None and x_dtype == residual_dtype and is_direct(dy)
+        dx, dr, dw = _backward_op(
+            dy, ds, s, weight, rstd, ctx.casting, ctx.zero_centered, x_dtype, None if lazy else residual_dtype, need_dw
+        )
+        if lazy:
+            dr = torch._lazy_clone(dx)
+        return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None, None
+
+
+def add_rms_norm_unchecked(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    mode: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm`` for arguments known to be good and tensors that kernels take."""
+    differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
+    if torch.is_grad_enabled() and differentiable:
+        return _AddRMSNorm.apply(x, residual, weight, eps, casting, zero_centered, mode)
+    y, s, _ = _forward_op(x, residual, weight, eps, casting, zero_centered, False, mode)
+    return y, s
 
 
 def add_rms_norm(
@@ -132,6 +166,7 @@ def add_rms_norm(
     *,
     casting: str = "llama",
     zero_centered: bool = False,
+    mode: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual add and the RMSNorm of its sum, the sum read and written once.
 
@@ -144,6 +179,7 @@ def add_rms_norm(
         eps: as in ``rms_norm``, for the norm of the sum; so are the next two.
         casting: rounding points and output dtype.
         zero_centered: gamma is ``1 + weight``.
+        mode: as in ``rms_norm``.
 
     Returns:
         ``(y, s)``: the norm and the new residual. s has the dtype that x and residual promote to; y follows from it.
@@ -154,12 +190,8 @@ def add_rms_norm(
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    check_norm("add_rms_norm", x, weight, casting, zero_centered)
+    check_norm("add_rms_norm", x, weight, casting, zero_centered, mode)
     check_residual("add_rms_norm", x, residual)
     if not runs_kernels_on(x, residual, weight):
         return reference.add_rms_norm(x, residual, weight, eps, casting, zero_centered)
-    differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
-    if torch.is_grad_enabled() and differentiable:
-        return _AddRMSNorm.apply(x, residual, weight, eps, casting, zero_centered)
-    y, s, _ = _forward_op(x, residual, weight, eps, casting, zero_centered, False)
-    return y, s
+    return add_rms_norm_unchecked(x, residual, weight, eps, casting, zero_centered, mode)

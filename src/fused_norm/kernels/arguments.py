@@ -6,18 +6,23 @@ import torch
 from torch import Tensor
 
 from ..spec import CASTINGS
+from .plans import forward_plan
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """What kernels take; float64 goes to the PyTorch reference."""
 
 
-def check_norm(name: str, x: Tensor, weight: Tensor | None, casting: str, zero_centered: bool) -> None:
+def check_norm(
+    name: str, x: Tensor, weight: Tensor | None, casting: str, zero_centered: bool, mode: str | None
+) -> None:
     """Raises TypeError or ValueError, naming the operator ``name``, for arguments that no norm can be made of."""
     if casting not in CASTINGS:
         raise ValueError(f"{name}: casting must be one of {', '.join(CASTINGS)}, not {casting!r}")
     _check_float(name, "x", x)
     if x.dim() == 0:
         raise ValueError(f"{name}: x must have at least one dimension, the one that is normalised")
+    if mode is not None:
+        forward_plan(x.shape[-1], mode=mode)
     if weight is None:
         if zero_centered:
             raise ValueError(f"{name}: zero_centered needs a weight; pass zero_centered=False for a norm without one")

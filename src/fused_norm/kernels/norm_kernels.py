@@ -7,13 +7,16 @@ row is multiplied by, ``x_hat`` the normalised row, ``rstd`` = 1/sqrt(mean(s^2) 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plans import backward_plan, forward_plan
-from .triton_utils import empty_rows_like, facts_of, on, round_to, same_rows
+from .launch import Launch
+from .plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan, next_power_of_2
+from .triton_utils import empty_rows_like, facts_of, round_to, same_rows
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -53,14 +56,68 @@ def _rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, CASTIN
 
 
 @triton.jit
-def _normalise(s, rstd, w_ptr, col, in_row, x_dtype: tl.constexpr, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """``s * rstd * gamma`` for columns ``col``, with the rounding points of the casting before the last one."""
+def _load_gamma(w_ptr, col, in_row, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return _gamma(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
+
+
+@triton.jit
+def _rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
+    """The row numbers of a tile; 64-bit where an offset made from them could pass 2^31."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    return row.to(tl.int64) if LONG else row
+
+
+@triton.jit
+def _forward_tile(
+    x_ptr,
+    r_ptr,
+    w_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    row,
+    col,
+    gamma,
+    M,
+    x_stride,
+    r_stride,
+    y_stride,
+    s_stride,
+    eps,
+    N: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Rows held whole. ``HELD``: gamma is there already, in registers."""
+    in_row = col < N
+    live = (row < M)[:, None] & in_row[None, :]
+    s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+    s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
+    if r_ptr is not None:
+        r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        s = round_to(r + s, s_dtype)
+        tl.store(s_ptr + row[:, None] * s_stride + col[None, :], s, mask=live)
+    rstd = _rstd_from(tl.sum(_square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
+    if rstd_ptr is not None:
+        if CASTING == "none":
+            tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / N) + eps), mask=row < M)
+        else:
+            tl.store(rstd_ptr + row, rstd, mask=row < M)
+    y = _x_hat(s, rstd[:, None], s_dtype, CASTING)
+    if w_ptr is not None:
+        if not HELD:
+            gamma = _load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
+        y = y * gamma
+    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _x_hat(s, rstd, dtype: tl.constexpr, CASTING: tl.constexpr):
     x_hat = s * rstd
     if CASTING != "gemma":
-        x_hat = round_to(x_hat, x_dtype)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        x_hat = x_hat * _gamma(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
+        x_hat = round_to(x_hat, dtype)
     return x_hat
 
 
@@ -81,27 +138,26 @@ def _forward_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
-    in_row = col < N
-    live = (row < M)[:, None] & in_row[None, :]
-    s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-    s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
-    if r_ptr is not None:
-        r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-        s = round_to(r + s, s_dtype)
-        tl.store(s_ptr + row[:, None] * s_stride + col[None, :], s, mask=live)
-    rstd = _rstd_from(tl.sum(_square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
-    if rstd_ptr is not None:
-        if CASTING == "none":
-            tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / N) + eps), mask=row < M)
-        else:
-            tl.store(rstd_ptr + row, rstd, mask=row < M)
-    y = _normalise(s, rstd[:, None], w_ptr, col, in_row, s_dtype, CASTING, ZERO_CENTERED)
-    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
+    gamma = tl.full([1, BLOCK], 1.0, tl.float32)
+    if PERSISTENT:
+        if w_ptr is not None:
+            gamma = _load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+            _forward_tile(
+                x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, _rows_of(tile, ROWS, LONG), col, gamma, M,
+                x_stride, r_stride, y_stride, s_stride, eps, N, CASTING, ZERO_CENTERED, True,
+            )  # fmt: skip
+    else:
+        _forward_tile(
+            x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, _rows_of(tl.program_id(0), ROWS, LONG), col, gamma, M,
+            x_stride, r_stride, y_stride, s_stride, eps, N, CASTING, ZERO_CENTERED, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -146,15 +202,11 @@ def _forward_chunked_kernel(
     for step in range(CHUNKS):
         col = (CHUNKS - 1 - step) * BLOCK + tl.arange(0, BLOCK)
         s = tl.load(s_ptr + row * s_stride + col[None, :], mask=(col < N)[None, :], other=0.0).to(tl.float32)
-        y = _normalise(s, rstd[:, None], w_ptr, col, col < N, s_dtype, CASTING, ZERO_CENTERED)
+        y = _x_hat(s, rstd[:, None], s_dtype, CASTING)
+        if w_ptr is not None:
+            y = y * _load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
         y = round_to(y, y_ptr.dtype.element_ty)
         tl.store(y_ptr + row * y_stride + col[None, :], y, mask=(col < N)[None, :])
-
-
-@triton.jit
-def _load_gamma(w_ptr, col, in_row, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    return _gamma(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
 
 
 @triton.jit
@@ -189,6 +241,7 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     RELOAD: tl.constexpr,
+    LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
@@ -200,7 +253,7 @@ def _backward_kernel(
     if w_ptr is not None and not RELOAD:
         gamma = _load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        row = _rows_of(tile, ROWS, LONG)
         live = (row < M)[:, None] & in_row[None, :]
         row_in = row[:, None]
         s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
@@ -271,6 +324,7 @@ def _backward_columns_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
@@ -283,7 +337,7 @@ def _backward_columns_kernel(
     if w_ptr is not None:
         gamma = _load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=STAGES):
-        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        row = _rows_of(tile, ROWS, LONG)
         live = (row < M)[:, None] & in_row[None, :]
         row_in = row[:, None]
         s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
@@ -303,15 +357,20 @@ def _backward_columns_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def _sum_shares_kernel(shares_ptr, dw_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """dw from the programs' shares, [P, N] to [N]: in a fixed order, rounded once, to the weight's dtype."""
+    """dw from the programs' shares, [P, N] to [N]: one tile of all P, in a fixed order, rounded once."""
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, P, ROWS):
-        program = start + tl.arange(0, ROWS)
-        live = (program < P)[:, None] & (col < N)[None, :]
-        total += tl.load(shares_ptr + program.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
-    dw = round_to(tl.sum(total, axis=0), dw_ptr.dtype.element_ty)
+    program = tl.arange(0, ROWS)
+    live = (program < P)[:, None] & (col < N)[None, :]
+    shares = tl.load(shares_ptr + program.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
+    dw = round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty)
     tl.store(dw_ptr + col, dw, mask=col < N)
+
+
+_SHARE_COLUMNS = 16
+_INT32_LIMIT = 2**31
+
+_forwards: dict[Any, tuple[ForwardPlan, Launch]] = {}
+_backwards: dict[Any, tuple[BackwardPlan, Launch, Launch | None, Launch | None]] = {}
 
 
 def launch_forward(
@@ -322,47 +381,76 @@ def launch_forward(
     casting: str,
     zero_centered: bool,
     save_rstd: bool,
+    mode: str | None = None,
+    *,
+    plan: ForwardPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward for validated tensors: ``(y, s, rstd)``; s is x where there is no residual.
 
-    rstd is fp32, x's shape with a last dimension of 1, and in x's memory order; empty unless ``save_rstd``.
+    rstd is fp32, x's shape with a last dimension of 1, and in x's memory order; empty unless ``save_rstd``. ``plan``
+    overrules the one that the shape would get.
     """
     y, total, rstd = empty_outputs(x, residual, weight, casting, save_rstd)
-    width = x.shape[-1]
-    if y.numel() == 0:
+    size, width = y.numel(), x.shape[-1]
+    if size == 0:
         return y, total, rstd
-    (x, residual, out, sums), strides = same_rows(x, residual, y, None if residual is None else total)  # type: ignore[assignment]
-    rows = y.numel() // width
-    plan = forward_plan(width, facts_of(x.device))
-    weight = None if weight is None else weight.contiguous()
+    out, sums = y, None if residual is None else total
+    if x.is_contiguous() and (residual is None or residual.is_contiguous()):
+        strides, longest = (width, width, width, width), width
+    else:
+        (x, residual, out, sums), spacing = same_rows(x, residual, y, sums)  # type: ignore[assignment]
+        strides, longest = tuple(spacing), max(spacing)  # type: ignore[assignment]
+    rows = size // width
+    long = rows * longest >= _INT32_LIMIT
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+    r_dtype = None if residual is None else residual.dtype
+    w_dtype = None if weight is None else weight.dtype
+    key = (x.device, x.dtype, r_dtype, w_dtype, width, casting, zero_centered, save_rstd, mode, long, plan)
+    planned = _forwards.get(key)
+    if planned is None:
+        planned = _forwards[key] = _plan_forward(x.device, width, casting, zero_centered, long, mode, plan)
+    plan, launch = planned
     rstd_out = rstd if save_rstd else None
-    semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
-    x_stride, r_stride, y_stride, s_stride = strides
-    with on(x.device):
-        if plan.chunked:
-            if residual is None:
-                sums, s_stride = x, x_stride
-            _forward_chunked_kernel[(rows,)](
-                x, residual, weight, out, sums, rstd_out, x_stride, r_stride, y_stride, s_stride, eps,
-                N=width, BLOCK=plan.block, num_warps=plan.warps, **semantics,
-            )  # fmt: skip
-        else:
-            _forward_kernel[(triton.cdiv(rows, plan.rows),)](
-                x, residual, weight, out, sums, rstd_out, rows, x_stride, r_stride, y_stride, s_stride, eps,
-                N=width, ROWS=plan.rows, BLOCK=plan.block, num_warps=plan.warps, **semantics,
-            )  # fmt: skip
+    if plan.mode == "multi_wave_reload":
+        if residual is None:
+            sums, strides = x, (*strides[:3], strides[0])
+        launch((rows, 1), (x, residual, weight, out, sums, rstd_out), (), strides, (eps,))
+        return y, total, rstd
+    tiles = -(-rows // plan.rows)
+    grid = min(tiles, plan.programs) if plan.mode == "static_persistent" else tiles
+    launch((grid, 1), (x, residual, weight, out, sums, rstd_out), (rows,), strides, (eps,))
     return y, total, rstd
+
+
+def _plan_forward(
+    device: torch.device,
+    width: int,
+    casting: str,
+    zero_centered: bool,
+    long: bool,
+    mode: Any,
+    plan: ForwardPlan | None,
+) -> tuple[ForwardPlan, Launch]:
+    plan = plan or forward_plan(width, facts_of(device), mode)
+    semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    if plan.mode == "multi_wave_reload":
+        return plan, Launch(_forward_chunked_kernel, plan.warps, N=width, BLOCK=plan.block, **semantics)
+    persistent = plan.mode == "static_persistent"
+    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "PERSISTENT": persistent, "LONG": long}
+    return plan, Launch(_forward_kernel, plan.warps, **constants, **semantics)
 
 
 def empty_outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, casting: str, save_rstd: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward's outputs ``(y, s, rstd)``, not yet written; s is x itself where there is no residual."""
-    total = x
+    total, dtype = x, x.dtype
     if residual is not None:
-        total = empty_rows_like(x, torch.promote_types(x.dtype, residual.dtype))
-    dtype = total.dtype
-    if weight is not None and casting != "gemma":
+        if residual.dtype != dtype:
+            dtype = torch.promote_types(dtype, residual.dtype)
+        total = empty_rows_like(x, dtype)
+    if weight is not None and casting != "gemma" and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
     rstd = empty_rows_like(x, torch.float32, width=1) if save_rstd else x.new_empty(0, dtype=torch.float32)
     return empty_rows_like(x, dtype), total, rstd
@@ -379,40 +467,74 @@ def launch_backward(
     dx: Tensor | None,
     dr: Tensor | None,
     dw: Tensor | None,
+    *,
+    plan: BackwardPlan | None = None,
 ) -> None:
-    """Writes the gradients asked for: ``dx`` and ``dr`` from ``empty_rows_like(total)``, ``dw`` [N] contiguous."""
-    width = total.shape[-1]
-    if total.numel() == 0:
+    """Writes the gradients asked for: ``dx`` and ``dr`` from ``empty_rows_like(total)``, ``dw`` [N] contiguous.
+
+    ``plan`` overrules the one that the shape would get.
+    """
+    size, width = total.numel(), total.shape[-1]
+    if size == 0:
         if dw is not None:
             dw.zero_()
         return
-    rows = total.numel() // width
-    (total, dy, ds, dx, dr, rstd), strides = same_rows(total, dy, ds, dx, dr, rstd)  # type: ignore[assignment]
-    weight = None if weight is None else weight.contiguous()
-    column_bytes = sum(t.element_size() for t in (total, dy, ds, weight) if t is not None)
-    plan = backward_plan(width, column_bytes, facts_of(total.device))
-    tiles = triton.cdiv(rows, plan.rows)
-    blocks = triton.cdiv(width, plan.block)
-    programs = min(tiles, _GRID_LIMIT if dw is None else triton.cdiv(plan.programs, blocks))
-    shares = None if dw is None else torch.empty(programs, width, dtype=torch.float32, device=total.device)
+    rows = size // width
+    if total.is_contiguous() and dy.is_contiguous() and rstd.is_contiguous() and (ds is None or ds.is_contiguous()):
+        strides, longest = (width, width, width, width, width), width
+    else:
+        (total, dy, ds, dx, dr, rstd), spacing = same_rows(total, dy, ds, dx, dr, rstd)  # type: ignore[assignment]
+        strides, longest = tuple(spacing[:5]), max(spacing)  # type: ignore[assignment]
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+    long = rows * longest >= _INT32_LIMIT
+    tensors = (total, dy, ds, weight, dx, dr, dw)
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    key = (total.device, dtypes, width, casting, zero_centered, long, plan)
+    planned = _backwards.get(key)
+    if planned is None:
+        planned = _backwards[key] = _plan_backward(tensors, width, casting, zero_centered, long, plan)
+    plan, launch, pulling, summing = planned
+    tiles = -(-rows // plan.rows)
+    blocks = -(-width // plan.block)
+    programs = min(tiles, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
+    if dw is None and not plan.chunked:
+        programs = tiles
+    shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
+    if pulling is None:
+        launch((programs, 1), (total, dy, ds, weight, rstd, dx, dr, shares), (rows,), strides)
+    else:
+        pull = total.new_empty(rows, dtype=torch.float32)
+        if dx is not None or dr is not None:
+            pulling((rows, 1), (total, dy, weight, rstd, pull), (), strides[:2])
+        launch((blocks, programs), (total, dy, ds, weight, rstd, pull, dx, dr, shares), (rows,), strides)
+    if summing is not None:
+        summing((-(-width // _SHARE_COLUMNS), 1), (shares, dw), (programs,))
+
+
+def _plan_backward(
+    tensors: tuple[Tensor | None, ...],
+    width: int,
+    casting: str,
+    zero_centered: bool,
+    long: bool,
+    plan: BackwardPlan | None,
+) -> tuple[BackwardPlan, Launch, Launch | None, Launch | None]:
+    """The plan, its launch, and for some the launch before it (sums of wide rows) and after it (of dw's shares)."""
+    total, dy, ds, weight, _, _, dw = tensors
+    assert total is not None
+    device = facts_of(total.device)
+    column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
+    plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
     semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
-    with on(total.device):
-        if plan.chunked:
-            pull = torch.empty(rows, dtype=torch.float32, device=total.device)
-            if dx is not None or dr is not None:
-                _backward_pull_kernel[(rows,)](
-                    total, dy, weight, rstd, pull, *strides[:2],
-                    N=width, BLOCK=4 * plan.block, num_warps=plan.warps, **semantics,
-                )  # fmt: skip
-            _backward_columns_kernel[(blocks, programs)](
-                total, dy, ds, weight, rstd, pull, dx, dr, shares, rows, *strides[:5],
-                N=width, ROWS=plan.rows, BLOCK=plan.block, STAGES=plan.stages, num_warps=plan.warps, **semantics,
-            )  # fmt: skip
-        else:
-            _backward_kernel[(programs,)](
-                total, dy, ds, weight, rstd, dx, dr, shares, rows, *strides[:5],
-                N=width, ROWS=plan.rows, BLOCK=plan.block, STAGES=plan.stages, RELOAD=plan.reload,
-                num_warps=plan.warps, **semantics,
-            )  # fmt: skip
-        if dw is not None:
-            _sum_shares_kernel[(triton.cdiv(width, 32),)](shares, dw, programs, N=width, ROWS=32, BLOCK=32, num_warps=4)
+    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+    summing = None
+    if dw is not None:
+        shares = next_power_of_2(-(-plan.programs // -(-width // plan.block)))
+        warps = device.warps(max(1, min(16, shares // 64)))
+        summing = Launch(_sum_shares_kernel, warps, N=width, ROWS=shares, BLOCK=_SHARE_COLUMNS)
+    if not plan.chunked:
+        constants |= {"RELOAD": plan.reload, "LONG": long}
+        return plan, Launch(_backward_kernel, plan.warps, **constants, **semantics), None, summing
+    pulling = Launch(_backward_pull_kernel, plan.warps, N=width, BLOCK=4 * plan.block, **semantics)
+    return plan, Launch(_backward_columns_kernel, plan.warps, **constants, LONG=long, **semantics), pulling, summing

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal, get_args
+
+Mode = Literal["static_persistent", "multi_wave_cached", "multi_wave_reload"]
+"""How a forward goes through its rows: a grid of one wave strides over them (``static_persistent``); each program takes
+one tile and keeps it in registers (``multi_wave_cached``); or each reads one row twice, in chunks of columns
+(``multi_wave_reload``)."""
+
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 WIDEST_ROW = 16384
 """Elements of a row that one program can hold: beyond, the registers spill."""
@@ -32,20 +40,35 @@ class Device:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One program normalises ``rows`` rows held whole, or (``chunked``) one row in chunks of ``block`` columns."""
+    """One launch of the forward.
 
+    Attributes:
+        mode: see ``Mode``.
+        rows: in a tile.
+        block: columns in a tile: all of a row, or a chunk of it under ``multi_wave_reload``.
+        warps: of a program.
+        programs: at most, under ``static_persistent``; elsewhere there is one for each tile.
+    """
+
+    mode: Mode
     rows: int
     block: int
     warps: int
-    chunked: bool = False
+    programs: int = 0
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """A persistent grid of at most ``programs`` programs, each striding over tiles of ``rows`` rows.
+    """One launch of the backward: a persistent grid that strides over tiles of rows.
 
-    ``stages``: tiles in flight ahead of the one computed. ``reload``: read the weight again for every tile instead of
-    keeping it in registers. ``chunked``: the row does not fit; its sums come first, then blocks of ``block`` columns.
+    Attributes:
+        rows: in a tile.
+        block: columns in a tile.
+        warps: of a program.
+        stages: tiles in flight, the one computed included.
+        programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile.
+        reload: read the weight again for every tile instead of keeping it in registers.
+        chunked: the row does not fit; its sums come first, then blocks of ``block`` columns.
     """
 
     rows: int
@@ -58,36 +81,50 @@ class BackwardPlan:
 
 
 @lru_cache(maxsize=1024)
-def forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
-    """The forward's launch for rows of ``width`` elements."""
+def forward_plan(width: int, device: Device = Device(), mode: Mode | None = None) -> ForwardPlan:
+    """The forward's launch for rows of ``width`` elements, in the best mode or the one asked for.
+
+    Raises:
+        ValueError: for a mode that is none, or that cannot hold a row this wide.
+    """
+    if mode is None:
+        mode = "multi_wave_reload" if next_power_of_2(width) > WIDEST_ROW else "multi_wave_cached"
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)} or None, not {mode!r}")
     block = next_power_of_2(width)
-    if block > WIDEST_ROW:
+    if mode == "multi_wave_reload":
         # Two passes; the second runs backwards, so that it begins with the chunk still in cache.
-        return ForwardPlan(rows=1, block=8192, warps=device.warps(8), chunked=True)
+        return ForwardPlan(mode, rows=1, block=min(block, 8192), warps=device.warps(8))
+    if block > WIDEST_ROW:
+        raise ValueError(f"mode {mode!r} holds rows of up to {WIDEST_ROW} elements, not {width}; use multi_wave_reload")
+    programs = 8 * device.processors if mode == "static_persistent" else 0
     if block <= 512:
         # A tile of 4096 elements: 16 bytes a lane and reductions inside a warp.
-        return ForwardPlan(rows=4096 // max(block, 64), block=block, warps=device.warps(8))
+        return ForwardPlan(mode, 4096 // max(block, 64), block, device.warps(8), programs)
     if block == 1024:
-        return ForwardPlan(rows=2, block=block, warps=device.warps(4))
+        return ForwardPlan(mode, 2, block, device.warps(4), programs)
     if block <= 4096:
-        return ForwardPlan(rows=1, block=block, warps=device.warps(4))
-    return ForwardPlan(rows=1, block=block, warps=device.warps(8 if width <= 6144 else 16))
+        return ForwardPlan(mode, 1, block, device.warps(4), programs)
+    return ForwardPlan(mode, 1, block, device.warps(8 if width <= 6144 else 16), programs // 2)
 
 
 @lru_cache(maxsize=1024)
-def backward_plan(width: int, column_bytes: int = 8, device: Device = Device()) -> BackwardPlan:
+def backward_plan(
+    width: int, column_bytes: int = 8, device: Device = Device(), *, summed: bool = False
+) -> BackwardPlan:
     """The backward's launch for rows of ``width`` elements.
 
     ``column_bytes``: what the loop reads for one element of a row, over all tensors it reads. Every stage beyond the
-    first holds a tile of each in shared memory; where they do not fit, fewer are in flight.
+    first holds a tile of each in shared memory; where they do not fit, fewer are in flight. ``summed``: the gradient of
+    a residual sum is read and added as well.
     """
-    plan = _backward_plan(width, device)
+    plan = _backward_plan(width, device, summed)
     tile_bytes = plan.rows * plan.block * column_bytes
     fitting = 1 + (device.shared_memory - _REDUCTION_BYTES) // tile_bytes
     return replace(plan, stages=min(plan.stages, fitting))
 
 
-def _backward_plan(width: int, device: Device) -> BackwardPlan:
+def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
     """The table of ``backward_plan``, shared memory aside."""
     block = next_power_of_2(width)
     sms = device.processors

@@ -15,14 +15,14 @@ from .triton_utils import empty_rows_like, runs_kernels_on
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
 ) -> tuple[Tensor, Tensor]:
-    y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, save_rstd)
+    y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, save_rstd, mode)
     return y, rstd
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool
+    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
 ) -> tuple[Tensor, Tensor]:
     y, _, rstd = empty_outputs(x, None, weight, casting, save_rstd)
     return y, rstd
@@ -60,7 +60,7 @@ def _empty_gradients(
 
 
 _forward_op = define(
-    "rms_norm_forward(Tensor x, Tensor? weight, float eps, str casting, bool zero_centered, bool save_rstd)"
+    "rms_norm_forward(Tensor x, Tensor? weight, float eps, str casting, bool zero_centered, bool save_rstd, str? mode)"
     " -> (Tensor y, Tensor rstd)",
     _forward,
     _forward_fake,
@@ -75,8 +75,10 @@ _backward_op = define(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool) -> Tensor:
-        y, rstd = _forward_op(x, weight, eps, casting, zero_centered, True)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None
+    ) -> Tensor:
+        y, rstd = _forward_op(x, weight, eps, casting, zero_centered, True, mode)
         ctx.save_for_backward(x, weight, rstd)
         ctx.casting, ctx.zero_centered = casting, zero_centered
         return y
@@ -85,9 +87,18 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
+        need_dx, need_dw, *_ = ctx.needs_input_grad
         dx, dw = _backward_op(dy, x, weight, rstd, ctx.casting, ctx.zero_centered, need_dx, need_dw)
-        return dx if need_dx else None, dw if need_dw else None, None, None, None
+        return dx if need_dx else None, dw if need_dw else None, None, None, None, None
+
+
+def rms_norm_unchecked(
+    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None = None
+) -> Tensor:
+    """``rms_norm`` for arguments known to be good and tensors that kernels take."""
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return _RMSNorm.apply(x, weight, eps, casting, zero_centered, mode)
+    return _forward_op(x, weight, eps, casting, zero_centered, False, mode)[0]
 
 
 def rms_norm(
@@ -97,6 +108,7 @@ def rms_norm(
     *,
     casting: str = "llama",
     zero_centered: bool = False,
+    mode: str | None = None,
 ) -> Tensor:
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
 
@@ -109,18 +121,18 @@ def rms_norm(
         eps: added to the mean of squares.
         casting: ``llama``, ``gemma`` or ``none``: the rounding points and the output's dtype, see ``NormSpec``.
         zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
+        mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest known.
 
     Returns:
         y, of x's shape and memory order. Its dtype is x's under ``gemma``, else what x and weight promote to.
 
     Raises:
         TypeError: for a dtype that is not floating point.
-        ValueError: for a weight of another width or device, an unknown casting, or a zero-centered norm without weight.
+        ValueError: for a weight of another width or device, an unknown casting, a zero-centered norm without weight, or
+            a mode that cannot hold a row this wide.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    check_norm("rms_norm", x, weight, casting, zero_centered)
+    check_norm("rms_norm", x, weight, casting, zero_centered, mode)
     if not runs_kernels_on(x, weight):
         return reference.rms_norm(x, weight, eps, casting, zero_centered)
-    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _RMSNorm.apply(x, weight, eps, casting, zero_centered)
-    return _forward_op(x, weight, eps, casting, zero_centered, False)[0]
+    return rms_norm_unchecked(x, weight, eps, casting, zero_centered, mode)

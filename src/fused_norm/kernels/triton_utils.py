@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import lru_cache
 
 import torch
@@ -11,10 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .launch import INTERPRETED
 from .plans import Device
-
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
 
 _interpreted = tl.constexpr(INTERPRETED)
 
@@ -61,21 +58,13 @@ def facts_of(device: torch.device) -> Device:
     return Device(processors, getattr(properties, "warp_size", 32), shared_memory)
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes ``device`` current for a launch, where it is not already (Triton launches on the current device)."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    module = torch.get_device_module(device)
-    if device.index is None or module.current_device() == device.index:
-        return contextlib.nullcontext()
-    return module.device(device)
-
-
 def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
     """An empty tensor of x's shape, dense and in x's memory order, with every row (the last dimension) contiguous.
 
     ``dtype`` and ``width``, the length of a row, are x's own unless given.
     """
+    if width is None and x.is_contiguous():
+        return torch.empty_like(x, dtype=dtype)
     dtype = x.dtype if dtype is None else dtype
     shape = x.shape if width is None else (*x.shape[:-1], width)
     if x.is_contiguous():

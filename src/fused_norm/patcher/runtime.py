@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..kernels import add_rms_norm, rms_norm
+from ..kernels.add_rms_norm import add_rms_norm_unchecked as add_rms_norm
 from ..kernels.arguments import KERNEL_DTYPES
+from ..kernels.rms_norm import rms_norm_unchecked as rms_norm
 from ..kernels.triton_utils import runs_kernels_on
 from ..spec import NormSpec
 
@@ -63,14 +64,15 @@ class FusedNorm(nn.Module):
         if named:
             (x,) = named.values()
         spec = self.fused_norm_spec
-        weight = self.weight if spec.weighted else None
+        weight = self._parameters.get("weight") if spec.weighted else None
+        if weight is None and spec.weighted:  # FSDP1 puts a view of its flat parameter there as a plain attribute
+            weight = self.weight
         obstacle = _obstacle(x, weight, residual, spec)
         if obstacle is None:
             eps = getattr(self, self.fused_norm_eps_name)
-            casting, zero_centered = spec.casting, spec.zero_centered
             if residual is None:
-                return rms_norm(x, weight, eps, casting=casting, zero_centered=zero_centered)
-            return add_rms_norm(x, residual, weight, eps, casting=casting, zero_centered=zero_centered)
+                return rms_norm(x, weight, eps, spec.casting, spec.zero_centered)
+            return add_rms_norm(x, residual, weight, eps, spec.casting, spec.zero_centered)
         if obstacle and not torch.compiler.is_compiling():
             _explain(self.fused_norm_origin, obstacle)
         if residual is None:

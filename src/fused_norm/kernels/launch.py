@@ -1,0 +1,105 @@
+"""Launching kernels: prepared once per kernel and shape, then a few hundred nanoseconds of Python each time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+"""Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
+
+_INT32_LIMIT = 2**31
+_PREPARED_LIMIT = 4096
+_address = torch._C._data_address  # data_ptr() would turn a lazily cloned gradient into a real copy
+
+
+class Launch:
+    """One kernel with its compile-time constants fixed.
+
+    Triton's own launch binds every argument and works out its specialisation anew each time. Here that happens once for
+    each device and set of strides; later launches whose pointers are all aligned to 16 bytes, as Triton then assumed,
+    go straight to the compiled kernel. All others, and all while a launch hook is set, take Triton's own way.
+    """
+
+    __slots__ = ("_constants", "_kernel", "_prepared", "_values", "_warps")
+
+    def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
+        self._kernel = kernel
+        self._warps = warps
+        self._constants = constants
+        self._values = tuple(constants.values())
+        self._prepared: dict[Any, tuple[Any, Any, Any]] = {}
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return self._kernel.__name__
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+    ) -> None:
+        """Launches ``kernel[grid](*tensors, *sizes, *strides, *floats, **constants)`` on the tensors' device.
+
+        A tensor must have the dtype, and be present or None, as on the first call. ``sizes`` are the arguments that the
+        kernel does not specialise on; they may change freely.
+        """
+        lead = tensors[0]
+        assert lead is not None
+        if lead.is_cuda and not INTERPRETED:
+            addresses = [None if tensor is None else _address(tensor) for tensor in tensors]
+            joint = 0
+            for address in addresses:
+                if address is not None:
+                    joint |= address
+            if not joint & 15 and max(sizes, default=0) < _INT32_LIMIT:
+                index = lead.get_device()
+                prepared = self._prepared.get((index, strides))
+                if prepared is None:
+                    self._prepare(index, grid, tensors, sizes, strides, floats)
+                    return
+                if index == torch._C._cuda_getDevice() and not _hooked():
+                    run, function, metadata = prepared
+                    stream = torch._C._cuda_getCurrentRawStream(index)
+                    run(
+                        grid[0], grid[1], 1, stream, function, metadata, None, None, None,
+                        *addresses, *sizes, *strides, *floats, *self._values,
+                    )  # fmt: skip
+                    return
+        self._launch(grid, tensors, sizes, strides, floats)
+
+    def _prepare(self, index: int, *arguments: Any) -> None:
+        compiled = self._launch(*arguments)
+        if len(self._prepared) >= _PREPARED_LIMIT:
+            self._prepared.clear()
+        self._prepared[index, arguments[3]] = compiled.run, compiled.function, compiled.packed_metadata
+
+    def _launch(self, grid: Any, tensors: Any, sizes: Any, strides: Any, floats: Any) -> Any:
+        with on(tensors[0].device):
+            return self._kernel[grid](*tensors, *sizes, *strides, *floats, num_warps=self._warps, **self._constants)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` current for a launch, where it is not already (Triton launches on the current device)."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device)
+    if device.index is None or module.current_device() == device.index:
+        return contextlib.nullcontext()
+    return module.device(device)
+
+
+def _hooked() -> bool:
+    """Whether somebody (a profiler) wants to see every launch."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
