@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, rms_norm
-from fused_norm.kernels.plans import WIDEST_ROW
+from fused_norm.kernels.plans import WIDEST_FORWARD
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 
-WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560, 3571, 5120, 7001, 12289)
+WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560, 3571, 5120, 7001, 12289, 17001)
 """Widths of rows that one program holds: on, above and below every limit of the launch plans, odd ones among them."""
 
-CHUNKED = WIDEST_ROW + 617
-"""A row too wide to be held: two whole chunks of 8192 and an odd part of a third."""
+CHUNKED = WIDEST_FORWARD + 617
+"""A row too wide to be held: two whole chunks of 16384 and an odd part of a third."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:
 def assert_same_row(value: Tensor, expected: Tensor) -> None:
     """The same rows from other strides: bit for bit when interpreted; compiled, they may be summed in another order."""
     if value.is_cuda:
-        unit = torch.finfo(value.dtype).eps
-        torch.testing.assert_close(value, expected, rtol=unit, atol=unit * 2**-3)
+        unit = torch.finfo(value.dtype).eps * (4 if value.dtype == FP32 else 1)
+        torch.testing.assert_close(value, expected, rtol=unit, atol=unit)
     else:
         assert torch.equal(value, expected)
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from fused_norm.kernels import MODES, norm_kernels, triton_utils
-from fused_norm.kernels.plans import forward_plan
+from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, forward_plan
 
 from .numerics import BF16, CHUNKED, FP32, Norm, assert_same_row, assert_within_budget, make_inputs, run, run_true
 
@@ -76,7 +76,7 @@ def test_rstd_is_saved_for_the_backward_alone(width: int, device: str) -> None:
     assert rstd.dtype == FP32
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
     _, _, none = norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "none", False, False)
-    assert none.numel() == 0
+    assert none is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,3 +151,17 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(device: str) -> 
     assert len(seen) == 3
     check(300)
     assert len(seen) == 3
+
+
+BOUNDARIES = sorted(
+    limit + step
+    for limit in (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, WIDEST_BACKWARD, WIDEST_FORWARD)
+    for step in (-1, 0, 1)
+)
+
+
+@pytest.mark.parametrize("r", [None, BF16], ids=["alone", "residual"])
+@pytest.mark.parametrize("width", BOUNDARIES)
+def test_one_below_at_and_one_above_every_limit_of_the_plans(width: int, r: torch.dtype | None, device: str) -> None:
+    norm = Norm("llama", x=BF16, w=BF16, r=r)
+    assert_within_budget(norm, make_inputs(norm, (5, width), device))

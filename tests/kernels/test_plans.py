@@ -7,41 +7,63 @@ from dataclasses import replace
 
 import pytest
 
-from fused_norm.kernels.plans import MODES, WIDEST_ROW, Device, Mode, backward_plan, forward_plan, next_power_of_2
+from fused_norm.kernels.plans import (
+    MODES,
+    WIDEST_BACKWARD,
+    WIDEST_FORWARD,
+    Device,
+    Mode,
+    backward_plan,
+    forward_plan,
+    next_power_of_2,
+)
 
 from .numerics import CHUNKED, WIDTHS
 
 H200 = Device(processors=132, shared_memory=232_448)
 SMALL = Device(processors=46, shared_memory=101_376)
 WIDE_WARPS = Device(processors=304, warp_size=64, shared_memory=65_536)
-ALL_WIDTHS = range(2 * WIDEST_ROW)
+ALL_WIDTHS = range(2 * WIDEST_FORWARD)
 
 # What distinguishes one row of a table from another.
 FORWARD_ROWS = {
     # mode, rows, warps
-    ("multi_wave_cached", 64, 8),
-    ("multi_wave_cached", 32, 8),
-    ("multi_wave_cached", 16, 8),
-    ("multi_wave_cached", 8, 8),
-    ("multi_wave_cached", 2, 4),
+    ("multi_wave_cached", 64, 4),
+    ("multi_wave_cached", 32, 4),
+    ("multi_wave_cached", 16, 4),
+    ("multi_wave_cached", 8, 4),
+    ("multi_wave_cached", 4, 4),
+    ("multi_wave_cached", 2, 2),
     ("multi_wave_cached", 1, 4),
     ("multi_wave_cached", 1, 8),
     ("multi_wave_cached", 1, 16),
-    ("multi_wave_reload", 1, 8),
+    ("multi_wave_cached", 1, 32),
+    ("multi_wave_reload", 1, 16),
 }
 BACKWARD_ROWS = {
     # rows, warps, stages, programs per processor, reload, chunked
-    (64, 8, 3, 2, False, False),
-    (32, 8, 3, 2, False, False),
-    (16, 8, 3, 2, False, False),
-    (8, 8, 3, 2, False, False),
-    (2, 4, 3, 4, False, False),
-    (1, 4, 3, 4, False, False),
-    (1, 8, 3, 2, False, False),
-    (1, 8, 3, 2, True, False),
-    (1, 16, 3, 1, True, False),
+    (64, 4, 3, 2, False, False),
+    (32, 4, 3, 2, False, False),
+    (16, 4, 3, 2, False, False),
+    (8, 4, 3, 2, False, False),
+    (4, 4, 3, 2, False, False),
+    (2, 4, 3, 2, False, False),
+    (1, 4, 3, 3, False, False),
+    (1, 4, 3, 2, True, False),
+    (1, 8, 3, 1, False, False),
+    (1, 16, 1, 1, True, False),
+    (2, 4, 2, 4, False, True),
+}
+SUMMED_BACKWARD_ROWS = {
+    (64, 4, 3, 2, False, False),
+    (32, 4, 3, 2, False, False),
+    (16, 4, 3, 2, False, False),
+    (8, 4, 3, 2, False, False),
+    (4, 4, 3, 2, False, False),
+    (1, 4, 3, 2, False, False),
+    (1, 8, 3, 1, False, False),
     (1, 32, 1, 1, True, False),
-    (4, 8, 2, 4, False, True),
+    (2, 4, 2, 4, False, True),
 }
 
 
@@ -50,31 +72,34 @@ def forward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
     return {(plan.mode, plan.rows, plan.warps) for plan in plans}
 
 
-def backward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
-    plans = {backward_plan(width, 6, H200) for width in widths}
+def backward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[object, ...]]:
+    plans = {backward_plan(width, 6, H200, summed=summed) for width in widths}
     return {(p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload, p.chunked) for p in plans}
 
 
 def test_the_tables_have_exactly_these_rows() -> None:
     assert forward_rows(ALL_WIDTHS) == FORWARD_ROWS
     assert backward_rows(ALL_WIDTHS) == BACKWARD_ROWS
+    assert backward_rows(ALL_WIDTHS, summed=True) == SUMMED_BACKWARD_ROWS
 
 
 def test_the_widths_of_the_kernel_tests_reach_every_row() -> None:
     assert forward_rows([*WIDTHS, CHUNKED]) == FORWARD_ROWS
     assert backward_rows([*WIDTHS, CHUNKED]) == BACKWARD_ROWS
+    assert backward_rows([*WIDTHS, CHUNKED], summed=True) == SUMMED_BACKWARD_ROWS
 
 
 @pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=str)
 def test_blocks_hold_a_row_unless_chunked(device: Device) -> None:
     for width in ALL_WIDTHS:
         forward, backward = forward_plan(width, device), backward_plan(width, 8, device)
-        assert (forward.mode == "multi_wave_reload") == backward.chunked == (width > WIDEST_ROW)
-        for plan in (forward, backward):
-            assert width > WIDEST_ROW or width <= plan.block
+        assert (forward.mode == "multi_wave_reload") == (width > WIDEST_FORWARD)
+        assert backward.chunked == (width > WIDEST_BACKWARD)
+        for plan, widest in ((forward, WIDEST_FORWARD), (backward, WIDEST_BACKWARD)):
+            assert width > widest or width <= plan.block
             assert plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
-            assert plan.rows * plan.block <= WIDEST_ROW
+            assert plan.rows * plan.block <= WIDEST_FORWARD
             assert 1 <= plan.warps * device.warp_size <= 1024
 
 
@@ -112,7 +137,7 @@ def test_a_mode_asked_for_is_the_mode_planned_or_a_clear_error(mode: Mode) -> No
         assert forward_plan(CHUNKED, H200, mode).mode == mode
         assert forward_plan(80, H200, mode).block == 128
     else:
-        with pytest.raises(ValueError, match=f"holds rows of up to 16384 elements, not {CHUNKED}; use multi_wave_rel"):
+        with pytest.raises(ValueError, match=f"holds rows of up to 32768 elements, not {CHUNKED}; use multi_wave_rel"):
             forward_plan(CHUNKED, H200, mode)
 
 

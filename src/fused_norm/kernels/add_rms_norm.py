@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define, is_direct
+from .library import define, direct_apply, is_direct
 from .norm_kernels import empty_outputs, launch_backward, launch_forward
+from .rms_norm import no_rstd
 from .triton_utils import empty_rows_like, runs_kernels_on
 
 
@@ -24,7 +26,8 @@ def _forward(
     save_rstd: bool,
     mode: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_forward(x, residual, weight, eps, casting, zero_centered, save_rstd, mode)
+    y, s, rstd = launch_forward(x, residual, weight, eps, casting, zero_centered, save_rstd, mode)
+    return y, s, no_rstd(x) if rstd is None else rstd
 
 
 def _forward_fake(
@@ -37,7 +40,8 @@ def _forward_fake(
     save_rstd: bool,
     mode: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_outputs(x, residual, weight, casting, save_rstd)
+    y, s, rstd = empty_outputs(x, residual, weight, casting, save_rstd)
+    return y, s, no_rstd(x) if rstd is None else rstd
 
 
 def _backward(
@@ -112,33 +116,50 @@ class _AddRMSNorm(torch.autograd.Function):
         zero_centered: bool,
         mode: str | None,
     ) -> tuple[Tensor, Tensor]:
-        y, s, rstd = _forward_op(x, residual, weight, eps, casting, zero_centered, True, mode)
+        run = launch_forward if is_direct(x) else _forward_op
+        y, s, rstd = run(x, residual, weight, eps, casting, zero_centered, True, mode)
         ctx.save_for_backward(s, weight, rstd)
         ctx.set_materialize_grads(False)
-        ctx.casting, ctx.zero_centered = casting, zero_centered
-        ctx.x_dtype, ctx.residual_dtype = x.dtype, residual.dtype
+        ctx.semantics = casting, zero_centered
+        ctx.dtypes = x.dtype, residual.dtype
         return y, s
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        need_dx, need_dr, need_dw, *_ = ctx.needs_input_grad
-        x_dtype = ctx.x_dtype if need_dx else None
-        residual_dtype = ctx.residual_dtype if need_dr else None
-        if dy is None:  # only the sum was used: its gradient goes to both, as copies
-            dx = None if ds is None or x_dtype is None else ds.to(x_dtype, copy=True)
-            dr = None if ds is None or residual_dtype is None else ds.to(residual_dtype, copy=True)
-            return dx, dr, None, None, None, None, None
-        s, weight, rstd = ctx.saved_tensors
-        # Both gradients are the sum's. They must not share memory that either owner may write to, and a second store
-        # costs a quarter of the kernel's time: a lazy clone is a copy of its own the moment that anyone writes to it.
-        lazy = x_dtype is not None and x_dtype == residual_dtype and is_direct(dy)
-        dx, dr, dw = _backward_op(
-            dy, ds, s, weight, rstd, ctx.casting, ctx.zero_centered, x_dtype, None if lazy else residual_dtype, need_dw
-        )
-        if lazy:
-            dr = torch._lazy_clone(dx)
-        return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None, None
+        return _gradients_once(ctx, dy, ds) if torch.is_grad_enabled() else _gradients(ctx, dy, ds)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_dx, need_dr, need_dw, *_ = ctx.needs_input_grad
+    x_dtype, residual_dtype = ctx.dtypes
+    if dy is None:  # only the sum was used: its gradient goes to both, as copies
+        dx = ds.to(x_dtype, copy=True) if need_dx and ds is not None else None
+        dr = ds.to(residual_dtype, copy=True) if need_dr and ds is not None else None
+        return dx, dr, None, None, None, None, None
+    s, weight, rstd = ctx.saved_tensors
+    direct = is_direct(dy)
+    # Both gradients are the sum's. They must not share memory that either owner may write to, and a second store costs
+    # a quarter of the kernel's time: a lazy clone is a copy of its own the moment that anyone writes to it.
+    lazy = need_dx and need_dr and direct and x_dtype == residual_dtype
+    run: Callable[..., Any] = _backward if direct else _backward_op
+    dx, dr, dw = run(
+        dy,
+        ds,
+        s,
+        weight,
+        rstd,
+        *ctx.semantics,
+        x_dtype if need_dx else None,
+        residual_dtype if need_dr and not lazy else None,
+        need_dw,
+    )
+    if lazy:
+        dr = torch._lazy_clone(dx)
+    return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None, None
+
+
+_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_direct = direct_apply(_AddRMSNorm)
 
 
 def add_rms_norm_unchecked(
@@ -151,10 +172,13 @@ def add_rms_norm_unchecked(
     mode: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``add_rms_norm`` for arguments known to be good and tensors that kernels take."""
+    direct = is_direct(x)
     differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
     if torch.is_grad_enabled() and differentiable:
-        return _AddRMSNorm.apply(x, residual, weight, eps, casting, zero_centered, mode)
-    y, s, _ = _forward_op(x, residual, weight, eps, casting, zero_centered, False, mode)
+        apply = _direct if direct else _AddRMSNorm.apply
+        return apply(x, residual, weight, eps, casting, zero_centered, mode)
+    run = launch_forward if direct else _forward_op
+    y, s, _ = run(x, residual, weight, eps, casting, zero_centered, False, mode)
     return y, s
 
 

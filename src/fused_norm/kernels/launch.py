@@ -14,7 +14,6 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 _INT32_LIMIT = 2**31
 _PREPARED_LIMIT = 4096
-_address = torch._C._data_address  # data_ptr() would turn a lazily cloned gradient into a real copy
 
 
 class Launch:
@@ -25,11 +24,13 @@ class Launch:
     go straight to the compiled kernel. All others, and all while a launch hook is set, take Triton's own way.
     """
 
-    __slots__ = ("_constants", "_kernel", "_prepared", "_values", "_warps")
+    __slots__ = ("_constants", "_kernel", "_lazy", "_prepared", "_values", "_warps")
 
-    def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
+    def __init__(self, kernel: Any, warps: int, constants: dict[str, Any], lazy: int = 0) -> None:
+        """``lazy``: how many of the tensors, the first ones, are only read and may be lazily cloned gradients."""
         self._kernel = kernel
         self._warps = warps
+        self._lazy = lazy
         self._constants = constants
         self._values = tuple(constants.values())
         self._prepared: dict[Any, tuple[Any, Any, Any]] = {}
@@ -43,48 +44,50 @@ class Launch:
         self,
         grid: tuple[int, int],
         tensors: tuple[Tensor | None, ...],
-        sizes: tuple[int, ...],
+        rows: int,
         strides: tuple[int, ...] = (),
         floats: tuple[float, ...] = (),
     ) -> None:
-        """Launches ``kernel[grid](*tensors, *sizes, *strides, *floats, **constants)`` on the tensors' device.
+        """Launches ``kernel[grid](*tensors, rows, *strides, *floats, **constants)`` on the tensors' device.
 
-        A tensor must have the dtype, and be present or None, as on the first call. ``sizes`` are the arguments that the
-        kernel does not specialise on; they may change freely.
+        A tensor must have the dtype, and be present or None, as on the first call; the first one is always present. The
+        kernel does not specialise on ``rows``, which may change freely.
         """
         lead = tensors[0]
         assert lead is not None
-        if lead.is_cuda and not INTERPRETED:
-            addresses = [None if tensor is None else _address(tensor) for tensor in tensors]
+        if not INTERPRETED and lead.is_cuda and rows < _INT32_LIMIT:
+            lazy = self._lazy
+            addresses = [None if tensor is None else _address(tensor) for tensor in tensors[:lazy]]
+            addresses += [None if tensor is None else tensor.data_ptr() for tensor in tensors[lazy:]]
             joint = 0
             for address in addresses:
-                if address is not None:
+                if address:
                     joint |= address
-            if not joint & 15 and max(sizes, default=0) < _INT32_LIMIT:
+            if not joint & 15:
                 index = lead.get_device()
                 prepared = self._prepared.get((index, strides))
                 if prepared is None:
-                    self._prepare(index, grid, tensors, sizes, strides, floats)
+                    self._prepare(index, grid, tensors, rows, strides, floats)
                     return
                 if index == torch._C._cuda_getDevice() and not _hooked():
                     run, function, metadata = prepared
                     stream = torch._C._cuda_getCurrentRawStream(index)
                     run(
                         grid[0], grid[1], 1, stream, function, metadata, None, None, None,
-                        *addresses, *sizes, *strides, *floats, *self._values,
+                        *addresses, rows, *strides, *floats, *self._values,
                     )  # fmt: skip
                     return
-        self._launch(grid, tensors, sizes, strides, floats)
+        self._launch(grid, tensors, rows, strides, floats)
 
-    def _prepare(self, index: int, *arguments: Any) -> None:
-        compiled = self._launch(*arguments)
+    def _prepare(self, index: int, grid: Any, tensors: Any, rows: int, strides: Any, floats: Any) -> None:
+        compiled = self._launch(grid, tensors, rows, strides, floats)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
-        self._prepared[index, arguments[3]] = compiled.run, compiled.function, compiled.packed_metadata
+        self._prepared[index, strides] = compiled.run, compiled.function, compiled.packed_metadata
 
-    def _launch(self, grid: Any, tensors: Any, sizes: Any, strides: Any, floats: Any) -> Any:
+    def _launch(self, grid: Any, tensors: Any, rows: int, strides: Any, floats: Any) -> Any:
         with on(tensors[0].device):
-            return self._kernel[grid](*tensors, *sizes, *strides, *floats, num_warps=self._warps, **self._constants)
+            return self._kernel[grid](*tensors, rows, *strides, *floats, num_warps=self._warps, **self._constants)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -95,6 +98,12 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.index is None or module.current_device() == device.index:
         return contextlib.nullcontext()
     return module.device(device)
+
+
+def _address(tensor: Tensor) -> int:
+    """``tensor.data_ptr()``, which would turn a lazily cloned gradient into a real copy."""
+    base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return base + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _hooked() -> bool:

@@ -160,7 +160,7 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _forward_chunked_kernel(
     x_ptr,  # [M, N]
     r_ptr,  # [M, N] or None
@@ -168,6 +168,7 @@ def _forward_chunked_kernel(
     y_ptr,  # [M, N]
     s_ptr,  # [M, N]: the sum to write where there is a residual, x itself where there is none
     rstd_ptr,  # [M] fp32 or None
+    M,
     x_stride,
     r_stride,
     y_stride,
@@ -222,18 +223,18 @@ def _store_input_grads(dx_ptr, dr_ptr, ds, row, dx_stride, dr_stride, col, live)
 
 @triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
-    s_ptr,  # [M, N]
     dy_ptr,  # [M, N]
     ds_ptr,  # [M, N] or None: what else flows into the sum
+    s_ptr,  # [M, N]
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
     dw_ptr,  # [programs, N] fp32 or None: each program's share
     M,
-    s_stride,
     dy_stride,
     ds_stride,
+    s_stride,
     dx_stride,
     dr_stride,
     N: tl.constexpr,
@@ -274,15 +275,16 @@ def _backward_kernel(
         tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _backward_pull_kernel(
-    s_ptr,  # [M, N]
     dy_ptr,  # [M, N]
+    s_ptr,  # [M, N]
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32
     pull_ptr,  # [M] fp32
-    s_stride,
+    M,
     dy_stride,
+    s_stride,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     CASTING: tl.constexpr,
@@ -305,9 +307,9 @@ def _backward_pull_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _backward_columns_kernel(
-    s_ptr,  # [M, N]
     dy_ptr,  # [M, N]
     ds_ptr,  # [M, N] or None
+    s_ptr,  # [M, N]
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32
     pull_ptr,  # [M] fp32
@@ -315,9 +317,9 @@ def _backward_columns_kernel(
     dr_ptr,  # [M, N] or None
     dw_ptr,  # [programs along rows, N] fp32 or None
     M,
-    s_stride,
     dy_stride,
     ds_stride,
+    s_stride,
     dx_stride,
     dr_stride,
     N: tl.constexpr,
@@ -384,10 +386,10 @@ def launch_forward(
     mode: str | None = None,
     *,
     plan: ForwardPlan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launches the forward for validated tensors: ``(y, s, rstd)``; s is x where there is no residual.
 
-    rstd is fp32, x's shape with a last dimension of 1, and in x's memory order; empty unless ``save_rstd``. ``plan``
+    rstd is fp32, x's shape with a last dimension of 1, and in x's memory order; None unless ``save_rstd``. ``plan``
     overrules the one that the shape would get.
     """
     y, total, rstd = empty_outputs(x, residual, weight, casting, save_rstd)
@@ -411,15 +413,14 @@ def launch_forward(
     if planned is None:
         planned = _forwards[key] = _plan_forward(x.device, width, casting, zero_centered, long, mode, plan)
     plan, launch = planned
-    rstd_out = rstd if save_rstd else None
     if plan.mode == "multi_wave_reload":
         if residual is None:
             sums, strides = x, (*strides[:3], strides[0])
-        launch((rows, 1), (x, residual, weight, out, sums, rstd_out), (), strides, (eps,))
+        launch((rows, 1), (x, residual, weight, out, sums, rstd), rows, strides, (eps,))
         return y, total, rstd
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if plan.mode == "static_persistent" else tiles
-    launch((grid, 1), (x, residual, weight, out, sums, rstd_out), (rows,), strides, (eps,))
+    launch((grid, 1), (x, residual, weight, out, sums, rstd), rows, strides, (eps,))
     return y, total, rstd
 
 
@@ -433,17 +434,17 @@ def _plan_forward(
     plan: ForwardPlan | None,
 ) -> tuple[ForwardPlan, Launch]:
     plan = plan or forward_plan(width, facts_of(device), mode)
-    semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
     if plan.mode == "multi_wave_reload":
-        return plan, Launch(_forward_chunked_kernel, plan.warps, N=width, BLOCK=plan.block, **semantics)
+        return plan, Launch(_forward_chunked_kernel, plan.warps, {"N": width, "BLOCK": plan.block, **semantics})
     persistent = plan.mode == "static_persistent"
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "PERSISTENT": persistent, "LONG": long}
-    return plan, Launch(_forward_kernel, plan.warps, **constants, **semantics)
+    return plan, Launch(_forward_kernel, plan.warps, constants | semantics)
 
 
 def empty_outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, casting: str, save_rstd: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The forward's outputs ``(y, s, rstd)``, not yet written; s is x itself where there is no residual."""
     total, dtype = x, x.dtype
     if residual is not None:
@@ -452,7 +453,7 @@ def empty_outputs(
         total = empty_rows_like(x, dtype)
     if weight is not None and casting != "gemma" and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
-    rstd = empty_rows_like(x, torch.float32, width=1) if save_rstd else x.new_empty(0, dtype=torch.float32)
+    rstd = empty_rows_like(x, torch.float32, width=1) if save_rstd else None
     return empty_rows_like(x, dtype), total, rstd
 
 
@@ -484,7 +485,7 @@ def launch_backward(
         strides, longest = (width, width, width, width, width), width
     else:
         (total, dy, ds, dx, dr, rstd), spacing = same_rows(total, dy, ds, dx, dr, rstd)  # type: ignore[assignment]
-        strides, longest = tuple(spacing[:5]), max(spacing)  # type: ignore[assignment]
+        strides, longest = (*spacing[1:3], spacing[0], *spacing[3:5]), max(spacing)  # type: ignore[assignment]
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     long = rows * longest >= _INT32_LIMIT
@@ -502,14 +503,14 @@ def launch_backward(
         programs = tiles
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
     if pulling is None:
-        launch((programs, 1), (total, dy, ds, weight, rstd, dx, dr, shares), (rows,), strides)
+        launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares), rows, strides)
     else:
         pull = total.new_empty(rows, dtype=torch.float32)
         if dx is not None or dr is not None:
-            pulling((rows, 1), (total, dy, weight, rstd, pull), (), strides[:2])
-        launch((blocks, programs), (total, dy, ds, weight, rstd, pull, dx, dr, shares), (rows,), strides)
+            pulling((rows, 1), (dy, total, weight, rstd, pull), rows, (strides[0], strides[2]))
+        launch((blocks, programs), (dy, ds, total, weight, rstd, pull, dx, dr, shares), rows, strides)
     if summing is not None:
-        summing((-(-width // _SHARE_COLUMNS), 1), (shares, dw), (programs,))
+        summing((-(-width // _SHARE_COLUMNS), 1), (shares, dw), programs)
 
 
 def _plan_backward(
@@ -526,15 +527,16 @@ def _plan_backward(
     device = facts_of(total.device)
     column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
     plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
-    semantics = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
-    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+    semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     summing = None
     if dw is not None:
         shares = next_power_of_2(-(-plan.programs // -(-width // plan.block)))
         warps = device.warps(max(1, min(16, shares // 64)))
-        summing = Launch(_sum_shares_kernel, warps, N=width, ROWS=shares, BLOCK=_SHARE_COLUMNS)
+        summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": _SHARE_COLUMNS})
     if not plan.chunked:
-        constants |= {"RELOAD": plan.reload, "LONG": long}
-        return plan, Launch(_backward_kernel, plan.warps, **constants, **semantics), None, summing
-    pulling = Launch(_backward_pull_kernel, plan.warps, N=width, BLOCK=4 * plan.block, **semantics)
-    return plan, Launch(_backward_columns_kernel, plan.warps, **constants, LONG=long, **semantics), pulling, summing
+        constants |= {"RELOAD": plan.reload, "LONG": long, **semantics}
+        return plan, Launch(_backward_kernel, plan.warps, constants, lazy=2), None, summing
+    pulling = Launch(_backward_pull_kernel, plan.warps, {"N": width, "BLOCK": 4 * plan.block, **semantics}, lazy=1)
+    constants |= {"LONG": long, **semantics}
+    return plan, Launch(_backward_columns_kernel, plan.warps, constants, lazy=2), pulling, summing

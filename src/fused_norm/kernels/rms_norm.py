@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm
-from .library import define
+from .library import define, direct_apply, is_direct
 from .norm_kernels import empty_outputs, launch_backward, launch_forward
 from .triton_utils import empty_rows_like, runs_kernels_on
 
@@ -18,14 +19,19 @@ def _forward(
     x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
 ) -> tuple[Tensor, Tensor]:
     y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, save_rstd, mode)
-    return y, rstd
+    return y, no_rstd(x) if rstd is None else rstd
 
 
 def _forward_fake(
     x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
 ) -> tuple[Tensor, Tensor]:
     y, _, rstd = empty_outputs(x, None, weight, casting, save_rstd)
-    return y, rstd
+    return y, no_rstd(x) if rstd is None else rstd
+
+
+def no_rstd(x: Tensor) -> Tensor:
+    """What an operator returns in place of an rstd that is not wanted."""
+    return x.new_empty(0, dtype=torch.float32)
 
 
 def _backward(
@@ -78,26 +84,41 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None
     ) -> Tensor:
-        y, rstd = _forward_op(x, weight, eps, casting, zero_centered, True, mode)
+        if is_direct(x):
+            y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, True, mode)
+        else:
+            y, rstd = _forward_op(x, weight, eps, casting, zero_centered, True, mode)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.casting, ctx.zero_centered = casting, zero_centered
+        ctx.semantics = casting, zero_centered
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        need_dx, need_dw, *_ = ctx.needs_input_grad
-        dx, dw = _backward_op(dy, x, weight, rstd, ctx.casting, ctx.zero_centered, need_dx, need_dw)
-        return dx if need_dx else None, dw if need_dw else None, None, None, None, None
+        return _gradients_once(ctx, dy) if torch.is_grad_enabled() else _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    need_dx, need_dw, *_ = ctx.needs_input_grad
+    run: Callable[..., Any] = _backward if is_direct(dy) else _backward_op
+    dx, dw = run(dy, x, weight, rstd, *ctx.semantics, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None, None, None, None, None
+
+
+_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_direct = direct_apply(_RMSNorm)
 
 
 def rms_norm_unchecked(
     x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None = None
 ) -> Tensor:
     """``rms_norm`` for arguments known to be good and tensors that kernels take."""
+    direct = is_direct(x)
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _RMSNorm.apply(x, weight, eps, casting, zero_centered, mode)
+        apply = _direct if direct else _RMSNorm.apply
+        return apply(x, weight, eps, casting, zero_centered, mode)
+    if direct:
+        return launch_forward(x, None, weight, eps, casting, zero_centered, False, mode)[0]
     return _forward_op(x, weight, eps, casting, zero_centered, False, mode)[0]
 
 

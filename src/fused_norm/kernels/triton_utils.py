@@ -68,7 +68,7 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
     dtype = x.dtype if dtype is None else dtype
     shape = x.shape if width is None else (*x.shape[:-1], width)
     if x.is_contiguous():
-        return torch.empty(shape, dtype=dtype, device=x.device)
+        return x.new_empty(shape, dtype=dtype)
     strides = [1] * x.dim()
     step = shape[-1]
     for dim in reversed(_memory_order(x)):

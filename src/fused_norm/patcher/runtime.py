@@ -64,7 +64,7 @@ class FusedNorm(nn.Module):
         if named:
             (x,) = named.values()
         spec = self.fused_norm_spec
-        weight = self._parameters.get("weight") if spec.weighted else None
+        weight: Tensor | None = self._parameters.get("weight") if spec.weighted else None
         if weight is None and spec.weighted:  # FSDP1 puts a view of its flat parameter there as a plain attribute
             weight = self.weight
         obstacle = _obstacle(x, weight, residual, spec)
