@@ -192,4 +192,7 @@ def test_cuda_graphs_replay_forward_and_backward(width: int, device: str) -> Non
     graph.replay()
     torch.cuda.synchronize()
     for name, value in captured.present().items():
-        assert torch.equal(value, getattr(expected, name)), name
+        if name == "dw":  # while a graph is captured, a small dw is summed by a kernel of its own, in another order
+            torch.testing.assert_close(value, expected.dw, rtol=torch.finfo(value.dtype).eps, atol=1e-6)
+        else:
+            assert torch.equal(value, getattr(expected, name)), name

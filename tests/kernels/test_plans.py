@@ -37,9 +37,10 @@ FORWARD_ROWS = {
     ("multi_wave_cached", 1, 4),
     ("multi_wave_cached", 1, 8),
     ("multi_wave_cached", 1, 16),
-    ("multi_wave_cached", 1, 32),
     ("multi_wave_reload", 1, 16),
+    ("multi_wave_reload", 1, 32),
 }
+SUMMED_FORWARD_ROWS = FORWARD_ROWS - {("multi_wave_reload", 1, 16)} | {("multi_wave_cached", 1, 32)}
 BACKWARD_ROWS = {
     # rows, warps, stages, programs per processor, reload, chunked
     (64, 4, 3, 2, False, False),
@@ -67,8 +68,8 @@ SUMMED_BACKWARD_ROWS = {
 }
 
 
-def forward_rows(widths: Iterable[int]) -> set[tuple[object, ...]]:
-    plans = {forward_plan(width, H200) for width in widths}
+def forward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[object, ...]]:
+    plans = {forward_plan(width, H200, summed=summed) for width in widths}
     return {(plan.mode, plan.rows, plan.warps) for plan in plans}
 
 
@@ -79,12 +80,14 @@ def backward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[obje
 
 def test_the_tables_have_exactly_these_rows() -> None:
     assert forward_rows(ALL_WIDTHS) == FORWARD_ROWS
+    assert forward_rows(ALL_WIDTHS, summed=True) == SUMMED_FORWARD_ROWS
     assert backward_rows(ALL_WIDTHS) == BACKWARD_ROWS
     assert backward_rows(ALL_WIDTHS, summed=True) == SUMMED_BACKWARD_ROWS
 
 
 def test_the_widths_of_the_kernel_tests_reach_every_row() -> None:
     assert forward_rows([*WIDTHS, CHUNKED]) == FORWARD_ROWS
+    assert forward_rows([*WIDTHS, CHUNKED], summed=True) == SUMMED_FORWARD_ROWS
     assert backward_rows([*WIDTHS, CHUNKED]) == BACKWARD_ROWS
     assert backward_rows([*WIDTHS, CHUNKED], summed=True) == SUMMED_BACKWARD_ROWS
 
@@ -93,10 +96,9 @@ def test_the_widths_of_the_kernel_tests_reach_every_row() -> None:
 def test_blocks_hold_a_row_unless_chunked(device: Device) -> None:
     for width in ALL_WIDTHS:
         forward, backward = forward_plan(width, device), backward_plan(width, 8, device)
-        assert (forward.mode == "multi_wave_reload") == (width > WIDEST_FORWARD)
-        assert backward.chunked == (width > WIDEST_BACKWARD)
-        for plan, widest in ((forward, WIDEST_FORWARD), (backward, WIDEST_BACKWARD)):
-            assert width > widest or width <= plan.block
+        assert (forward.mode == "multi_wave_reload") == backward.chunked == (width > WIDEST_BACKWARD)
+        for plan in (forward, backward, forward_plan(width, device, summed=True)):
+            assert width <= plan.block or width > WIDEST_BACKWARD
             assert plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
             assert plan.rows * plan.block <= WIDEST_FORWARD

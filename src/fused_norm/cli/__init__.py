@@ -18,6 +18,7 @@ _COMMANDS = {
     "check": (".check", "one training step, stock against fused, on this machine"),
     "run": (".run", "run an unchanged script with every model it loads fused"),
     "demo": ("..convergence.demo", "train tiny models, stock and fused, and plot both curves"),
+    "bench": (".bench", "kernels, host time and whole models, side by side with their peers"),
     "env": (".env", "versions and devices, to paste into a bug report"),
 }
 

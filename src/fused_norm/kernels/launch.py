@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 
@@ -83,7 +84,7 @@ class Launch:
         compiled = self._launch(grid, tensors, rows, strides, floats)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
-        self._prepared[index, strides] = compiled.run, compiled.function, compiled.packed_metadata
+        self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata
 
     def _launch(self, grid: Any, tensors: Any, rows: int, strides: Any, floats: Any) -> Any:
         with on(tensors[0].device):
@@ -104,6 +105,21 @@ def _address(tensor: Tensor) -> int:
     """``tensor.data_ptr()``, which would turn a lazily cloned gradient into a real copy."""
     base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return base + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _runner(compiled: Any) -> Any:
+    """What launches a compiled kernel; for the Triton whose launcher is known, without the Python inside it."""
+    launcher = compiled.run
+    if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
+        return launcher
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return launcher
+    launch, cooperative, pdl = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def run(x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
+        launch(x, y, z, stream, function, cooperative, pdl, None, None, *arguments)
+
+    return run
 
 
 def _hooked() -> bool:

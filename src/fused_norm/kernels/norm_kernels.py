@@ -160,6 +160,40 @@ def _forward_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N: tl.constexpr):
+    """Columns ``col`` of x, or of its sum with the residual, which is stored on the way."""
+    live = (col < N)[None, :]
+    s = tl.load(x_ptr + row * x_stride + col[None, :], mask=live, other=0.0, eviction_policy="evict_last")
+    s = s.to(tl.float32)
+    if r_ptr is not None:
+        r = tl.load(r_ptr + row * r_stride + col[None, :], mask=live, other=0.0, eviction_policy="evict_first")
+        s = round_to(r.to(tl.float32) + s, s_ptr.dtype.element_ty)
+        tl.store(s_ptr + row * s_stride + col[None, :], s, mask=live)
+    return s
+
+
+@triton.jit
+def _store_chunk(
+    s,
+    rstd,
+    w_ptr,
+    y_ptr,
+    row,
+    col,
+    y_stride,
+    N: tl.constexpr,
+    s_dtype: tl.constexpr,
+    CASTING: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Columns ``col`` of y."""
+    y = _x_hat(s, rstd[:, None], s_dtype, CASTING)
+    if w_ptr is not None:
+        y = y * _load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
+    tl.store(y_ptr + row * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=(col < N)[None, :])
+
+
 @triton.jit(do_not_specialize=["M"])
 def _forward_chunked_kernel(
     x_ptr,  # [M, N]
@@ -182,32 +216,29 @@ def _forward_chunked_kernel(
     row = tl.program_id(0).to(tl.int64)
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     s_dtype: tl.constexpr = s_ptr.dtype.element_ty
-    squares = tl.zeros([1, BLOCK], tl.float32)
-    exact_squares = tl.zeros([1, BLOCK], tl.float32)
-    for chunk in range(CHUNKS):
-        col = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
-        s = tl.load(x_ptr + row * x_stride + col, mask=col < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if r_ptr is not None:
-            s = round_to(tl.load(r_ptr + row * r_stride + col, mask=col < N, other=0.0).to(tl.float32) + s, s_dtype)
-            tl.store(s_ptr + row * s_stride + col, s, mask=col < N)
-        squares += _square(s, s_dtype, CASTING)
+    squares = tl.zeros([1], tl.float32)
+    exact_squares = tl.zeros([1], tl.float32)
+    for chunk in range(CHUNKS - 1):
+        col = chunk * BLOCK + tl.arange(0, BLOCK)
+        s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N)
+        squares += tl.sum(_square(s, s_dtype, CASTING), axis=1)
         if CASTING == "none":
-            exact_squares += s * s
-    rstd = _rstd_from(tl.sum(squares, axis=1), eps, s_dtype, N, CASTING)
+            exact_squares += tl.sum(s * s, axis=1)
+    # The last chunk stays in registers; the others are read again, backwards, those still in cache first.
+    col = (CHUNKS - 1) * BLOCK + tl.arange(0, BLOCK)
+    s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N)
+    rstd = _rstd_from(squares + tl.sum(_square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
     if rstd_ptr is not None:
         exact = rstd
         if CASTING == "none":
-            exact = tl.rsqrt(tl.sum(exact_squares, axis=1) * (1.0 / N) + eps)
+            exact = tl.rsqrt((exact_squares + tl.sum(s * s, axis=1)) * (1.0 / N) + eps)
         tl.store(rstd_ptr + row + tl.arange(0, 1), exact)
+    _store_chunk(s, rstd, w_ptr, y_ptr, row, col, y_stride, N, s_dtype, CASTING, ZERO_CENTERED)
     tl.debug_barrier()  # the sums stored above are read again below, possibly by other threads of the program
-    for step in range(CHUNKS):
-        col = (CHUNKS - 1 - step) * BLOCK + tl.arange(0, BLOCK)
+    for step in range(CHUNKS - 1):
+        col = (CHUNKS - 2 - step) * BLOCK + tl.arange(0, BLOCK)
         s = tl.load(s_ptr + row * s_stride + col[None, :], mask=(col < N)[None, :], other=0.0).to(tl.float32)
-        y = _x_hat(s, rstd[:, None], s_dtype, CASTING)
-        if w_ptr is not None:
-            y = y * _load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
-        y = round_to(y, y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * y_stride + col[None, :], y, mask=(col < N)[None, :])
+        _store_chunk(s, rstd, w_ptr, y_ptr, row, col, y_stride, N, s_dtype, CASTING, ZERO_CENTERED)
 
 
 @triton.jit
@@ -221,6 +252,17 @@ def _store_input_grads(dx_ptr, dr_ptr, ds, row, dx_stride, dr_stride, col, live)
         tl.store(dr_ptr + row * dr_stride + col, dr, mask=live)
 
 
+@triton.jit
+def _sum_of_shares(shares_ptr, P, col, N: tl.constexpr, ROWS: tl.constexpr):
+    """The P shares of columns ``col`` summed in a fixed order, whichever program does it."""
+    total = tl.zeros([ROWS, col.shape[0]], tl.float32)
+    for start in range(0, P, ROWS):
+        share = start + tl.arange(0, ROWS)
+        live = (share < P)[:, None] & (col < N)[None, :]
+        total += tl.load(shares_ptr + share[:, None] * N + col[None, :], mask=live, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, axis=0)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
     dy_ptr,  # [M, N]
@@ -231,6 +273,8 @@ def _backward_kernel(
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
     dw_ptr,  # [programs, N] fp32 or None: each program's share
+    arrived_ptr,  # [1] int32, zero before and after, or None: how many programs have stored their share
+    total_ptr,  # [N] or None: the sum of the shares, written by the program that arrives last
     M,
     dy_stride,
     ds_stride,
@@ -242,6 +286,7 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     RELOAD: tl.constexpr,
+    SHARE_ROWS: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -273,6 +318,12 @@ def _backward_kernel(
             _store_input_grads(dx_ptr, dr_ptr, grad, row_in, dx_stride, dr_stride, col[None, :], live)
     if dw_ptr is not None:
         tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
+        if arrived_ptr is not None:
+            tl.debug_barrier()  # all of this program's share is stored before it counts as arrived
+            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+                total = _sum_of_shares(dw_ptr, tl.num_programs(0), col, N, SHARE_ROWS)
+                tl.store(total_ptr + col, round_to(total, total_ptr.dtype.element_ty), mask=in_row)
+                tl.store(arrived_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -369,6 +420,13 @@ def _sum_shares_kernel(shares_ptr, dw_ptr, P, N: tl.constexpr, ROWS: tl.constexp
 
 
 _SHARE_COLUMNS = 16
+
+_SMALL = 2**20
+"""Elements up to which a backward is over before the host can launch another kernel: it sums dw's shares itself."""
+
+_SMALL_SHARES = 2**16
+"""Numbers in the shares of a small backward: one program reads them all."""
+
 _INT32_LIMIT = 2**31
 
 _forwards: dict[Any, tuple[ForwardPlan, Launch]] = {}
@@ -411,7 +469,8 @@ def launch_forward(
     key = (x.device, x.dtype, r_dtype, w_dtype, width, casting, zero_centered, save_rstd, mode, long, plan)
     planned = _forwards.get(key)
     if planned is None:
-        planned = _forwards[key] = _plan_forward(x.device, width, casting, zero_centered, long, mode, plan)
+        plan = plan or forward_plan(width, facts_of(x.device), mode, summed=residual is not None)
+        planned = _forwards[key] = plan, _launch_of(plan, width, casting, zero_centered, long)
     plan, launch = planned
     if plan.mode == "multi_wave_reload":
         if residual is None:
@@ -424,22 +483,13 @@ def launch_forward(
     return y, total, rstd
 
 
-def _plan_forward(
-    device: torch.device,
-    width: int,
-    casting: str,
-    zero_centered: bool,
-    long: bool,
-    mode: Any,
-    plan: ForwardPlan | None,
-) -> tuple[ForwardPlan, Launch]:
-    plan = plan or forward_plan(width, facts_of(device), mode)
+def _launch_of(plan: ForwardPlan, width: int, casting: str, zero_centered: bool, long: bool) -> Launch:
     semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
     if plan.mode == "multi_wave_reload":
-        return plan, Launch(_forward_chunked_kernel, plan.warps, {"N": width, "BLOCK": plan.block, **semantics})
+        return Launch(_forward_chunked_kernel, plan.warps, {"N": width, "BLOCK": plan.block, **semantics})
     persistent = plan.mode == "static_persistent"
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "PERSISTENT": persistent, "LONG": long}
-    return plan, Launch(_forward_kernel, plan.warps, constants | semantics)
+    return Launch(_forward_kernel, plan.warps, constants | semantics)
 
 
 def empty_outputs(
@@ -489,28 +539,47 @@ def launch_backward(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     long = rows * longest >= _INT32_LIMIT
+    small = size <= _SMALL and dw is not None and not (dw.is_cuda and torch.cuda.is_current_stream_capturing())
     tensors = (total, dy, ds, weight, dx, dr, dw)
     dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    key = (total.device, dtypes, width, casting, zero_centered, long, plan)
+    key = (total.device, dtypes, width, casting, zero_centered, long, small, plan)
     planned = _backwards.get(key)
     if planned is None:
-        planned = _backwards[key] = _plan_backward(tensors, width, casting, zero_centered, long, plan)
+        planned = _backwards[key] = _plan_backward(tensors, width, casting, zero_centered, long, small, plan)
     plan, launch, pulling, summing = planned
     tiles = -(-rows // plan.rows)
     blocks = -(-width // plan.block)
-    programs = min(tiles, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
-    if dw is None and not plan.chunked:
-        programs = tiles
+    programs = tiles
+    if dw is not None or plan.chunked:
+        programs = min(tiles, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
+    arrived = out = None
+    if small and summing is None:
+        programs = min(programs, max(1, _SMALL_SHARES // width))
+        arrived, out = _arrivals(total), dw
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
     if pulling is None:
-        launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares), rows, strides)
+        launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares, arrived, out), rows, strides)
     else:
         pull = total.new_empty(rows, dtype=torch.float32)
         if dx is not None or dr is not None:
             pulling((rows, 1), (dy, total, weight, rstd, pull), rows, (strides[0], strides[2]))
         launch((blocks, programs), (dy, ds, total, weight, rstd, pull, dx, dr, shares), rows, strides)
     if summing is not None:
+        assert dw is not None
         summing((-(-width // _SHARE_COLUMNS), 1), (shares, dw), programs)
+
+
+_arrival_counters: dict[Any, Tensor] = {}
+
+
+def _arrivals(like: Tensor) -> Tensor:
+    """The counter that a small backward leaves as it found it, zero: one for each stream, whose kernels take turns."""
+    stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+    counter = _arrival_counters.get((like.device, stream))
+    if counter is None:
+        counter = torch.zeros(1, dtype=torch.int32, device=like.device)
+        _arrival_counters[like.device, stream] = counter
+    return counter
 
 
 def _plan_backward(
@@ -519,6 +588,7 @@ def _plan_backward(
     casting: str,
     zero_centered: bool,
     long: bool,
+    small: bool,
     plan: BackwardPlan | None,
 ) -> tuple[BackwardPlan, Launch, Launch | None, Launch | None]:
     """The plan, its launch, and for some the launch before it (sums of wide rows) and after it (of dw's shares)."""
@@ -530,12 +600,12 @@ def _plan_backward(
     semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     summing = None
-    if dw is not None:
+    if dw is not None and (plan.chunked or not small):
         shares = next_power_of_2(-(-plan.programs // -(-width // plan.block)))
         warps = device.warps(max(1, min(16, shares // 64)))
         summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": _SHARE_COLUMNS})
     if not plan.chunked:
-        constants |= {"RELOAD": plan.reload, "LONG": long, **semantics}
+        constants |= {"RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block), "LONG": long, **semantics}
         return plan, Launch(_backward_kernel, plan.warps, constants, lazy=2), None, summing
     pulling = Launch(_backward_pull_kernel, plan.warps, {"N": width, "BLOCK": 4 * plan.block, **semantics}, lazy=1)
     constants |= {"LONG": long, **semantics}

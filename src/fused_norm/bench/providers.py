@@ -1,0 +1,165 @@
+"""Who computes: fused_norm and what it is measured against, each behind the same two functions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import kernels
+from .cases import Case, Op, compose
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation.
+
+    Attributes:
+        name: in options and tables.
+        build: the operation of a case; takes its arguments, returns a tuple of outputs.
+        package: what must be importable.
+        on_cpu: whether it runs where there is no GPU.
+        compiles: whether it compiles for each case.
+        overwrites_gradients: whether its backward writes into the gradient that it is given.
+        refuses: what it raises for a case that it says it is not made for.
+    """
+
+    name: str
+    build: Callable[[Case], Op]
+    package: str = "torch"
+    on_cpu: bool = True
+    compiles: bool = False
+    overwrites_gradients: bool = False
+    refuses: tuple[type[Exception], ...] = ()
+
+    def missing(self, device: torch.device) -> str | None:
+        """Why it cannot be measured on ``device``, or None."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if device.type == "cpu" and not self.on_cpu:
+            return "needs a GPU"
+        return None
+
+
+def _stock(case: Case) -> Op:
+    """The formula as modelling code spells it."""
+    eps = case.spec.eps
+
+    def llama(x: Tensor, w: Tensor) -> Tensor:
+        x_hat = x.to(torch.float32)
+        x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + eps)
+        return w * x_hat.to(x.dtype)
+
+    def gemma(x: Tensor, w: Tensor) -> Tensor:
+        x_hat = x.float()
+        x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + eps)
+        return (x_hat * (1.0 + w.float())).type_as(x)
+
+    norm = gemma if case.spec.casting == "gemma" else llama
+
+    def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = r + x
+        return norm(s, w), s
+
+    return compose(case.operation, norm, add_norm)
+
+
+def _torch(case: Case) -> Op:
+    eps, centered = case.spec.eps, case.spec.zero_centered
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return functional.rms_norm(x, w.shape, 1.0 + w if centered else w, eps)
+
+    def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = r + x
+        return norm(s, w), s
+
+    return compose(case.operation, norm, add_norm)
+
+
+def _compile(case: Case) -> Op:
+    torch.compiler.reset()  # Else the shapes of other cases would count as recompilations, and soon be too many.
+    return torch.compile(_stock(case), dynamic=False)
+
+
+def _liger(case: Case) -> Op:
+    from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction
+
+    spec, offset = case.spec, float(case.spec.zero_centered)
+    # As Liger patches models: in place, its fastest, but where another gradient shares the one it is given.
+    in_place = case.operation != "sandwich"
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(x, w, spec.eps, offset, spec.casting, in_place)
+
+    def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return LigerFusedAddRMSNormFunction.apply(x, r, w, spec.eps, offset, spec.casting, False)
+
+    return compose(case.operation, norm, add_norm)
+
+
+def _quack(case: Case) -> Op:
+    from quack.rmsnorm import rmsnorm
+
+    eps, offset = case.spec.eps, float(case.spec.zero_centered)
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return rmsnorm(x, w, eps=eps, weight_offset=offset)
+
+    def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return rmsnorm(x, w, residual=r, eps=eps, prenorm=True, weight_offset=offset)
+
+    return compose(case.operation, norm, add_norm)
+
+
+def _fused(mode: str | None) -> Callable[[Case], Op]:
+    def build(case: Case) -> Op:
+        eps, casting, centered = case.spec.eps, case.spec.casting, case.spec.zero_centered
+
+        def norm(x: Tensor, w: Tensor) -> Tensor:
+            return kernels.rms_norm(x, w, eps, casting=casting, zero_centered=centered, mode=mode)
+
+        def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return kernels.add_rms_norm(x, r, w, eps, casting=casting, zero_centered=centered, mode=mode)
+
+        return compose(case.operation, norm, add_norm)
+
+    return build
+
+
+FUSED = Provider("fused", _fused(None), compiles=True)
+PEERS = (
+    Provider("stock", _stock),
+    Provider("torch", _torch),
+    Provider("compile", _compile, on_cpu=False, compiles=True),
+    Provider("liger", _liger, "liger_kernel", on_cpu=False, compiles=True, overwrites_gradients=True),
+    Provider("quack", _quack, "quack", on_cpu=False, compiles=True),
+)
+PROVIDERS = {provider.name: provider for provider in (*PEERS, FUSED)}
+"""In the order of tables."""
+
+FUSED_MODES = (
+    FUSED,
+    *(Provider(mode, _fused(mode), compiles=True, refuses=(ValueError,)) for mode in kernels.MODES),
+)
+
+PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
+
+
+def versions() -> dict[str, str]:
+    """The releases of the packages that are measured against, by distribution."""
+    found = {}
+    for package, distribution in PACKAGES.items():
+        if importlib.util.find_spec(package) is None:
+            found[distribution] = "not installed"
+            continue
+        try:
+            found[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:  # A folder on the path, without metadata.
+            found[distribution] = "of unknown version"
+    return found

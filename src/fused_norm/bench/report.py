@@ -1,0 +1,211 @@
+"""Results as text: tables whose rows are cases and whose columns are who computed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from ..kernels import MODES
+from .cases import DIRECTIONS, Direction
+from .providers import FUSED, PROVIDERS
+from .results import KernelResult, Results
+
+_GROUPS = ("norm", "gemma", "add", "qk", "sandwich")
+_SMALL = 3e-6  # Seconds that the bytes take at the copy's speed: below, launches count, and microseconds say more.
+
+
+def describe(results: Results) -> str:
+    """All tables that there are results for."""
+    parts = []
+    if results.meaningless:
+        parts.append("THESE TIMES MEAN NOTHING: a quick run shows that the code works.")
+    parts.append("\n".join(f"{key}: {value}" for key, value in results.environment.items()))
+    copy = results.copy_bandwidth
+    if copy:
+        parts.append(
+            f"copy bandwidth, TB/s: {copy / 1e12:.2f}, of the fastest of {len(results.copies)} copies in the run"
+        )
+        for dtype in dict.fromkeys(row.dtype for row in results.kernels):
+            rows = [row for row in results.kernels if row.dtype == dtype]
+            parts += _kernel_tables([row for row in rows if row.part == "kernels"], copy, results, dtype)
+            parts += _mode_table([row for row in rows if row.part == "modes"], copy, dtype)
+    parts += filter(None, (_host_table(results), _step_table(results)))
+    bad = [row for row in results.kernels if row.verdict in ("wrong", "failed")]
+    if bad:
+        parts.append(
+            "Not timed:\n" + "\n".join(f"  {r.provider}, {r.case} {r.dtype} {r.direction}: {r.detail}" for r in bad)
+        )
+    spreads = [(row.timing.high - row.timing.low) / row.timing.median for row in results.kernels if row.timing]
+    if spreads:
+        middle, most = statistics.median(spreads), max(spreads)
+        parts.append(f"Spread of kernel times, quartile to quartile: {middle:.1%} in the middle, {most:.1%} at most")
+    by_events = [row for row in results.kernels if row.timing and row.timing.method == "events"]
+    if by_events:
+        names = ", ".join(f"{row.provider} {row.case} {row.direction}" for row in by_events)
+        parts.append(f"Not capturable in a CUDA graph, so host time may be in it: {names}")
+    if results.left_out:
+        parts.append("Left out:\n" + "\n".join(f"  {line}" for line in results.left_out))
+    return "\n\n".join(parts)
+
+
+def _kernel_tables(rows: Sequence[KernelResult], copy: float, results: Results, dtype: str) -> list[str]:
+    names = [name for name in PROVIDERS if any(row.provider == name for row in rows)]
+    cases = _cases(rows)
+    large = [case for case in cases if not _is_small(rows, case, copy)]
+    small = [case for case in cases if case not in large]
+    parts = []
+    for title, profiled in (("CUDA graph", False), ("torch.profiler", True)):
+        if large and any(_seconds(row, profiled) for row in rows):
+            header = ["", *names, "copy", "fused/best peer"]
+            body = [
+                [
+                    case,
+                    *_cells(rows, case, names, profiled, copy),
+                    _pair(_copy_fraction(rows, case, direction, results, copy) for direction in DIRECTIONS),
+                    _pair(_lead(rows, case, direction, profiled) for direction in DIRECTIONS),
+                ]
+                for case in large
+            ]
+            parts.append(
+                f"Fraction of the fastest copy's bandwidth, forward / backward, {dtype}, by {title}; * is the fastest; "
+                f"copy: of the same bytes, by CUDA graph; last: how many times as fast\n{table([header, *body])}"
+            )
+        if small and any(_seconds(row, profiled) for row in rows):
+            header = ["", *names, "fused/best peer"]
+            body = [
+                [
+                    case,
+                    *_cells(rows, case, names, profiled, None),
+                    _pair(_lead(rows, case, direction, profiled) for direction in DIRECTIONS),
+                ]
+                for case in small
+            ]
+            parts.append(f"Small: microseconds, forward / backward, {dtype}, by {title}\n{table([header, *body])}")
+    return parts
+
+
+def _mode_table(rows: Sequence[KernelResult], copy: float, dtype: str) -> list[str]:
+    names = [FUSED.name, *MODES]
+    body = [[case, *_cells(rows, case, names, False, copy, DIRECTIONS[:1])] for case in _cases(rows)]
+    if not body:
+        return []
+    return [
+        f"Modes of the fused forward, fraction of the fastest copy's bandwidth, {dtype}; fused: as it chooses by "
+        f"itself; -: the mode does not take the shape\n{table([['', *names], *body])}"
+    ]
+
+
+def _host_table(results: Results) -> str | None:
+    if not results.host:
+        return None
+    columns = list(dict.fromkeys((row.operation, row.chain) for row in results.host))
+    found = {(row.provider, row.operation, row.chain): row for row in results.host}
+    header = ["", *(f"{operation}{f' x{chain}' if chain > 1 else ''}" for operation, chain in columns)]
+    body = []
+    for provider in dict.fromkeys(row.provider for row in results.host):
+        cells = [found.get((provider, *column)) for column in columns]
+        body.append(
+            [
+                provider,
+                *(f"{1e6 * r.forward.median:.1f} / {1e6 * r.training.median:.1f}" if r else "" for r in cells),
+            ]
+        )
+    return f"Host time, microseconds a call, forward without grad / forward and backward\n{table([header, *body])}"
+
+
+def _step_table(results: Results) -> str | None:
+    if not results.steps:
+        return None
+    found = {(row.row, row.variant): row for row in results.steps}
+    variants = list(dict.fromkeys(row.variant for row in results.steps))
+    body = []
+    for name in dict.fromkeys(row.row for row in results.steps):
+        cells = [name]
+        for variant in variants:
+            row = found.get((name, variant))
+            if row is None or row.timing is None:
+                cells.append(row.verdict if row else "")
+            else:
+                memory = f", {row.peak_bytes / 2**30:.1f}" if row.peak_bytes else ""
+                cells.append(f"{1e3 * row.timing.median:.1f}{memory}")
+        body.append(cells)
+    bad = [row for row in results.steps if row.detail]
+    notes = "".join(f"\n  {row.row} {row.variant}: {row.verdict}, {row.detail}" for row in bad)
+    return f"Training step, ms and peak GiB\n{table([['', *variants], *body])}{notes}"
+
+
+def _cases(rows: Sequence[KernelResult]) -> list[str]:
+    """Names of the cases, by operation and size."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        sizes.setdefault(row.case, (_GROUPS.index(row.group), row.width, row.rows, row.bytes))
+    return sorted(sizes, key=lambda case: sizes[case])
+
+
+def _is_small(rows: Sequence[KernelResult], case: str, copy: float) -> bool:
+    return all(row.bytes / copy < _SMALL for row in rows if row.case == case)
+
+
+def _find(rows: Sequence[KernelResult], case: str, provider: str, direction: Direction) -> KernelResult | None:
+    return next(
+        (row for row in rows if (row.case, row.provider, row.direction) == (case, provider, direction)),
+        None,
+    )
+
+
+def _seconds(row: KernelResult | None, profiled: bool) -> float | None:
+    if row is None or row.timing is None:
+        return None
+    return row.profiled if profiled else row.timing.median
+
+
+def _cells(
+    rows: Sequence[KernelResult],
+    case: str,
+    names: Sequence[str],
+    profiled: bool,
+    copy: float | None,
+    directions: Sequence[Direction] = DIRECTIONS,
+) -> list[str]:
+    """One cell for each provider: fractions of ``copy``, or microseconds without one."""
+    texts: dict[str, list[str]] = {name: [] for name in names}
+    for direction in directions:
+        found = {name: _find(rows, case, name, direction) for name in names}
+        times = {name: _seconds(row, profiled) for name, row in found.items()}
+        best = min((time for time in times.values() if time), default=None)
+        for name, row in found.items():
+            time = times[name]
+            if time is None or row is None:
+                texts[name].append("" if row is None else "-" if row.verdict in ("ok", "refused") else row.verdict)
+                continue
+            mark = "*" if time == best else ""
+            texts[name].append(f"{mark}{_fraction(row.bytes / time / copy) if copy else f'{1e6 * time:.1f}'}")
+    return [_pair(parts) for parts in texts.values()]
+
+
+def _lead(rows: Sequence[KernelResult], case: str, direction: Direction, profiled: bool) -> str:
+    ours = _seconds(_find(rows, case, FUSED.name, direction), profiled)
+    peers = [_seconds(_find(rows, case, name, direction), profiled) for name in PROVIDERS if name != FUSED.name]
+    measured = [time for time in peers if time]
+    return f"{min(measured) / ours:.2f}" if ours and measured else ""
+
+
+def _copy_fraction(rows: Sequence[KernelResult], case: str, direction: Direction, results: Results, copy: float) -> str:
+    row = next((row for row in rows if (row.case, row.direction) == (case, direction)), None)
+    same = results.copy_of(row.bytes) if row else None
+    return _fraction(same.bandwidth / copy) if same else ""
+
+
+def _fraction(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0") if value < 1 else f"{value:.2f}"
+
+
+def _pair(parts: Iterable[str]) -> str:
+    return " / ".join(part for part in parts if part)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first being the header, as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

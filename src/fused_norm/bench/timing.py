@@ -1,0 +1,241 @@
+"""How long a call takes, on the GPU and on the host.
+
+GPU times are taken in two ways, which can disagree: replays of a CUDA graph that holds nothing but the calls (launch
+gaps included, as in a captured training step), and the kernels' own times from torch.profiler (gaps left out). Both go
+through several sets of inputs in turn, so that what a call reads is not in the L2 cache because the call before had it.
+
+On a CPU both are the wall clock: they show that the code runs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.autograd import DeviceType
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[], object]
+
+ROTATED_BYTES = 256 * 2**20
+"""What all sets of inputs and outputs together come to at least, and four times the L2 cache."""
+
+_FEWEST_SETS, _MOST_SETS = 3, 64
+_GRAPH_CALLS = 24  # So many in one graph that the gap to the next replay, a microsecond or two, does not count.
+_GRAPH_SECONDS = 0.01  # Slow calls need no such care.
+_PROFILED_CALLS = 16
+_SYNCHRONIZATIONS = (
+    "Context Sync",
+    "Stream Sync",
+    "Event Sync",
+    "Stream Wait Event",
+)  # Not work, but on the GPU's track.
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call, in seconds.
+
+    Attributes:
+        median: over all samples.
+        low: the first quartile.
+        high: the third quartile.
+        samples: how many; each is the mean of a series of calls.
+        method: ``graph``: replays of a CUDA graph. ``events``: calls from Python between two CUDA events, which shows
+            host time where that is longer. ``wall``: the host's clock.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    method: Literal["graph", "events", "wall"]
+
+    @classmethod
+    def of(cls, samples: Sequence[float], method: Literal["graph", "events", "wall"]) -> Timing:
+        """Median and quartiles of ``samples``."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1, method)
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high, len(samples), method)
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream of its own for everything to be captured: autograd runs a backward on the stream of its forward, and the
+    default stream cannot be captured."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def input_sets(call_bytes: int, device: torch.device) -> int:
+    """How many sets of inputs to go through when a call moves ``call_bytes``, inputs and outputs."""
+    if device.type == "cpu":
+        return 1
+    count = math.ceil(_beyond_cache(device) / max(call_bytes, 1))
+    return min(max(count, _FEWEST_SETS), _MOST_SETS)
+
+
+def leaves_cache(total_bytes: int, device: torch.device) -> bool:
+    """Whether ``total_bytes``, what all sets come to, are too many to be found in the L2 cache again."""
+    return device.type != "cpu" and total_bytes >= _beyond_cache(device) // 2
+
+
+def _beyond_cache(device: torch.device) -> int:
+    return max(ROTATED_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def gpu_time(calls: Sequence[Call], device: torch.device, *, seconds: float = 0.1) -> Timing:
+    """The time of one call on the GPU, by replays of one CUDA graph of all calls.
+
+    What a call returns keeps its memory until its set's next turn: outputs that took turns in one buffer would stay in
+    the cache.
+
+    Args:
+        calls: the same call on each set of inputs. To be called inside ``own_stream``, as everything that made the
+            inputs was.
+        device: where they run.
+        seconds: how long to measure, roughly.
+    """
+    if device.type == "cpu":
+        return Timing.of([_wall(calls) / len(calls)], "wall")
+    for call in calls:  # What is compiled or loaded at the first call cannot be captured.
+        call()
+    estimate = _between_events([partial(_run, calls)])[0] / len(calls)
+    rounds = max(1, min(math.ceil(_GRAPH_CALLS / len(calls)), int(_GRAPH_SECONDS / (estimate * len(calls)))))
+    try:
+        graph = _capture(calls, rounds)
+    except RuntimeError as error:
+        logger.warning("not capturable, timed by events instead: %s", str(error).partition("\n")[0])
+        torch.cuda.synchronize(device)
+        passes = min(max(round(seconds / (estimate * len(calls))), 5), 100)
+        samples = _between_events([partial(_run, calls)] * passes)
+        return Timing.of([sample / len(calls) for sample in samples], "events")
+    replay = _between_events([graph.replay])[0]
+    samples = _between_events([graph.replay] * min(max(round(seconds / replay), 5), 100))
+    return Timing.of([sample / (rounds * len(calls)) for sample in samples], "graph")
+
+
+def profiled_time(calls: Sequence[Call], device: torch.device) -> float:
+    """The time of one call as torch.profiler sees it: the sum of its kernels, copies and fills, in seconds.
+
+    Raises:
+        RuntimeError: it saw none.
+    """
+    calls = calls[:_PROFILED_CALLS]
+    if device.type == "cpu":
+        return _wall(calls) / len(calls)
+    _run(calls)
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        _run(calls)
+        torch.cuda.synchronize(device)
+    microseconds = sum(
+        event.time_range.elapsed_us()
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and event.name not in _SYNCHRONIZATIONS
+    )
+    if not microseconds:
+        raise RuntimeError("torch.profiler recorded no kernel")
+    return microseconds * 1e-6 / len(calls)
+
+
+def copy_time(moved_bytes: int, device: torch.device, *, seconds: float = 0.1) -> Timing:
+    """The time of a copy that moves ``moved_bytes``, half of them read and half written, measured as all else is."""
+    shape = max(moved_bytes // 4, 1)
+    sets = input_sets(moved_bytes, device)
+    pairs = [(torch.randn(shape, device=device).bfloat16(), torch.empty(shape, device=device).bfloat16())]
+    pairs += [(source.clone(), target.clone()) for source, target in pairs * (sets - 1)]
+    return gpu_time([partial(target.copy_, source) for source, target in pairs], device, seconds=seconds)
+
+
+def host_time(run: Call, calls: int, device: torch.device, *, seconds: float = 0.2) -> Timing:
+    """Wall-clock time of one of the ``calls`` that ``run`` makes, while the GPU is left to catch up by itself.
+
+    Args:
+        run: enqueues work for less GPU time than it takes the host to enqueue it.
+        calls: how many calls one run makes.
+        device: where they run.
+        seconds: how long to measure, roughly.
+    """
+    for _ in range(_WARM_UP):
+        run()
+    samples: list[float] = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        until = time.perf_counter() + seconds
+        while len(samples) < 5 or (time.perf_counter() < until and len(samples) < 1000):
+            _synchronize(device)
+            began = time.perf_counter()
+            run()
+            samples.append((time.perf_counter() - began) / calls)
+        _synchronize(device)
+    finally:
+        if collecting:
+            gc.enable()
+    return Timing.of(samples, "wall")
+
+
+def step_time(step: Call, device: torch.device, *, seconds: float = 1.5) -> Timing:
+    """Time from one step to the next of an unbroken run of steps, whatever bounds them, GPU or host."""
+    if device.type == "cpu":
+        return Timing.of([_wall([step])], "wall")
+    once = _between_events([step])[0]
+    return Timing.of(_between_events([step] * min(max(round(seconds / once), 5), 40)), "events")
+
+
+def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    outputs: list[object] = [None] * len(calls)
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for _ in range(rounds):
+            for index, call in enumerate(calls):
+                outputs[index] = None
+                outputs[index] = call()
+    return graph
+
+
+def _run(calls: Sequence[Call]) -> list[object]:
+    return [call() for call in calls]
+
+
+def _between_events(calls: Sequence[Call]) -> list[float]:
+    """Seconds from the end of one call to the end of the next on the GPU, one for each of ``calls``."""
+    calls[0]()  # So that the GPU is busy while the first of those that count is enqueued.
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
+        call()
+        event.record()
+    events[-1].synchronize()
+    return [one.elapsed_time(next_one) * 1e-3 for one, next_one in itertools.pairwise(events)]
+
+
+def _wall(calls: Sequence[Call]) -> float:
+    began = time.perf_counter()
+    _run(calls)
+    return time.perf_counter() - began
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,237 @@
+"""``fused-norm bench --tune``: which launch plans are fastest on this device.
+
+For each width every candidate runs the kernels that the operators run, with its plan instead of the shipped one. What
+comes out is rows for the table in ``kernels/plans.py``; nothing is changed by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..kernels import MODES
+from ..kernels.norm_kernels import launch_backward, launch_forward
+from ..kernels.plans import BackwardPlan, Device, ForwardPlan, backward_plan, forward_plan, next_power_of_2
+from ..kernels.triton_utils import facts_of
+from . import cases, report
+from .cases import Case, tolerance, truth, worst_error
+from .session import Session, in_a_line
+from .timing import gpu_time, input_sets, own_stream
+
+Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
+
+_ELEMENTS = 2**25  # So many at each width: enough to fill the device.
+_TILE = 16384  # Elements that one program can hold at most.
+_LANE = (8, 64)  # Elements for each lane, at least and at most: below loads get narrow, above registers spill.
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_WARPS = (2, 4, 8, 16, 32)
+
+WIDTHS = tuple(sorted({case.width for case in cases.TRAINING}))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best plan for one width, next to the one that ships.
+
+    Attributes:
+        operation: ``norm`` or ``add``.
+        direction: ``forward`` or ``backward``.
+        width: of a row.
+        best: the fastest plan.
+        seconds: its time for one call.
+        shipped: the plan that the shape gets now.
+        shipped_seconds: its time; None where it failed.
+        tried: candidates that ran and were right.
+        failed: those that were not, or did not fit the device.
+    """
+
+    operation: str
+    direction: str
+    width: int
+    best: ForwardPlan | BackwardPlan
+    seconds: float
+    shipped: ForwardPlan | BackwardPlan
+    shipped_seconds: float | None
+    tried: int
+    failed: int
+
+
+def candidates(plan: Plan, grid: Mapping[str, Iterable[Any]]) -> list[Plan]:
+    """``plan`` and all variations of it over ``grid``, values by field; fields that the plan lacks are passed over."""
+    names = [name for name in grid if name in {field.name for field in fields(plan)}]
+    found = dict.fromkeys([plan])
+    for values in itertools.product(*(grid[name] for name in names)):
+        found[replace(plan, **dict(zip(names, values, strict=True)))] = None
+    return list(found)
+
+
+def forward_candidates(width: int, device: Device) -> list[ForwardPlan]:
+    """The shipped plan for ``width`` and what might be better, in every mode that takes it."""
+    found: dict[ForwardPlan, None] = {forward_plan(width, device): None}
+    for mode in MODES:
+        try:
+            plan = forward_plan(width, device, mode)
+        except ValueError:  # This mode does not hold such a row.
+            continue
+        chunked = mode == "multi_wave_reload"
+        grid: dict[str, Iterable[Any]] = {"warps": [*map(device.warps, _WARPS)], "stages": (1, 2, 3)}
+        if chunked:
+            grid["block"] = [block for block in (2048, 4096, 8192, 16384) if block <= next_power_of_2(width)]
+        else:
+            grid["rows"] = _ROWS
+        if mode == "static_persistent":
+            grid["programs"] = [share * device.processors for share in (2, 4, 8, 16)]
+        found |= dict.fromkeys(plan for plan in candidates(plan, grid) if chunked or _fits(plan, device))
+    return list(found)
+
+
+def backward_candidates(width: int, column_bytes: int, device: Device, *, summed: bool) -> list[BackwardPlan]:
+    """The shipped plan for ``width`` and what might be better; ``column_bytes`` and ``summed`` as in plans.py."""
+    shipped = backward_plan(width, column_bytes, device, summed=summed)
+    grid: dict[str, Iterable[Any]] = {
+        "warps": [*map(device.warps, _WARPS)],
+        "stages": (1, 2, 3),
+        "programs": [share * device.processors for share in (1, 2, 4)],
+        "reload": (False, True),
+    }
+    if shipped.chunked:
+        grid |= {"rows": (2, 4, 8), "block": (1024, 2048, 4096)}
+    else:
+        grid["rows"] = _ROWS
+    return [plan for plan in candidates(shipped, grid) if plan == shipped or _fits(plan, device)]
+
+
+def _fits(plan: ForwardPlan | BackwardPlan, device: Device) -> bool:
+    lanes = plan.warps * device.warp_size
+    least, most = _LANE
+    return plan.rows * plan.block <= _TILE and least <= plan.rows * plan.block / lanes <= most
+
+
+def tune(session: Session, widths: Sequence[int] | None = None) -> list[Tuned]:
+    """Measure the candidates for norm and add + norm, forward and backward, at each width, as far as time allows.
+
+    Args:
+        session: where and for how long; its results file is not written.
+        widths: row lengths. None means ``WIDTHS``.
+    """
+    if widths is None:
+        widths = (64,) if session.quick else WIDTHS
+    found = []
+    dtype = torch.bfloat16
+    with own_stream(session.device):
+        for width, operation in itertools.product(widths, ("norm", "add")):
+            rows = 4 if session.quick else max(_ELEMENTS // width, 1)
+            case = Case("add" if operation == "add" else "norm", rows, width)
+            if session.out_of_time(case.name):
+                continue
+            for tuned in _tune_case(session, case, dtype):
+                if tuned is not None:
+                    found.append(tuned)
+                    session.say(f"{case.name} {tuned.direction}: {_verdict(tuned)}, {tuned.tried} plans, {tuned.best}")
+    return found
+
+
+def _tune_case(session: Session, case: Case, dtype: torch.dtype) -> list[Tuned | None]:
+    device, facts = session.device, facts_of(session.device)
+    spec = case.spec
+    count = input_sets(case.bytes("forward", dtype), device)
+    sets = [case.inputs(dtype, device, seed=seed) for seed in range(count)]
+    outputs, gradients = truth(case, sets[0])
+    summed = case.operation == "add"
+    gradients = [gradients[0], gradients[-1]]  # Of the branch and the weight; the residual's is the branch's.
+
+    def forward(plan: ForwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
+        def call(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
+            y, s, _ = launch_forward(x, residual, weight, spec.eps, spec.casting, spec.zero_centered, False, plan=plan)
+            return (y, s) if summed else (y,)
+
+        return [partial(call, x, residual, weight) for x, residual, weight in arguments]
+
+    def backward(plan: BackwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
+        def call(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+            dx, dw = torch.empty_like(s), torch.empty_like(weight)
+            dr = torch.empty_like(s) if summed else None
+            launch_backward(dy, ds, s, weight, rstd, spec.casting, spec.zero_centered, dx, dr, dw, plan=plan)
+            return dx, dw
+
+        return [partial(call, *values) for values in saved]
+
+    arguments, saved = [], []
+    for inputs in sets:
+        detached = inputs.detached()
+        x, weight = detached[0], detached[-1]
+        residual = detached[1] if summed else None
+        arguments.append((x, residual, weight))
+        _, s, rstd = launch_forward(x, residual, weight, spec.eps, spec.casting, spec.zero_centered, True)
+        assert rstd is not None
+        saved.append((inputs.gradients[0], inputs.gradients[1] if summed else None, s, weight, rstd))
+    column_bytes = dtype.itemsize * (4 if summed else 3)
+    backwards = backward_candidates(case.width, column_bytes, facts, summed=summed)
+    return [
+        _best(session, case, "forward", forward, forward_candidates(case.width, facts), outputs, dtype),
+        _best(session, case, "backward", backward, backwards, gradients, dtype),
+    ]
+
+
+def _best(
+    session: Session,
+    case: Case,
+    direction: str,
+    calls: Callable[[Any], list[Callable[[], tuple[Tensor, ...]]]],
+    plans: Sequence[Any],
+    exact: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Tuned | None:
+    """The fastest of ``plans``, of which the first is the shipped one; None where no plan was right."""
+    times: dict[Any, float] = {}
+    failed = 0
+    for plan in plans[:3] if session.quick else plans:
+        if session.remaining() <= 0:
+            session.leave_out(f"{case.name} {direction}", f"{len(plans) - len(times) - failed} plans, out of time")
+            break
+        try:
+            todo = calls(plan)
+            if not worst_error(todo[0](), exact) <= tolerance(dtype):
+                raise ValueError("wrong result")
+            times[plan] = gpu_time(todo, session.device, seconds=session.seconds(0.02)).median
+        except Exception as error:  # Too many registers, too much shared memory: the next one may do.
+            failed += 1
+            session.say(f"{case.name} {direction} {plan}: {in_a_line(error)}")
+    if not times:
+        return None
+    best = min(times, key=lambda plan: times[plan])
+    return Tuned(
+        case.operation, direction, case.width, best, times[best], plans[0], times.get(plans[0]), len(times), failed
+    )
+
+
+def table(found: Sequence[Tuned]) -> str:
+    """The best plans, one line each, to be pasted into ``kernels/plans.py``."""
+    rows = [("", "direction", "width", "us", "shipped us", "gain", "plan")]
+    for tuned in found:
+        shipped = tuned.shipped_seconds
+        rows.append(
+            (
+                tuned.operation,
+                tuned.direction,
+                str(tuned.width),
+                f"{1e6 * tuned.seconds:.1f}",
+                f"{1e6 * shipped:.1f}" if shipped else "failed",
+                f"{shipped / tuned.seconds:.3f}" if shipped else "",
+                repr(tuned.best),
+            )
+        )
+    return report.table(rows)
+
+
+def _verdict(tuned: Tuned) -> str:
+    if tuned.shipped_seconds is None:
+        return f"{1e6 * tuned.seconds:.1f} us, and the shipped plan fails"
+    return f"{1e6 * tuned.seconds:.1f} us, {tuned.shipped_seconds / tuned.seconds:.2f} times as fast as shipped"

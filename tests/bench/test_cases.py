@@ -1,0 +1,81 @@
+"""Cases know the bytes that they must move, and tell a right result from one that is wrong anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fused_norm.bench import cases
+from fused_norm.bench.cases import CASES, GEMMA, QUICK, Case, tolerance, truth, worst_error
+
+
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"),
+    [
+        (Case("norm", 8192, 4096), 2, 3),
+        (Case("norm", 8192, 2560, GEMMA), 2, 3),
+        (Case("add", 8192, 2048), 4, 4),
+        (Case("sandwich", 8192, 3840, GEMMA), 4, 6),
+    ],
+)
+def test_least_bytes_count_each_activation_once(case, forward, backward):
+    assert case.bytes("forward", torch.bfloat16) == forward * case.rows * case.width * 2
+    assert case.bytes("backward", torch.float32) == backward * case.rows * case.width * 4
+
+
+def test_qk_moves_all_heads():
+    assert Case("qk", 16384, 128, heads=(32, 8)).bytes("backward", torch.bfloat16) == 3 * 16384 * 40 * 128 * 2
+
+
+def test_names_are_unique_and_say_what_is_measured():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {"norm 8192x4096", "gemma 8192x2560", "add 2048x65536", "qk 16384x(32+8)x128"} <= set(names)
+
+
+def test_inputs_repeat_and_differ_between_seeds():
+    case = QUICK[0]
+    one, same, other = (case.inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(one.arguments, same.arguments, strict=True))
+    assert not torch.equal(one.arguments[0], other.arguments[0])
+    assert not any(tensor.requires_grad for tensor in one.detached())
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_truth_is_the_formula_in_float64(case):
+    inputs = case.inputs(torch.float32, torch.device("cpu"), seed=0)
+    arguments = [tensor.detach().double().requires_grad_() for tensor in inputs.arguments]
+
+    def norm(x, w):
+        return functional.rms_norm(x, w.shape, 1 + w if case.spec.zero_centered else w, case.spec.eps)
+
+    def add_norm(x, r, w):
+        return norm(x + r, w), x + r
+
+    outputs = cases.compose(case.operation, norm, add_norm)(*arguments)
+    gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
+    for found, expected in zip(truth(case, inputs), (outputs, gradients), strict=True):
+        torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_one_wrong_row_among_many_shows():
+    exact = torch.randn(100_000, 8, dtype=torch.float64)
+    result = exact.to(torch.bfloat16)
+    assert worst_error([result], [exact]) <= tolerance(torch.bfloat16)
+    result[77_777] = 0
+    assert worst_error([result], [exact]) > 0.9
+
+
+def test_one_wrong_element_of_a_vector_shows():
+    exact = torch.randn(65_536, dtype=torch.float64)
+    result = exact.clone()
+    result[-1] += 1
+    assert worst_error([result], [exact]) > tolerance(torch.bfloat16)
+
+
+def test_nan_is_no_small_error():
+    exact = torch.randn(4, 8, dtype=torch.float64)
+    result = exact.clone()
+    result[2, 3] = float("nan")
+    assert not worst_error([result, exact], [exact, exact]) <= tolerance(torch.bfloat16)

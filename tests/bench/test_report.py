@@ -1,0 +1,162 @@
+"""Results survive a file, and tables and pictures say what is in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_norm.bench import plots, report
+from fused_norm.bench.cases import DIRECTIONS, Case
+from fused_norm.bench.results import CopyResult, HostResult, KernelResult, Results, StepResult
+from fused_norm.bench.timing import Timing
+
+COPY = 4e12
+CASES = (Case("norm", 8192, 2048), Case("norm", 8192, 4096), Case("add", 8192, 4096), Case("norm", 1, 4096))
+FRACTIONS = {"stock": 0.1, "quack": 0.8, "fused": 0.9}
+
+
+def seconds(value):
+    return Timing(value, 0.99 * value, 1.01 * value, 9, "graph")
+
+
+def kernel(case, provider, direction, fraction):
+    moved = case.bytes(direction, torch.bfloat16)
+    time = moved / COPY / fraction
+    return KernelResult(
+        part="kernels",
+        case=case.name,
+        group=case.group,
+        rows=case.rows,
+        width=case.width,
+        dtype="bfloat16",
+        provider=provider,
+        direction=direction,
+        bytes=moved,
+        cold=True,
+        verdict="ok",
+        error=0.003,
+        timing=seconds(time),
+        profiled=time / 2,
+    )
+
+
+@pytest.fixture
+def results():
+    return Results(
+        {"GPU 0": "a GPU"},
+        copies=[CopyResult(2**31, seconds(2**31 / COPY))],
+        kernels=[
+            kernel(case, provider, direction, fraction)
+            for case in CASES
+            for provider, fraction in FRACTIONS.items()
+            for direction in DIRECTIONS
+        ],
+        host=[HostResult("norm", "torch", chain, seconds(9e-6), seconds(42e-6)) for chain in (1, 32)],
+        steps=[
+            StepResult("Qwen3-0.6B 4x4096", "stock", "ok", timing=seconds(0.2956), peak_bytes=32 * 2**30),
+            StepResult("Qwen3-0.6B 4x4096", "fused", "ok", timing=seconds(0.2), peak_bytes=20 * 2**30),
+        ],
+        left_out=["liger: liger_kernel is not installed"],
+    )
+
+
+def line(text, start, nth=0):
+    return [line for line in text.splitlines() if re.match(rf"{re.escape(start)}\s", line)][nth]
+
+
+def test_results_survive_a_file(results, tmp_path):
+    results.save(tmp_path / "results.json")
+    assert Results.load(tmp_path / "results.json") == results
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"environment": {}}', '{"kernels": 3}'])
+def test_a_file_of_something_else_is_named(text, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json holds no results"):
+        Results.load(path)
+
+
+def test_fractions_are_of_the_large_copy(results):
+    results.copies.append(CopyResult(2**20, seconds(2**20)))
+    assert results.copy_bandwidth == pytest.approx(COPY)
+    assert re.split(r"\s{2,}", line(report.describe(results), "norm 8192x4096")) == [
+        "norm 8192x4096", ".10 / .10", ".80 / .80", "*.90 / *.90", "1.12 / 1.12",
+    ]  # fmt: skip
+
+
+def test_the_profilers_times_have_a_table_of_their_own(results):
+    assert "*1.80 / *1.80" in line(report.describe(results), "norm 8192x4096", 1)
+
+
+def test_small_cases_are_in_microseconds(results):
+    moved = 2 * 4096 * 2
+    assert f"*{1e6 * moved / COPY / 0.9:.1f}" in line(report.describe(results), "norm 1x4096")
+
+
+def test_the_fastest_is_marked_whoever_it_is(results):
+    results.kernels = [
+        replace(row, timing=seconds(row.timing.median / 2)) if row.provider == "quack" else row
+        for row in results.kernels
+    ]
+    row = line(report.describe(results), "add 8192x4096")
+    assert "*1.60 / *1.60" in row
+    assert row.endswith("0.56 / 0.56")
+
+
+def test_what_was_not_timed_is_listed_with_its_reason(results):
+    bad = replace(results.kernels[0], verdict="wrong", detail="relative error 1", timing=None, profiled=None)
+    results.kernels[0] = bad
+    text = report.describe(results)
+    assert f"stock, {bad.case} bfloat16 forward: relative error 1" in text
+    assert "wrong / .10" in line(text, bad.case)
+    assert "liger: liger_kernel is not installed" in text
+
+
+def test_times_by_events_are_marked(results):
+    timing = replace(results.kernels[0].timing, method="events")
+    results.kernels[0] = replace(results.kernels[0], timing=timing)
+    assert f"host time may be in it: stock {results.kernels[0].case} forward" in report.describe(results)
+
+
+def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
+    results.kernels = [
+        replace(results.kernels[0], part="modes", provider="fused"),
+        replace(results.kernels[0], part="modes", provider="multi_wave_cached", verdict="refused", timing=None),
+    ]
+    cells = re.split(r"\s{2,}", line(report.describe(results), "norm 8192x2048"))
+    assert cells == ["norm 8192x2048", "*.10", "-"]
+
+
+def test_steps_and_host_time_have_their_tables(results):
+    text = report.describe(results)
+    assert "295.6, 32.0  200.0, 20.0" in line(text, "Qwen3-0.6B 4x4096")
+    assert line(text, "torch").split("  ")[1].strip() == "9.0 / 42.0"
+
+
+def test_meaningless_times_are_called_so(results):
+    assert "MEAN NOTHING" not in report.describe(results)
+    results.meaningless = True
+    assert report.describe(results).startswith("THESE TIMES MEAN NOTHING")
+
+
+def test_nothing_measured_is_no_error():
+    assert report.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
+
+
+def test_pictures_are_drawn_for_light_and_dark(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    written = plots.draw(results, tmp_path)
+    names = {f"{name}-{theme}.png" for name in ("bandwidth", "step-time", "memory") for theme in ("light", "dark")}
+    assert {path.name for path in written} == names
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_are_no_pictures_of_what_was_not_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert plots.draw(Results({}), tmp_path) == []
