@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     from ..bench.session import Session
 
     facts = environment() | providers.versions() | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
-    facts["options"] = ", ".join(f"{name} {value}" for name, value in vars(args).items() if value not in (None, False))
+    chosen = {name: value for name, value in vars(args).items() if name != "out" and value not in (None, False)}
+    facts["options"] = ", ".join(f"{name} {value}" for name, value in chosen.items())
     session = Session(
         device,
         Results(facts, meaningless=args.quick),
