@@ -165,3 +165,10 @@ BOUNDARIES = sorted(
 def test_one_below_at_and_one_above_every_limit_of_the_plans(width: int, r: torch.dtype | None, device: str) -> None:
     norm = Norm("llama", x=BF16, w=BF16, r=r)
     assert_within_budget(norm, make_inputs(norm, (5, width), device))
+
+
+def test_an_eps_that_is_a_whole_number_prepares_no_launch_of_integers(device: str) -> None:
+    inputs = make_inputs(Norm("llama", x=BF16, w=BF16), (5, 96), device)
+    for eps in (1, 0, 1e-6, 1):
+        norm = Norm("llama", x=BF16, w=BF16, eps=eps)
+        torch.testing.assert_close(run(norm.fused, inputs).y.double(), run_true(norm, inputs).y, rtol=2**-6, atol=2**-8)

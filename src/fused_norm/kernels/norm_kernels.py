@@ -475,11 +475,11 @@ def launch_forward(
     if plan.mode == "multi_wave_reload":
         if residual is None:
             sums, strides = x, (*strides[:3], strides[0])
-        launch((rows, 1), (x, residual, weight, out, sums, rstd), rows, strides, (eps,))
+        launch((rows, 1), (x, residual, weight, out, sums, rstd), rows, strides, (float(eps),))
         return y, total, rstd
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if plan.mode == "static_persistent" else tiles
-    launch((grid, 1), (x, residual, weight, out, sums, rstd), rows, strides, (eps,))
+    launch((grid, 1), (x, residual, weight, out, sums, rstd), rows, strides, (float(eps),))
     return y, total, rstd
 
 
