@@ -11,8 +11,7 @@ from torch import Tensor
 from . import reference
 from .arguments import check_norm, check_residual
 from .library import define, direct_apply, is_direct
-from .norm_kernels import empty_outputs, launch_backward, launch_forward
-from .rms_norm import no_rstd
+from .norm_kernels import empty_outputs, given, launch_backward, launch_forward
 from .triton_utils import empty_rows_like, runs_kernels_on
 
 
@@ -27,7 +26,7 @@ def _forward(
     mode: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, s, rstd = launch_forward(x, residual, weight, eps, casting, zero_centered, save_rstd, mode)
-    return y, s, no_rstd(x) if rstd is None else rstd
+    return y, s, given(rstd, x)
 
 
 def _forward_fake(
@@ -41,10 +40,10 @@ def _forward_fake(
     mode: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, s, rstd = empty_outputs(x, residual, weight, casting, save_rstd)
-    return y, s, no_rstd(x) if rstd is None else rstd
+    return y, s, given(rstd, x)
 
 
-def _backward(
+def _gradients_of(
     dy: Tensor,
     ds: Tensor | None,
     s: Tensor,
@@ -55,24 +54,26 @@ def _backward(
     dx_dtype: torch.dtype | None,
     dr_dtype: torch.dtype | None,
     need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dr, dw = _empty_gradients(dy, ds, s, weight, rstd, casting, zero_centered, dx_dtype, dr_dtype, need_dw)
-    launch_backward(
-        dy,
-        ds,
-        s,
-        weight,
-        rstd,
-        casting,
-        zero_centered,
-        None if dx_dtype is None else dx,
-        None if dr_dtype is None else dr,
-        dw if need_dw else None,
-    )
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``(dx, dr, dw)``, each None where it is not needed; a dtype that is None says so of dx and dr."""
+    dx, dr, dw = _empty_gradients(s, weight, dx_dtype, dr_dtype, need_dw)
+    launch_backward(dy, ds, s, weight, rstd, casting, zero_centered, dx, dr, dw)
     return dx, dr, dw
 
 
 def _empty_gradients(
+    s: Tensor, weight: Tensor | None, dx_dtype: torch.dtype | None, dr_dtype: torch.dtype | None, need_dw: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx = None if dx_dtype is None else empty_rows_like(s, dx_dtype)
+    dr = None if dr_dtype is None else empty_rows_like(s, dr_dtype)
+    return dx, dr, weight.new_empty(weight.shape) if need_dw and weight is not None else None
+
+
+def _backward(dy: Tensor, ds: Tensor | None, s: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(given(gradient, s) for gradient in _gradients_of(dy, ds, s, *arguments))
+
+
+def _backward_fake(
     dy: Tensor,
     ds: Tensor | None,
     s: Tensor,
@@ -83,10 +84,8 @@ def _empty_gradients(
     dx_dtype: torch.dtype | None,
     dr_dtype: torch.dtype | None,
     need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = s.new_empty(0) if dx_dtype is None else empty_rows_like(s, dx_dtype)
-    dr = s.new_empty(0) if dr_dtype is None else empty_rows_like(s, dr_dtype)
-    return dx, dr, weight.new_empty(weight.shape) if need_dw and weight is not None else s.new_empty(0)
+) -> tuple[Tensor, ...]:
+    return tuple(given(gradient, s) for gradient in _empty_gradients(s, weight, dx_dtype, dr_dtype, need_dw))
 
 
 _forward_op = define(
@@ -100,7 +99,7 @@ _backward_op = define(
     " bool zero_centered, ScalarType? dx_dtype, ScalarType? dr_dtype, bool need_dw)"
     " -> (Tensor dx, Tensor dr, Tensor dw)",
     _backward,
-    _empty_gradients,
+    _backward_fake,
 )
 
 
@@ -141,7 +140,7 @@ def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor |
     # Both gradients are the sum's. They must not share memory that either owner may write to, and a second store costs
     # a quarter of the kernel's time: a lazy clone is a copy of its own the moment that anyone writes to it.
     lazy = need_dx and need_dr and direct and x_dtype == residual_dtype
-    run: Callable[..., Any] = _backward if direct else _backward_op
+    run: Callable[..., Any] = _gradients_of if direct else _backward_op
     dx, dr, dw = run(
         dy,
         ds,

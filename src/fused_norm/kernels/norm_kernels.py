@@ -507,6 +507,11 @@ def empty_outputs(
     return empty_rows_like(x, dtype), total, rstd
 
 
+def given(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """``tensor``, or the empty one that an operator returns where there is none: a schema has no optional results."""
+    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+
+
 def launch_backward(
     dy: Tensor,
     ds: Tensor | None,

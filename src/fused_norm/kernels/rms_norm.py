@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .arguments import check_norm
 from .library import define, direct_apply, is_direct
-from .norm_kernels import empty_outputs, launch_backward, launch_forward
+from .norm_kernels import empty_outputs, given, launch_backward, launch_forward
 from .triton_utils import empty_rows_like, runs_kernels_on
 
 
@@ -19,22 +19,17 @@ def _forward(
     x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
 ) -> tuple[Tensor, Tensor]:
     y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, save_rstd, mode)
-    return y, no_rstd(x) if rstd is None else rstd
+    return y, given(rstd, x)
 
 
 def _forward_fake(
     x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
 ) -> tuple[Tensor, Tensor]:
     y, _, rstd = empty_outputs(x, None, weight, casting, save_rstd)
-    return y, no_rstd(x) if rstd is None else rstd
+    return y, given(rstd, x)
 
 
-def no_rstd(x: Tensor) -> Tensor:
-    """What an operator returns in place of an rstd that is not wanted."""
-    return x.new_empty(0, dtype=torch.float32)
-
-
-def _backward(
+def _gradients_of(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -43,15 +38,25 @@ def _backward(
     zero_centered: bool,
     need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, Tensor]:
-    dx, dw = _empty_gradients(dy, x, weight, rstd, casting, zero_centered, need_dx, need_dw)
-    launch_backward(
-        dy, None, x, weight, rstd, casting, zero_centered, dx if need_dx else None, None, dw if need_dw else None
-    )
+) -> tuple[Tensor | None, Tensor | None]:
+    """``(dx, dw)``, each None where it is not needed."""
+    dx, dw = _empty_gradients(x, weight, need_dx, need_dw)
+    launch_backward(dy, None, x, weight, rstd, casting, zero_centered, dx, None, dw)
     return dx, dw
 
 
 def _empty_gradients(
+    x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    dx = empty_rows_like(x) if need_dx else None
+    return dx, weight.new_empty(weight.shape) if need_dw and weight is not None else None
+
+
+def _backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(given(gradient, x) for gradient in _gradients_of(dy, x, *arguments))
+
+
+def _backward_fake(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -60,9 +65,8 @@ def _empty_gradients(
     zero_centered: bool,
     need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, Tensor]:
-    dx = empty_rows_like(x) if need_dx else x.new_empty(0)
-    return dx, weight.new_empty(weight.shape) if need_dw and weight is not None else x.new_empty(0)
+) -> tuple[Tensor, ...]:
+    return tuple(given(gradient, x) for gradient in _empty_gradients(x, weight, need_dx, need_dw))
 
 
 _forward_op = define(
@@ -75,7 +79,7 @@ _backward_op = define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str casting, bool zero_centered,"
     " bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
     _backward,
-    _empty_gradients,
+    _backward_fake,
 )
 
 
@@ -100,7 +104,7 @@ class _RMSNorm(torch.autograd.Function):
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors
     need_dx, need_dw, *_ = ctx.needs_input_grad
-    run: Callable[..., Any] = _backward if is_direct(dy) else _backward_op
+    run: Callable[..., Any] = _gradients_of if is_direct(dy) else _backward_op
     dx, dw = run(dy, x, weight, rstd, *ctx.semantics, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None, None, None, None, None
 
