@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_norm.kernels import MODES, norm_kernels, triton_utils
+from fused_norm.kernels import MODES, norm_backward, norm_forward, triton_utils
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, forward_plan
 
 from .numerics import BF16, CHUNKED, FP32, Norm, assert_same_row, assert_within_budget, make_inputs, run, run_true
@@ -43,13 +43,13 @@ def test_kernels_write_every_element_and_nothing_beside(
     norm = Norm("llama", x=BF16, w=BF16, r=r)
     inputs = make_inputs(norm, shape, device)
     guarded = Guarded()
-    monkeypatch.setattr(norm_kernels, "empty_rows_like", guarded)
-    y, s, rstd = norm_kernels.launch_forward(inputs.x, inputs.r, inputs.w, 1e-6, "llama", False, True)
+    monkeypatch.setattr(norm_forward, "empty_rows_like", guarded)
+    y, s, rstd = norm_forward.launch_forward(inputs.x, inputs.r, inputs.w, 1e-6, "llama", False, True)
     dx = guarded(s)
     dr = None if r is None else guarded(s)
     dw_buffer = torch.full((shape[-1] + 2 * GUARD,), SENTINEL, dtype=BF16, device=device)
     dw = dw_buffer[GUARD:-GUARD].fill_(float("nan"))
-    norm_kernels.launch_backward(inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw)
+    norm_backward.launch_backward(inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw)
     assert guarded.intact()
     assert len(guarded.buffers) == (3 if r is None else 5)
     assert (dw_buffer[:GUARD] == SENTINEL).all()
@@ -64,18 +64,18 @@ def test_a_grid_may_be_smaller_than_the_rows_need(device: str, monkeypatch: pyte
     norm = Norm("llama", x=BF16, w=BF16)
     inputs = make_inputs(norm, (13, CHUNKED), device)
     whole = run(norm.fused, inputs, frozen="w")
-    monkeypatch.setattr(norm_kernels, "_GRID_LIMIT", 2)
+    monkeypatch.setattr(norm_backward, "_GRID_LIMIT", 2)
     assert torch.equal(run(norm.fused, inputs, frozen="w").dx, whole.dx)
 
 
 @pytest.mark.parametrize("width", [80, CHUNKED])
 def test_rstd_is_saved_for_the_backward_alone(width: int, device: str) -> None:
     inputs = make_inputs(Norm("none", x=BF16, w=BF16), (5, width), device)
-    _, _, rstd = norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "none", False, True)
+    _, _, rstd = norm_forward.launch_forward(inputs.x, None, inputs.w, 1e-6, "none", False, True)
     exact = (inputs.x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert rstd.dtype == FP32
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
-    _, _, none = norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "none", False, False)
+    _, _, none = norm_forward.launch_forward(inputs.x, None, inputs.w, 1e-6, "none", False, False)
     assert none is None
 
 
@@ -94,8 +94,8 @@ def test_every_mode_computes_the_same_and_is_followed_by_the_same_backward(
 def test_a_wave_smaller_than_the_work_strides_over_all_of_it(mode: str, device: str) -> None:
     inputs = make_inputs(Norm("llama", x=BF16, w=BF16), (37, 130), device)
     plan = replace(forward_plan(130, mode=mode), rows=2 if mode != "multi_wave_reload" else 1, programs=3)
-    y, _, _ = norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "llama", False, False, plan=plan)
-    assert_same_row(y, norm_kernels.launch_forward(inputs.x, None, inputs.w, 1e-6, "llama", False, False)[0])
+    y, _, _ = norm_forward.launch_forward(inputs.x, None, inputs.w, 1e-6, "llama", False, False, plan=plan)
+    assert_same_row(y, norm_forward.launch_forward(inputs.x, None, inputs.w, 1e-6, "llama", False, False)[0])
 
 
 @pytest.mark.parametrize("width", [80, 1000, CHUNKED])
@@ -103,7 +103,8 @@ def test_64_bit_offsets_compute_the_same(width: int, device: str, monkeypatch: p
     norm = Norm("gemma", x=BF16, w=BF16, r=BF16)
     inputs = make_inputs(norm, (11, width), device)
     expected = run(norm.fused, inputs)
-    monkeypatch.setattr(norm_kernels, "_INT32_LIMIT", 1)
+    for module in (norm_forward, norm_backward):
+        monkeypatch.setattr(module, "INT32_LIMIT", 1)
     for name, value in run(norm.fused, inputs).present().items():
         assert_same_row(value, getattr(expected, name))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_norm.kernels import add_rms_norm, norm_kernels, rms_norm
+from fused_norm.kernels import add_rms_norm, norm_backward, norm_forward, rms_norm
 
 from .numerics import BF16, CHUNKED, FP16, FP32, Inputs, Norm, in_layout, make_inputs, run
 
@@ -108,7 +108,7 @@ def test_another_number_of_rows_compiles_nothing_again(device: str) -> None:
 @pytest.mark.gpu
 def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
     def compiled() -> int:
-        kernels = (norm_kernels._forward_kernel, norm_kernels._backward_kernel, norm_kernels._sum_shares_kernel)
+        kernels = (norm_forward._forward_kernel, norm_backward._backward_kernel, norm_backward._sum_shares_kernel)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     run(LLAMA.fused, make_inputs(LLAMA, (64, 96), device))

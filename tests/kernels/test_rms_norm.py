@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import norm_kernels, rms_norm, triton_utils
+from fused_norm.kernels import norm_backward, norm_forward, rms_norm, triton_utils
 from fused_norm.kernels.plans import Device
 from fused_norm.spec import CASTINGS
 
@@ -110,7 +110,7 @@ def test_large_weights_and_rows_of_any_size(norm: Norm, device: str) -> None:
 def test_a_frozen_weight_costs_no_gradient_kernel(
     width: int, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_kernels, "_SMALL", 0)
+    monkeypatch.setattr(norm_backward, "_SMALL", 0)
     inputs = make_inputs(LLAMA, (5, width), device)
     trained = run(LLAMA.fused, inputs)
     assert "_sum_shares_kernel" in launched
@@ -255,7 +255,8 @@ def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
 
 
 def test_dw_of_more_programs_than_are_summed_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "facts_of", lambda device: Device(processors=132))
+    for module in (norm_forward, norm_backward):
+        monkeypatch.setattr(module, "facts_of", lambda device: Device(processors=132))
     norm = Norm("llama", x=FP32, w=FP32)
     assert_within_budget(norm, make_inputs(norm, (70, 1025), device))
 

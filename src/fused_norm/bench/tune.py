@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import MODES
-from ..kernels.norm_kernels import launch_backward, launch_forward
+from ..kernels.norm_backward import launch_backward
+from ..kernels.norm_forward import launch_forward
 from ..kernels.plans import BackwardPlan, Device, ForwardPlan, backward_plan, forward_plan, next_power_of_2
 from ..kernels.triton_utils import facts_of
 from . import cases, report

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define, direct_apply, is_direct
-from .norm_kernels import empty_outputs, given, launch_backward, launch_forward
+from .library import define, direct_apply, given, is_direct
+from .norm_backward import launch_backward
+from .norm_forward import empty_outputs, launch_forward
 from .triton_utils import empty_rows_like, runs_kernels_on
 
 

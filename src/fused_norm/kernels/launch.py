@@ -13,7 +13,7 @@ from triton import knobs
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
 
-_INT32_LIMIT = 2**31
+INT32_LIMIT = 2**31
 _PREPARED_LIMIT = 4096
 
 
@@ -56,7 +56,7 @@ class Launch:
         """
         lead = tensors[0]
         assert lead is not None
-        if not INTERPRETED and lead.is_cuda and rows < _INT32_LIMIT:
+        if not INTERPRETED and lead.is_cuda and rows < INT32_LIMIT:
             lazy = self._lazy
             addresses = [None if tensor is None else _address(tensor) for tensor in tensors[:lazy]]
             addresses += [None if tensor is None else tensor.data_ptr() for tensor in tensors[lazy:]]

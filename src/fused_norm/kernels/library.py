@@ -42,3 +42,8 @@ def is_direct(tensor: Tensor) -> bool:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for direct calls: without the Python around it, which looks after transforms."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def given(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """``tensor``, or the empty one that an operator returns where there is none: a schema has no optional results."""
+    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor

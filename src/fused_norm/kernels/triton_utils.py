@@ -32,6 +32,13 @@ def round_to(value, dtype: tl.constexpr):
     return value.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
+    """The row numbers of a tile; 64-bit where an offset made from them could pass 2^31."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    return row.to(tl.int64) if LONG else row
+
+
 def runs_kernels_on(*tensors: Tensor | None) -> bool:
     """Whether kernels take these tensors (meta tensors are traced); the PyTorch reference takes all others.
 
