@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import norm_backward, norm_forward, rms_norm, triton_utils
+from fused_norm.kernels import norm_backward, rms_norm, triton_utils
 from fused_norm.kernels.plans import Device
 from fused_norm.spec import CASTINGS
 
@@ -254,11 +254,20 @@ def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
         assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
 
 
-def test_dw_of_more_programs_than_are_summed_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (norm_forward, norm_backward):
-        monkeypatch.setattr(module, "facts_of", lambda device: Device(processors=132))
-    norm = Norm("llama", x=FP32, w=FP32)
-    assert_within_budget(norm, make_inputs(norm, (70, 1025), device))
+@pytest.mark.parametrize("w", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("width", [80, 1025])
+@pytest.mark.parametrize("summed_by", ["_sum_shares_kernel", "_backward_kernel"])
+def test_dw_of_many_programs(
+    summed_by: str, width: int, w: torch.dtype, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_backward, "facts_of", lambda device: Device(processors=132))
+    monkeypatch.setattr(norm_backward, "_backwards", {})  # plans made for other facts
+    if summed_by == "_sum_shares_kernel":
+        monkeypatch.setattr(norm_backward, "_SMALL", 0)
+    norm = Norm("llama", x=w, w=w)
+    rows = 70 if width == 1025 else 1000
+    assert_within_budget(norm, make_inputs(norm, (rows, width), device))
+    assert launched[-1] == summed_by
 
 
 @pytest.mark.parametrize("width", [64, 1000])

@@ -312,3 +312,32 @@ def test_options_are_a_value() -> None:
     assert FuseOptions() == FuseOptions(None, None, None, None, True)
     assert FuseOptions(norms=False).wants("residual") is False
     assert FuseOptions(modules="a.*").patterns == ("a.*",)
+
+
+class TwoAdds(nn.Module):
+    """A layer with two adds in front of norms, so that one of them can be patched first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.RMSNorm(24, eps=1e-5)
+        self.second = nn.RMSNorm(24, eps=1e-5)
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        x = r + x
+        x = self.first(x)
+        x = r + x
+        return self.second(x)
+
+
+def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
+    layer = TwoAdds()
+    model = nn.ModuleList([layer])
+    assert fused_norm.apply_fused_norm(model, modules="*.first").counts["residual"] == 1
+    sharded = type("FSDPTwoAdds", (type(layer),), {})  # as fully_shard does
+    layer.__class__ = sharded
+    report = fused_norm.apply_fused_norm(model)
+    assert type(layer) is sharded
+    assert report.counts == {"norm": 2, "qk": 0, "residual": 1}
+    (kept,) = report.kept
+    assert (kept.path, kept.cause) == ("0.second", "owner")
+    assert "built on its layer" in kept.reason

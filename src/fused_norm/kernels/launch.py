@@ -1,4 +1,4 @@
-"""Launching kernels: prepared once per kernel and shape, then a few hundred nanoseconds of Python each time."""
+"""Launching kernels: what Triton works out at every launch is worked out once per kernel and shape."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 INT32_LIMIT = 2**31
 _PREPARED_LIMIT = 4096
+"""Sets of strides that a kernel remembers; a program that goes through more of them starts anew."""
 
 
 class Launch:

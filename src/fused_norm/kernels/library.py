@@ -28,7 +28,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
 def is_direct(tensor: Tensor) -> bool:
     """Whether a call is plain eager execution: not traced, no dispatch mode, no transform, no tensor subclass.
 
-    Then nobody watches the dispatcher, and going round it saves half of an operator's time on the host.
+    Then nobody watches the dispatcher, and going round it saves its time on the host.
     """
     return not (
         torch.compiler.is_compiling()

@@ -22,6 +22,7 @@ _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
 
 _SHARE_COLUMNS = 16
+"""Columns of dw that one program of the last launch sums, over all shares at once."""
 
 _SMALL = 2**20
 """Elements up to which a backward is over before the host can launch another kernel: it sums dw's shares itself."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..spec import FusedNormError, Kind
 from .adapters import Adapter, stacks
-from .classes import change_class, foreign_forward, fused_block_class, fused_norm_class, origin_of
+from .classes import built_upon, change_class, foreign_forward, fused_block_class, fused_norm_class, origin_of
 from .options import FuseOptions, ModuleFilter
 from .probe import UnrecognisedError, looks_like_norm, recognise
 from .report import PatchReport, Site
@@ -172,6 +172,9 @@ def _survey_add(
         return replace(row, reason=reason, cause="owner")
     if site.reason is not None:
         return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
+    if isinstance(block, FusedBlock) and built_upon(block):
+        reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
+        return replace(row, reason=reason, cause="owner")
     if owner := foreign_forward(block):
         return replace(row, reason=owner, cause="owner")
     if choice := _deselected("residual", row.path, norm, options):

@@ -98,13 +98,18 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
     return undo
 
 
+def built_upon(module: FusedNorm | FusedBlock) -> bool:
+    """Whether other code has derived a class of its own from the fused one, as FSDP does when it shards."""
+    return "fused_norm_origin" not in vars(type(module))
+
+
 def origin_of(module: FusedNorm | FusedBlock) -> type[nn.Module]:
     """The class that a fused instance had before.
 
     Raises:
         FusedNormError: where other code has derived a class of its own from the fused one.
     """
-    if "fused_norm_origin" not in vars(type(module)):
+    if built_upon(module):
         bases = ", ".join(f"{base.__module__}.{base.__name__}" for base in type(module).__bases__)
         raise FusedNormError(
             f"{type(module).__name__} was derived from a fused class afterwards (its bases: {bases}); "
