@@ -110,7 +110,7 @@ def test_large_weights_and_rows_of_any_size(norm: Norm, device: str) -> None:
 def test_a_frozen_weight_costs_no_gradient_kernel(
     width: int, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_backward, "_SMALL", 0)
+    monkeypatch.setattr(norm_backward, "SMALL", 0)
     inputs = make_inputs(LLAMA, (5, width), device)
     trained = run(LLAMA.fused, inputs)
     assert "_sum_shares_kernel" in launched
@@ -263,7 +263,7 @@ def test_dw_of_many_programs(
     monkeypatch.setattr(norm_backward, "facts_of", lambda device: Device(processors=132))
     monkeypatch.setattr(norm_backward, "_backwards", {})  # plans made for other facts
     if summed_by == "_sum_shares_kernel":
-        monkeypatch.setattr(norm_backward, "_SMALL", 0)
+        monkeypatch.setattr(norm_backward, "SMALL", 0)
     norm = Norm("llama", x=w, w=w)
     rows = 70 if width == 1025 else 1000
     assert_within_budget(norm, make_inputs(norm, (rows, width), device))

@@ -1,7 +1,9 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
 from .add_rms_norm import add_rms_norm
+from .norm_add import norm_add
+from .norm_add_norm import norm_add_norm
 from .plans import MODES
 from .rms_norm import rms_norm
 
-__all__ = ["MODES", "add_rms_norm", "rms_norm"]
+__all__ = ["MODES", "add_rms_norm", "norm_add", "norm_add_norm", "rms_norm"]

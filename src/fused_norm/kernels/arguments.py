@@ -13,9 +13,19 @@ KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 def check_norm(
-    name: str, x: Tensor, weight: Tensor | None, casting: str, zero_centered: bool, mode: str | None
+    name: str,
+    x: Tensor,
+    weight: Tensor | None,
+    casting: str,
+    zero_centered: bool,
+    mode: str | None = None,
+    *,
+    called: str = "weight",
 ) -> None:
-    """Raises TypeError or ValueError, naming the operator ``name``, for arguments that no norm can be made of."""
+    """Raises TypeError or ValueError, naming the operator ``name``, for arguments that no norm can be made of.
+
+    ``called``: the argument that ``weight`` is.
+    """
     if casting not in CASTINGS:
         raise ValueError(f"{name}: casting must be one of {', '.join(CASTINGS)}, not {casting!r}")
     _check_float(name, "x", x)
@@ -25,15 +35,15 @@ def check_norm(
         forward_plan(x.shape[-1], mode=mode)
     if weight is None:
         if zero_centered:
-            raise ValueError(f"{name}: zero_centered needs a weight; pass zero_centered=False for a norm without one")
+            raise ValueError(f"{name}: zero_centered needs a {called}; pass zero_centered=False for a norm without one")
         return
-    _check_float(name, "weight", weight)
+    _check_float(name, called, weight)
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"{name}: weight must have shape ({x.shape[-1]},), the last dimension of x, not {tuple(weight.shape)}"
+            f"{name}: {called} must have shape ({x.shape[-1]},), the last dimension of x, not {tuple(weight.shape)}"
         )
     if weight.device != x.device:
-        raise ValueError(f"{name}: weight is on {weight.device} and x on {x.device}; move them to one device")
+        raise ValueError(f"{name}: {called} is on {weight.device} and x on {x.device}; move them to one device")
 
 
 def check_residual(name: str, x: Tensor, residual: Tensor) -> None:

@@ -21,13 +21,13 @@ from .triton_utils import facts_of, round_to, rows_of, same_rows
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
 
-_SHARE_COLUMNS = 16
+SHARE_COLUMNS = 16
 """Columns of dw that one program of the last launch sums, over all shares at once."""
 
-_SMALL = 2**20
+SMALL = 2**20
 """Elements up to which a backward is over before the host can launch another kernel: it sums dw's shares itself."""
 
-_SMALL_SHARES = 2**16
+SMALL_SHARES = 2**16
 """Numbers in the shares of a small backward: one program reads them all."""
 
 
@@ -43,7 +43,7 @@ def _store_input_grads(dx_ptr, dr_ptr, ds, row, dx_stride, dr_stride, col, live)
 
 
 @triton.jit
-def _sum_of_shares(shares_ptr, P, col, N: tl.constexpr, ROWS: tl.constexpr):
+def sum_of_shares(shares_ptr, P, col, N: tl.constexpr, ROWS: tl.constexpr):
     """The P shares of columns ``col`` summed in a fixed order, whichever program does it."""
     total = tl.zeros([ROWS, col.shape[0]], tl.float32)
     for start in range(0, P, ROWS):
@@ -111,7 +111,7 @@ def _backward_kernel(
         if arrived_ptr is not None:
             tl.debug_barrier()  # all of this program's share is stored before it counts as arrived
             if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-                total = _sum_of_shares(dw_ptr, tl.num_programs(0), col, N, SHARE_ROWS)
+                total = sum_of_shares(dw_ptr, tl.num_programs(0), col, N, SHARE_ROWS)
                 tl.store(total_ptr + col, round_to(total, total_ptr.dtype.element_ty), mask=in_row)
                 tl.store(arrived_ptr, 0)
 
@@ -245,7 +245,7 @@ def launch_backward(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     long = rows * longest >= INT32_LIMIT
-    small = size <= _SMALL and dw is not None and not (dw.is_cuda and torch.cuda.is_current_stream_capturing())
+    small = size <= SMALL and dw is not None and not (dw.is_cuda and torch.cuda.is_current_stream_capturing())
     tensors = (total, dy, ds, weight, dx, dr, dw)
     dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     key = (total.device, dtypes, width, casting, zero_centered, long, small, plan)
@@ -260,8 +260,8 @@ def launch_backward(
         programs = min(tiles, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
     arrived = out = None
     if small and summing is None:
-        programs = min(programs, max(1, _SMALL_SHARES // width))
-        arrived, out = _arrivals(total), dw
+        programs = min(programs, max(1, SMALL_SHARES // width))
+        arrived, out = arrivals(total), dw
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
     if pulling is None:
         launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares, arrived, out), rows, strides)
@@ -272,10 +272,10 @@ def launch_backward(
         launch((blocks, programs), (dy, ds, total, weight, rstd, pull, dx, dr, shares), rows, strides)
     if summing is not None:
         assert dw is not None
-        summing((-(-width // _SHARE_COLUMNS), 1), (shares, dw), programs)
+        summing((-(-width // SHARE_COLUMNS), 1), (shares, dw), programs)
 
 
-def _arrivals(like: Tensor) -> Tensor:
+def arrivals(like: Tensor) -> Tensor:
     """The counter that a small backward leaves as it found it, zero: one for each stream, whose kernels take turns."""
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
     counter = _arrival_counters.get((like.device, stream))
@@ -306,7 +306,7 @@ def _plan_backward(
     if dw is not None and (plan.chunked or not small):
         shares = next_power_of_2(-(-plan.programs // -(-width // plan.block)))
         warps = device.warps(max(1, min(16, shares // 64)))
-        summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": _SHARE_COLUMNS})
+        summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS})
     if not plan.chunked:
         constants |= {"RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block), "LONG": long, **semantics}
         return plan, Launch(_backward_kernel, plan.warps, constants, lazy=2), None, summing

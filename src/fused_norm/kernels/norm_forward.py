@@ -37,14 +37,14 @@ def _round_in_range(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _square(s, dtype: tl.constexpr, CASTING: tl.constexpr):
+def square(s, dtype: tl.constexpr, CASTING: tl.constexpr):
     if CASTING == "none":
         return _round_in_range(s * s, dtype)
     return s * s
 
 
 @triton.jit
-def _rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, CASTING: tl.constexpr):
+def rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, CASTING: tl.constexpr):
     """The factor the forward uses: rounded at each step where the casting says so."""
     mean = sum_of_squares * (1.0 / N)
     if CASTING == "none":
@@ -90,13 +90,13 @@ def _forward_tile(
         r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
         s = round_to(r + s, s_dtype)
         tl.store(s_ptr + row[:, None] * s_stride + col[None, :], s, mask=live)
-    rstd = _rstd_from(tl.sum(_square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
+    rstd = rstd_from(tl.sum(square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
     if rstd_ptr is not None:
         if CASTING == "none":
             tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / N) + eps), mask=row < M)
         else:
             tl.store(rstd_ptr + row, rstd, mask=row < M)
-    y = _x_hat(s, rstd[:, None], s_dtype, CASTING)
+    y = x_hat_of(s, rstd[:, None], s_dtype, CASTING)
     if w_ptr is not None:
         if not HELD:
             gamma = load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
@@ -105,7 +105,7 @@ def _forward_tile(
 
 
 @triton.jit
-def _x_hat(s, rstd, dtype: tl.constexpr, CASTING: tl.constexpr):
+def x_hat_of(s, rstd, dtype: tl.constexpr, CASTING: tl.constexpr):
     x_hat = s * rstd
     if CASTING != "gemma":
         x_hat = round_to(x_hat, dtype)
@@ -179,7 +179,7 @@ def _store_chunk(
     ZERO_CENTERED: tl.constexpr,
 ):
     """Columns ``col`` of y."""
-    y = _x_hat(s, rstd[:, None], s_dtype, CASTING)
+    y = x_hat_of(s, rstd[:, None], s_dtype, CASTING)
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
     tl.store(y_ptr + row * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=(col < N)[None, :])
@@ -212,13 +212,13 @@ def _forward_chunked_kernel(
     for chunk in range(CHUNKS - 1):
         col = chunk * BLOCK + tl.arange(0, BLOCK)
         s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N)
-        squares += tl.sum(_square(s, s_dtype, CASTING), axis=1)
+        squares += tl.sum(square(s, s_dtype, CASTING), axis=1)
         if CASTING == "none":
             exact_squares += tl.sum(s * s, axis=1)
     # The last chunk stays in registers; the others are read again, backwards, those still in cache first.
     col = (CHUNKS - 1) * BLOCK + tl.arange(0, BLOCK)
     s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N)
-    rstd = _rstd_from(squares + tl.sum(_square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
+    rstd = rstd_from(squares + tl.sum(square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
     if rstd_ptr is not None:
         exact = rstd
         if CASTING == "none":

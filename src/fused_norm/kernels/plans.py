@@ -24,6 +24,12 @@ WIDEST_FORWARD = 32768
 WIDEST_BACKWARD = 16384
 """The same for the backward, which holds more of each element."""
 
+WIDEST_SANDWICH_FORWARD = 16384
+"""The same for the forward of a norm, an add and a norm."""
+
+WIDEST_SANDWICH_BACKWARD = 8192
+"""The same for its backward."""
+
 _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
 
@@ -166,6 +172,19 @@ def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
         # One program a processor: 8 warps with the weight in registers fill it. At 8192x5120 5 % faster than two.
         return BackwardPlan(1, block, device.warps(8), stages=3, programs=sms)
     return BackwardPlan(1, block, device.warps(32 if summed else 16), stages=1, programs=sms, reload=True)
+
+
+@lru_cache(maxsize=1024)
+def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
+    """The launch of a norm, an add and a norm for rows of ``width`` elements, which a program must be able to hold."""
+    return forward_plan(width, device, "multi_wave_cached", summed=True)
+
+
+@lru_cache(maxsize=1024)
+def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = Device()) -> BackwardPlan:
+    """Its backward's; ``column_bytes`` as in ``backward_plan``."""
+    plan = backward_plan(width, column_bytes, device, summed=True)
+    return replace(plan, reload=True)
 
 
 def next_power_of_2(value: int) -> int:

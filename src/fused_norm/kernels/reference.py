@@ -54,6 +54,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
 
+def norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
+) -> Tensor:
+    """``residual + norm(x)``, the norm rounded to its own dtype first."""
+    return residual + rms_norm(x, weight, eps, casting, zero_centered)
+
+
+def norm_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    """``s = residual + norm(x)``, rounded to its dtype, and the norm of that rounded sum: ``(norm(s), s)``."""
+    total = norm_add(x, residual, inner_weight, eps, casting, zero_centered)
+    return rms_norm(total, weight, eps, casting, zero_centered), total
+
+
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     """The factor that the normalised row is multiplied by, in the weight's dtype."""
     return 1.0 + weight if zero_centered else weight

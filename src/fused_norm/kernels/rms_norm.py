@@ -103,11 +103,25 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = ctx.saved_tensors
     need_dx, need_dw, *_ = ctx.needs_input_grad
+    x, weight, rstd = ctx.saved_tensors
+    dx, dw = norm_gradients(dy, x, weight, rstd, ctx.semantics, need_dx, need_dw)
+    return dx, dw, None, None, None, None
+
+
+def norm_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    semantics: tuple[str, bool],
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """``(dx, dw)`` from a norm's gradient, each None where it is not needed; semantics: casting and centering."""
     run: Callable[..., Any] = _gradients_of if is_direct(dy) else _backward_op
-    dx, dw = run(dy, x, weight, rstd, *ctx.semantics, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None, None, None
+    dx, dw = run(dy, x, weight, rstd, *semantics, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None
 
 
 _gradients_once = torch.autograd.function.once_differentiable(_gradients)

@@ -1,0 +1,74 @@
+"""Norms computed ahead of their call: the add that ends a layer is fused with the norm that begins the next one.
+
+A layer cannot hand two tensors to the next. So it returns the sum, as ever, and leaves the norm of that sum here; the
+norm, called with that very tensor, takes it. A stream that anybody has touched in between is another tensor or another
+version of it, and is normalised again. Hidden states, hooks and outputs are the tensors that stock code makes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Successor:
+    """Where a layer's successor is to be found: in the model's list of layers, or after it.
+
+    It is looked up at every call, because layers are wrapped, replaced and copied. A copy of the model has successors in
+    the copy; a copy of a layer alone has none.
+    """
+
+    def __init__(self, stack: nn.Module | None, layers: str, index: int, first_norm: str | None, final_norm: str) -> None:
+        """``stack.<layers>[index]`` is the layer; its successor's norm is that layer's ``first_norm``, or the stack's
+        ``final_norm``."""
+        self._stack = None if stack is None else weakref.ref(stack)
+        self._where = layers, index, first_norm, final_norm
+
+    def of(self, layer: nn.Module) -> tuple[nn.Module | None, Any] | None:
+        """The layer after ``layer``, None after the last, and the norm that takes its output; None if not in place."""
+        stack = None if self._stack is None else self._stack()
+        if stack is None:
+            return None
+        name, index, first_norm, final_norm = self._where
+        layers = stack._modules[name]
+        found = layers._modules if layers is not None else {}
+        if found.get(str(index)) is not layer:
+            return None
+        if index + 1 == len(found):
+            return None, stack._modules.get(final_norm)
+        following = found.get(str(index + 1))
+        if following is None or first_norm is None:
+            return None
+        return following, following._modules.get(first_norm)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Successor:
+        stack = None if self._stack is None else self._stack()
+        return Successor(memo.get(id(stack)), *self._where)
+
+    def __reduce__(self) -> Any:
+        return Successor, (None if self._stack is None else self._stack(), *self._where)
+
+
+class _Left(threading.local):
+    entry: tuple[nn.Module, Tensor, int, Tensor] | None = None
+
+
+_left = _Left()
+
+
+def leave(norm: nn.Module, total: Tensor, y: Tensor) -> None:
+    """Leaves ``y``, the norm of ``total``, for ``norm`` to take."""
+    _left.entry = norm, total, total._version, y
+
+
+def take(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """What was left for ``norm`` called with ``x``, if it was; what was left for others is dropped."""
+    entry = _left.entry
+    if entry is None:
+        return None
+    _left.entry = None
+    for_norm, total, version, y = entry
+    return y if for_norm is norm and total is x and total._version == version else None

@@ -1,0 +1,182 @@
+"""What runs inside layers and attentions whose forward was rewritten: several modules' work in one call.
+
+A call that would pass over a module is made only where nobody could tell: no hook, wrapper, sharding or offloading stands
+on the module (``is_free``), and kernels take its input. Elsewhere the modules are called one after the other, as in the
+stock code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.norm_add import norm_add_unchecked as norm_add
+from ..kernels.norm_add_norm import norm_add_norm_unchecked as norm_add_norm
+from ..kernels.qk_norm import qk_norm_rope_unchecked as qk_norm_rope
+from ..kernels.qk_norm import qk_norm_unchecked as qk_norm
+from .ahead import Successor, leave
+from .rewrite import Rewrite
+from .rotation import Rotation
+from .runtime import FusedNorm, explain, has_hooks, is_free, obstacle, same_norms, scaled, weight_of
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+class FusedBlock(nn.Module):
+    """Base of the classes put on modules whose forward was rewritten; a subclass derives from the module's own class."""
+
+    fused_norm_origin: ClassVar[type[nn.Module]]
+    fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
+    fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
+
+    def fused_norm_add(
+        self, norm: Any, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0
+    ) -> tuple[Any, Any]:
+        """``(norm(s), s)`` of ``s = residual + scale * inner(branch)``."""
+        if inner is not None:
+            together = _norm_add_norm(norm, residual, branch, inner)
+            if together is not None:
+                return together
+            branch = inner(branch)
+        if type(scale) not in (float, int):
+            branch, scale = branch * scale, 1.0
+        if isinstance(norm, FusedNorm) and not has_hooks(norm):
+            return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+        # A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
+        total = residual + scaled(branch, scale)
+        return norm(total), total
+
+    def fused_norm_onto(self, inner: Any, residual: Any, branch: Any) -> Any:
+        """``residual + inner(branch)``."""
+        if is_free(inner):
+            weight, spec = weight_of(inner), inner.fused_norm_spec
+            if obstacle(branch, weight, residual, spec) is None:
+                eps = getattr(inner, inner.fused_norm_eps_name)
+                return norm_add(branch, residual, weight, eps, spec.casting, spec.zero_centered)
+        return residual + inner(branch)
+
+    def fused_norm_last(self, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0) -> Any:
+        """``residual + scale * inner(branch)``, which the layer returns; the norm that follows is made along with it."""
+        norm = self._norm_after(branch, residual)
+        if norm is not None:
+            y, total = self.fused_norm_add(norm, residual, branch, inner=inner, scale=scale)
+            leave(norm, total, y)
+            return total
+        if inner is not None:
+            return self.fused_norm_onto(inner, residual, branch)
+        return residual + (branch if type(scale) is float and scale == 1.0 else branch * scale)
+
+    def fused_norm_free(self, q_norm: Any, k_norm: Any) -> bool:
+        """Whether the two norms may be made in one call."""
+        return is_free(q_norm) and is_free(k_norm) and same_norms(q_norm, k_norm)
+
+    def fused_norm_unless(self, free: bool, norm: Any, x: Any) -> Any:
+        """``norm(x)``, or x for later where ``free``."""
+        return x if free else norm(x)
+
+    def fused_norm_heads(self, free: bool, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
+        """The norms of q and k, where they wait for it."""
+        if not free:
+            return q, k
+        if _heads_obstacle(q_norm, k_norm, q, k) is not None:
+            return q_norm(q), k_norm(k)
+        spec, eps = q_norm.fused_norm_spec, getattr(q_norm, q_norm.fused_norm_eps_name)
+        return qk_norm(q, k, weight_of(q_norm), weight_of(k_norm), eps, spec.casting, spec.zero_centered)
+
+    def fused_norm_rotated(
+        self, free: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
+    ) -> tuple[Any, Any]:
+        """``rotate(q_norm(q), k_norm(k), cos, sin)``; where not ``free``, q and k are normed already."""
+        if not free:
+            return rotate(q, k, cos, sin, **named)
+        if _heads_obstacle(q_norm, k_norm, q, k) is not None:
+            return rotate(q_norm(q), k_norm(k), cos, sin, **named)
+        heads_dim = named.get("unsqueeze_dim", 1)
+        if not any(_rotates(rotation, rotate, q, k, cos, sin, heads_dim) for rotation in self.fused_norm_rotations):
+            q, k = self.fused_norm_heads(free, q_norm, k_norm, q, k)
+            return rotate(q, k, cos, sin, **named)
+        spec, eps = q_norm.fused_norm_spec, getattr(q_norm, q_norm.fused_norm_eps_name)
+        weights = weight_of(q_norm), weight_of(k_norm)
+        return qk_norm_rope(q, k, *weights, cos, sin, eps, spec.casting, spec.zero_centered, heads_dim)
+
+    def _norm_after(self, branch: Any, residual: Any) -> FusedNorm | None:
+        """The norm that takes this layer's output, where it can be made here."""
+        successor = self.__dict__.get("fused_norm_successor")
+        if successor is None or torch.compiler.is_compiling():
+            return None
+        following = successor.of(self)
+        if following is None:
+            return None
+        layer, norm = following
+        reason = _keeps_apart(self, layer, norm)
+        if reason is None:
+            if not is_free(norm):
+                reason = "hooks or other code stand on the norm of the next layer"
+            else:
+                reason = obstacle(branch, weight_of(norm), residual, norm.fused_norm_spec)
+        if reason is None and branch.is_inference():
+            reason = "inference mode does not tell versions of a tensor apart"
+        if reason is None:
+            return norm  # type: ignore[no-any-return]
+        if reason:
+            explain(self.fused_norm_origin, f"the add at its end is apart from the next norm, {reason}")
+        return None
+
+
+def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
+    if not (is_free(norm) and is_free(inner) and same_norms(norm, inner)):
+        return None
+    weight, inner_weight, spec = weight_of(norm), weight_of(inner), norm.fused_norm_spec
+    if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
+        return None
+    eps = getattr(norm, norm.fused_norm_eps_name)
+    return norm_add_norm(x, residual, inner_weight, weight, eps, spec.casting, spec.zero_centered)
+
+
+def _heads_obstacle(q_norm: FusedNorm, k_norm: FusedNorm, q: Any, k: Any) -> str | None:
+    reason = obstacle(q, weight_of(q_norm), None, q_norm.fused_norm_spec)
+    if reason is None:
+        reason = obstacle(k, weight_of(k_norm), None, k_norm.fused_norm_spec)
+    if reason is None and (q.dtype != k.dtype or q.shape[-1] != k.shape[-1] or q.device != k.device):
+        reason = "q and k differ in dtype, width or device"
+    return reason
+
+
+def _rotates(rotation: Rotation, rotate: Any, q: Tensor, k: Tensor, cos: Any, sin: Any, heads_dim: Any) -> bool:
+    """Whether the kernel makes of these what ``rotate`` would."""
+    if rotate is not rotation.function or not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or heads_dim not in (1, 2) or cos.shape != sin.shape:
+        return False
+    batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    return (
+        (k.shape[0], k.shape[3 - heads_dim]) == (batch, tokens)
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == tokens
+        and (cos.shape[2] == width or (rotation.partial and cos.shape[2] < width))
+        and cos.shape[2] % 2 == 0
+        and cos.device == q.device
+        and cos.dtype == sin.dtype
+        and (q.dtype, cos.dtype) in rotation.dtypes
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _keeps_apart(layer: nn.Module, following: nn.Module | None, norm: Any) -> str | None:
+    """Why a layer's add and the norm after it are to be two calls, None where they may be one."""
+    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved tensors are hooked, as in gradient checkpointing"
+    for one in (layer, following):
+        if one is None:
+            continue
+        if one.training and getattr(one, "gradient_checkpointing", False):
+            return "gradient checkpointing is on"
+        if "forward" in one.__dict__:
+            return "its forward was replaced on the instance"
+        if one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks:
+            return "hooks stand on its layer"
+        if any(getattr(hook, "__module__", None) != _CAPTURING for hook in one._forward_hooks.values()):
+            return "hooks stand on its layer"
+    return None

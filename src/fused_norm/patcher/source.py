@@ -1,0 +1,140 @@
+"""The source of a module's forward: read, checked to be what runs, and compiled again once it has been changed."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import linecache
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+_FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+
+
+class SourceError(Exception):
+    """A forward that cannot be rewritten; the message says why."""
+
+
+def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType]:
+    """The definition of the layer's forward, and the function that it defines, without decorators."""
+    function, wrappers = _unwrap(layer.forward)
+    if function.__code__.co_freevars:
+        raise SourceError(f"its forward closes over {', '.join(function.__code__.co_freevars)}")
+    try:
+        lines, _ = inspect.findsource(function)
+        tree = ast.parse("".join(lines))
+        codes = list(_codes(_compile(tree, "<source>", function)))
+    except (OSError, TypeError, SyntaxError, ValueError) as error:
+        raise SourceError(f"the source of its forward cannot be read: {error}") from error
+    definition = next((node for node in ast.walk(tree) if _first_line(node) == function.__code__.co_firstlineno), None)
+    if not isinstance(definition, ast.FunctionDef) or not any(_same_code(code, function.__code__) for code in codes):
+        raise SourceError("the source of its forward is not the code that runs")
+    definition.decorator_list = list(_decorators_of(wrappers, definition, function))
+    return definition, function
+
+
+def compiled(definition: ast.FunctionDef, function: FunctionType, layer: type[nn.Module]) -> Callable[..., Any]:
+    """``definition``, the changed definition of ``function``, as a function again.
+
+    It lives in the namespace of the layer's own module, which gains no name by it.
+
+    Raises:
+        SourceError: where it does not run again.
+    """
+    ast.fix_missing_locations(definition)
+    source = ast.unparse(definition)
+    filename = f"<fused_norm {layer.__module__}.{layer.__qualname__}.forward>"
+    # Tracebacks, debuggers and inspect show the rewritten lines.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {}
+    try:
+        exec(_compile(source, filename, function), function.__globals__, namespace)
+    except Exception as error:  # decorators and defaults are evaluated again, and may need what is gone
+        raise SourceError(f"its source does not run again: {type(error).__name__}: {error}") from error
+    forward = namespace[definition.name]
+    forward.__qualname__ = function.__qualname__
+    return forward
+
+
+def _decorators_of(
+    wrappers: list[FunctionType], definition: ast.FunctionDef, function: FunctionType
+) -> Iterator[ast.expr]:
+    """The decorators that made ``wrappers``, outermost first; the others returned the function as it is."""
+    decorators = iter(definition.decorator_list)
+    for wrapper in wrappers:
+        module = wrapper.__globals__["__name__"]
+        decorator = next((decorator for decorator in decorators if _module_of(decorator, function) == module), None)
+        if decorator is None:
+            raise SourceError(f"its forward is wrapped by {module}, which its source does not show")
+        yield decorator
+
+
+def _first_line(node: ast.AST) -> int | None:
+    """The line a function's code starts at: that of its first decorator, if it has one."""
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _module_of(decorator: ast.expr, function: FunctionType) -> str | None:
+    """Where the wrappers that a decorator makes come from: the module that defines the decorator."""
+    name = decorator.func if isinstance(decorator, ast.Call) else decorator
+    try:
+        value = eval(compile(ast.Expression(name), "<decorator>", "eval"), function.__globals__)
+    except Exception:  # whatever a name or attribute lookup raises
+        return None
+    return getattr(value, "__module__", None)
+
+
+def _unwrap(forward: Any) -> tuple[FunctionType, list[FunctionType]]:
+    """The innermost function, and the wrappers around it that its source must show.
+
+    transformers' layers wrap the forward of each subclass for gradient checkpointing; a fused class gets that anew.
+    """
+    wrappers = []
+    while hasattr(forward, "__wrapped__"):
+        if getattr(forward, "__globals__", {}).get("__name__") != "transformers.modeling_layers":
+            wrappers.append(forward)
+        forward = forward.__wrapped__
+    if not isinstance(forward, FunctionType):
+        raise SourceError(f"its forward is a {type(forward).__name__}, not a function")
+    return forward, wrappers
+
+
+def self_name(function: FunctionType) -> str:
+    """What the function calls its instance."""
+    return function.__code__.co_varnames[0]
+
+
+def _compile(source: str | ast.Module, filename: str, like: FunctionType) -> CodeType:
+    return compile(source, filename, "exec", flags=like.__code__.co_flags & _FUTURE_FLAGS, dont_inherit=True)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """``code`` and all code objects inside it, outermost first."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _same_code(one: CodeType, other: CodeType) -> bool:
+    """Whether one is the other, compiled again."""
+
+    def facts(code: CodeType) -> tuple[Any, ...]:
+        constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
+        return (
+            code.co_firstlineno,
+            code.co_code,
+            code.co_names,
+            code.co_varnames,
+            code.co_freevars,
+            code.co_cellvars,
+            constants,
+        )
+
+    return [facts(code) for code in _codes(one)] == [facts(code) for code in _codes(other)]
