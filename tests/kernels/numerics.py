@@ -37,11 +37,14 @@ class Norm:
     """The residual's dtype; None is a norm without residual."""
     eps: float = 1e-6
     mode: str | None = None
+    scale: float = 1.0
+    """What the branch is multiplied by where there is a residual."""
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.x, self.r, self.w) if dtype is not None]
         gamma = "weightless" if self.w is None else "centered" if self.zero_centered else "plain"
-        return "-".join([self.casting, gamma, *names])
+        scaled = [] if self.scale == 1.0 else [str(self.scale)]
+        return "-".join([self.casting, gamma, *names, *scaled])
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -50,18 +53,18 @@ class Norm:
     def fused(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The kernels' ``(y, s)``."""
         semantics = {"casting": self.casting, "zero_centered": self.zero_centered, "mode": self.mode}
-        return (
-            (rms_norm(x, w, self.eps, **semantics), None) if r is None else add_rms_norm(x, r, w, self.eps, **semantics)
-        )
+        if r is None:
+            return rms_norm(x, w, self.eps, **semantics), None
+        return add_rms_norm(x, r, w, self.eps, **semantics, scale=self.scale)
 
     def stock(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``(y, s)`` as modelling code computes them."""
-        s = x if r is None else r + x
+        s = x if r is None else r + x * self.scale
         return _STOCK[self.casting](s, w, self.eps, self.zero_centered), None if r is None else s
 
     def true(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``(y, s)`` of float64 arguments, by the definition of the norm."""
-        s = x if r is None else x + r
+        s = x if r is None else self.scale * x + r
         y = s / (s.square().mean(-1, keepdim=True) + self.eps).sqrt()
         if w is not None:
             y = y * (1 + w if self.zero_centered else w)
@@ -217,7 +220,7 @@ def scales(norm: Norm, inputs: Inputs, truth: Results) -> dict[str, Tensor]:
     return {
         "y": y.abs().amax(-1, keepdim=True),
         "s": s.abs().amax(-1, keepdim=True),
-        "dx": terms,
+        "dx": terms * abs(norm.scale),
         "dr": terms,
         "dw": (dy * (s * rstd).abs()).sum(rows),
     }

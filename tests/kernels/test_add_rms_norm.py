@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
+
 import pytest
 import torch
 
 from fused_norm.kernels import add_rms_norm, rms_norm
+from fused_norm.kernels.launch import Launch
 from fused_norm.spec import CASTINGS
 
 from .numerics import (
@@ -16,6 +20,7 @@ from .numerics import (
     FP32,
     ROW_LAYOUTS,
     WIDTHS,
+    Inputs,
     Norm,
     assert_same_row,
     assert_within_budget,
@@ -255,9 +260,132 @@ def test_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> Non
             assert torch.equal(getattr(ours, name), getattr(whole, name)[rows]), name
 
 
+SCALES = (0.22, 2, -1.5)
+SCALED = [
+    *(Norm(c, x=x, w=BF16, r=r, scale=0.22) for c in CASTINGS for x, r in ((BF16, BF16), (FP32, FP32), (BF16, FP32))),
+    *(
+        Norm("gemma", True, x=x, w=FP32, r=r, scale=scale)
+        for scale in SCALES[1:]
+        for x, r in ((BF16, FP16), (FP32, BF16))
+    ),
+]
+
+
+@pytest.mark.parametrize("norm", SCALED, ids=str)
+def test_a_scaled_branch_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
+    assert_within_budget(norm, make_inputs(norm, (35, 130), device))
+
+
+@pytest.mark.parametrize("x", [FP32, BF16])
+def test_a_scaled_branch_of_a_wide_row_is_as_accurate_as_the_stock_code(x: torch.dtype, device: str) -> None:
+    norm = Norm("llama", x=x, w=BF16, r=x, scale=0.22)
+    assert_within_budget(norm, make_inputs(norm, (3, CHUNKED), device))
+
+
+@pytest.mark.parametrize("width", [130, CHUNKED])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_scaled_branch_is_rounded_before_it_is_added(dtype: torch.dtype, width: int, device: str) -> None:
+    """A fused multiply-add would round the sum alone."""
+    norm = Norm(x=dtype, r=dtype, w=dtype, scale=0.22)
+    inputs = make_inputs(norm, (5, width), device)
+    x, r = inputs.x, inputs.r
+    _, s = norm.fused(x, r, inputs.w)
+    exact_product = x.double() * torch.tensor(norm.scale, dtype=FP32).double()
+    assert torch.equal(s, r + x * norm.scale)
+    assert not torch.equal(s, (r.double() + exact_product).to(dtype)), "these values cannot tell the two apart"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, tuple[object, ...]]]:
+    """Every launch and the floats it is called with."""
+    calls: list[tuple[Launch, tuple[object, ...]]] = []
+    launch = Launch.__call__
+
+    def recorded(self: Launch, grid: object, tensors: object, rows: int, strides=(), floats=()) -> None:
+        calls.append((self, floats))
+        launch(self, grid, tensors, rows, strides, floats)
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("width", [130, CHUNKED])
+def test_a_launch_prepared_without_a_scale_serves_none_with_one(width: int, launches: list, device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, width), device)
+    for scale in (0.22, 1.0, 2, 1):
+        assert_within_budget(replace(LLAMA, scale=scale), inputs, frozen="r")
+    scaled = {launch for launch, floats in launches if floats and floats[-1] is not None}
+    unscaled = {launch for launch, floats in launches if floats and floats[-1] is None}
+    assert len(scaled) == len(unscaled) == 2, "a forward and a backward each"
+    assert not scaled & unscaled
+
+
+@pytest.mark.parametrize("width", [130, CHUNKED])
+@pytest.mark.parametrize(("x", "scale", "fused"), [(FP32, 0.22, False), (FP32, 1.0, True), (BF16, 0.22, True)])
+def test_an_fp32_product_and_its_sum_are_compiled_apart(
+    x: torch.dtype, scale: float, fused: bool, width: int, launches: list, device: str
+) -> None:
+    norm = Norm(x=x, r=FP32, w=None, scale=scale)
+    inputs = make_inputs(norm, (2, width), device)
+    norm.fused(inputs.x, inputs.r, None)
+    ((launch, _),) = launches
+    assert launch._options.get("enable_fp_fusion", True) == fused
+
+
+@pytest.mark.parametrize("frozen", ["x", "r", "w", "xr"])
+def test_frozen_arguments_of_a_scaled_sum_change_no_other_gradient(frozen: str, device: str) -> None:
+    norm = replace(LLAMA, scale=0.22)
+    inputs = make_inputs(norm, (5, 123), device)
+    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
+    for name in "xrw":
+        gradient = getattr(part, f"d{name}")
+        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}"))
+
+
+@pytest.mark.parametrize("width", [123, CHUNKED])
+def test_the_branch_gets_the_scaled_gradient_and_the_residual_the_plain_one(width: int, device: str) -> None:
+    """Scaled by a power of two nothing is rounded that was not without it."""
+    inputs = make_inputs(LLAMA, (5, width), device)
+    halves = Inputs(2 * inputs.x, inputs.r, inputs.w, inputs.dy, inputs.ds)
+    plain, scaled = run(LLAMA.fused, inputs), run(replace(LLAMA, scale=0.5).fused, halves)
+    assert torch.equal(scaled.dx, 0.5 * plain.dx)
+    for name in ("y", "s", "dr", "dw"):
+        assert torch.equal(getattr(scaled, name), getattr(plain, name)), name
+    assert scaled.dx.untyped_storage().data_ptr() != scaled.dr.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("norm", [replace(LLAMA, scale=0.22), Norm(x=BF16, r=FP32, w=FP16, scale=0.22)], ids=str)
+def test_only_the_scaled_sum_is_used(norm: Norm, device: str) -> None:
+    inputs = make_inputs(norm, (5, 123), device)
+    x, r = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r))
+    _, s = norm.fused(x, r, inputs.w)
+    dx, dr = torch.autograd.grad(s, (x, r), inputs.ds)
+    assert torch.equal(dx, (inputs.ds * norm.scale).to(x.dtype))
+    assert torch.equal(dr, inputs.ds)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (dx, dr, inputs.ds)}) == 3
+
+
+@pytest.mark.parametrize(("scale", "written"), [(1.0, 1), (1, 1), (0.22, 2)])
+def test_an_unscaled_sum_has_its_gradient_written_once(
+    scale: float, written: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("fused_norm.kernels.add_rms_norm")
+    launch, outputs = module.launch_backward, []
+
+    def recorded(*arguments: object) -> None:
+        outputs.extend(tensor for tensor in arguments[7:9] if tensor is not None)
+        launch(*arguments)
+
+    monkeypatch.setattr(module, "launch_backward", recorded)
+    run(replace(LLAMA, scale=scale).fused, make_inputs(LLAMA, (5, 123), device))
+    assert len(outputs) == written
+
+
 def test_float64_takes_the_reference() -> None:
     x, r = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     w = torch.randn(7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(add_rms_norm, (x, r, w))
+    assert torch.autograd.gradcheck(lambda *tensors: add_rms_norm(*tensors, scale=0.22), (x, r, w))
+    assert torch.equal(add_rms_norm(x, r, w, scale=0.22)[1], r + x * 0.22)
     y, s = add_rms_norm(x.float(), r, w.float())
     assert (y.dtype, s.dtype) == (torch.float64, torch.float64)

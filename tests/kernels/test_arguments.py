@@ -33,6 +33,8 @@ BAD_SUMS = {
     "other rank": (lambda: add_rms_norm(X, X[0], W), ValueError, r"shape \(2, 3, 8\), not \(3, 8\)"),
     "integer residual": (lambda: add_rms_norm(X, X.int(), W), TypeError, "residual must be .*, not torch.int32"),
     "residual elsewhere": (lambda: add_rms_norm(X, X.to("meta"), W), ValueError, "residual is on meta and x on cpu"),
+    "scale of a tensor": (lambda: add_rms_norm(X, X, W, scale=W[0]), TypeError, "not Tensor; pass x multiplied by it"),
+    "scale that is a truth value": (lambda: add_rms_norm(X, X, W, scale=True), TypeError, "scale must be .*, not bool"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,14 @@ def test_opcheck(norm: Norm, layout: str, device: str) -> None:
     wanted = (norm.x, norm.r, inputs.w is not None)
     torch.library.opcheck(OPS.add_rms_norm_backward, (inputs.dy, inputs.ds, s, inputs.w, rstd, *semantics, *wanted))
     torch.library.opcheck(
+        OPS.add_rms_norm_forward, (inputs.x, inputs.r, inputs.w, 1e-6, *semantics, True, None), {"scale": 0.22}
+    )
+    torch.library.opcheck(
+        OPS.add_rms_norm_backward,
+        (inputs.dy, inputs.ds, s, inputs.w, rstd, *semantics, *wanted),
+        {"scale": 0.22},
+    )
+    torch.library.opcheck(
         OPS.add_rms_norm_backward, (inputs.dy, None, s, inputs.w, rstd, *semantics, None, norm.r, False)
     )
 
@@ -81,6 +90,16 @@ def test_compiles_as_one_graph_with_equal_results(device: str) -> None:
     with torch.no_grad():
         for ours, expected in zip(compiled(x), block(x), strict=True):
             assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_a_scale_compiles_into_the_graph(scale: float, device: str) -> None:
+    inputs = make_inputs(LLAMA, (6, 40), device)
+    norm = replace(LLAMA, scale=scale)
+    compiled = torch.compile(norm.fused, fullgraph=True, backend="aot_eager")
+    expected = run(norm.fused, inputs).present()
+    for name, value in run(compiled, inputs).present().items():
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.skipif(

@@ -57,6 +57,14 @@ def check_residual(name: str, x: Tensor, residual: Tensor) -> None:
         raise ValueError(f"{name}: residual is on {residual.device} and x on {x.device}; move them to one device")
 
 
+def check_scale(name: str, scale: object) -> None:
+    """Raises TypeError where ``scale`` is not a Python number: a tensor would want a gradient of its own."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(
+            f"{name}: scale must be a Python float or int, not {type(scale).__name__}; pass x multiplied by it instead"
+        )
+
+
 def _check_float(name: str, argument: str, tensor: Tensor) -> None:
     if tensor.dtype not in KERNEL_DTYPES and tensor.dtype != torch.float64:
         raise TypeError(f"{name}: {argument} must be float32, bfloat16, float16 or float64, not {tensor.dtype}")

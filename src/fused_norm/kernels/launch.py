@@ -26,12 +26,15 @@ class Launch:
     go straight to the compiled kernel. All others, and all while a launch hook is set, take Triton's own way.
     """
 
-    __slots__ = ("_constants", "_kernel", "_lazy", "_prepared", "_values", "_warps")
+    __slots__ = ("_constants", "_kernel", "_lazy", "_options", "_prepared", "_values")
 
-    def __init__(self, kernel: Any, warps: int, constants: dict[str, Any], lazy: int = 0) -> None:
-        """``lazy``: how many of the tensors, the first ones, are only read and may be lazily cloned gradients."""
+    def __init__(self, kernel: Any, warps: int, constants: dict[str, Any], lazy: int = 0, *, fuse: bool = True) -> None:
+        """``lazy``: how many of the tensors, the first ones, are only read and may be lazily cloned gradients.
+
+        ``fuse``: a product that is added to may become one multiply-add, which does not round the product.
+        """
         self._kernel = kernel
-        self._warps = warps
+        self._options = {"num_warps": warps} if fuse else {"num_warps": warps, "enable_fp_fusion": False}
         self._lazy = lazy
         self._constants = constants
         self._values = tuple(constants.values())
@@ -48,12 +51,12 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         rows: int,
         strides: tuple[int, ...] = (),
-        floats: tuple[float, ...] = (),
+        floats: tuple[float | None, ...] = (),
     ) -> None:
         """Launches ``kernel[grid](*tensors, rows, *strides, *floats, **constants)`` on the tensors' device.
 
-        A tensor must have the dtype, and be present or None, as on the first call; the first one is always present. The
-        kernel does not specialise on ``rows``, which may change freely.
+        A tensor must have the dtype, and it or a float be present or None, as on the first call; the first tensor is
+        always present. The kernel does not specialise on ``rows``, which may change freely.
         """
         lead = tensors[0]
         assert lead is not None
@@ -89,7 +92,7 @@ class Launch:
 
     def _launch(self, grid: Any, tensors: Any, rows: int, strides: Any, floats: Any) -> Any:
         with on(tensors[0].device):
-            return self._kernel[grid](*tensors, rows, *strides, *floats, num_warps=self._warps, **self._constants)
+            return self._kernel[grid](*tensors, rows, *strides, *floats, **self._options, **self._constants)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

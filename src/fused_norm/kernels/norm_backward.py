@@ -32,11 +32,11 @@ SMALL_SHARES = 2**16
 
 
 @triton.jit
-def _store_input_grads(dx_ptr, dr_ptr, ds, row, dx_stride, dr_stride, col, live):
+def _store_input_grads(dx_ptr, dr_ptr, ds, scale, row, dx_stride, dr_stride, col, live):
     """Writes the sum's gradient to the branch, the residual, or both: two tensors, since gradients never alias."""
     if dx_ptr is not None:
-        dx = round_to(ds, dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + row * dx_stride + col, dx, mask=live)
+        dx = ds if scale is None else ds * scale
+        tl.store(dx_ptr + row * dx_stride + col, round_to(dx, dx_ptr.dtype.element_ty), mask=live)
     if dr_ptr is not None:
         dr = round_to(ds, dr_ptr.dtype.element_ty)
         tl.store(dr_ptr + row * dr_stride + col, dr, mask=live)
@@ -71,6 +71,7 @@ def _backward_kernel(
     s_stride,
     dx_stride,
     dr_stride,
+    scale,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,7 +106,7 @@ def _backward_kernel(
             grad = rstd * (g - s * pull)
             if ds_ptr is not None:
                 grad += tl.load(ds_ptr + row_in * ds_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-            _store_input_grads(dx_ptr, dr_ptr, grad, row_in, dx_stride, dr_stride, col[None, :], live)
+            _store_input_grads(dx_ptr, dr_ptr, grad, scale, row_in, dx_stride, dr_stride, col[None, :], live)
     if dw_ptr is not None:
         tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
         if arrived_ptr is not None:
@@ -163,6 +164,7 @@ def _backward_columns_kernel(
     s_stride,
     dx_stride,
     dr_stride,
+    scale,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -193,7 +195,7 @@ def _backward_columns_kernel(
             grad = rstd * (dy * gamma - s * pull)
             if ds_ptr is not None:
                 grad += tl.load(ds_ptr + row_in * ds_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-            _store_input_grads(dx_ptr, dr_ptr, grad, row_in, dx_stride, dr_stride, col[None, :], live)
+            _store_input_grads(dx_ptr, dr_ptr, grad, scale, row_in, dx_stride, dr_stride, col[None, :], live)
     if dw_ptr is not None:
         tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
 
@@ -224,12 +226,13 @@ def launch_backward(
     dx: Tensor | None,
     dr: Tensor | None,
     dw: Tensor | None,
+    scale: float = 1.0,
     *,
     plan: BackwardPlan | None = None,
 ) -> None:
     """Writes the gradients asked for: ``dx`` and ``dr`` from ``empty_rows_like(total)``, ``dw`` [N] contiguous.
 
-    ``plan`` overrules the one that the shape would get.
+    ``scale`` is what the branch was multiplied by. ``plan`` overrules the one that the shape would get.
     """
     size, width = total.numel(), total.shape[-1]
     if size == 0:
@@ -248,7 +251,8 @@ def launch_backward(
     small = size <= SMALL and dw is not None and not (dw.is_cuda and torch.cuda.is_current_stream_capturing())
     tensors = (total, dy, ds, weight, dx, dr, dw)
     dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    key = (total.device, dtypes, width, casting, zero_centered, long, small, plan)
+    factor = None if scale == 1.0 else float(scale)
+    key = (total.device, dtypes, width, casting, zero_centered, factor is None, long, small, plan)
     planned = _backwards.get(key)
     if planned is None:
         planned = _backwards[key] = _plan_backward(tensors, width, casting, zero_centered, long, small, plan)
@@ -264,12 +268,12 @@ def launch_backward(
         arrived, out = arrivals(total), dw
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
     if pulling is None:
-        launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares, arrived, out), rows, strides)
+        launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares, arrived, out), rows, strides, (factor,))
     else:
         pull = total.new_empty(rows, dtype=torch.float32)
         if dx is not None or dr is not None:
             pulling((rows, 1), (dy, total, weight, rstd, pull), rows, (strides[0], strides[2]))
-        launch((blocks, programs), (dy, ds, total, weight, rstd, pull, dx, dr, shares), rows, strides)
+        launch((blocks, programs), (dy, ds, total, weight, rstd, pull, dx, dr, shares), rows, strides, (factor,))
     if summing is not None:
         assert dw is not None
         summing((-(-width // SHARE_COLUMNS), 1), (shares, dw), programs)

@@ -1,8 +1,9 @@
 """The forward of RMSNorm in Triton, with or without the residual add in front of it, and its launcher.
 
 Names in the kernels: M rows of N columns; ``row`` and ``col`` index them, ``live`` masks what is inside. ``x`` is the
-branch, ``r`` the residual, ``s`` their sum (or x itself where there is no residual), ``w`` the weight, ``gamma`` what a
-row is multiplied by, ``x_hat`` the normalised row, ``rstd`` = 1/sqrt(mean(s^2) + eps). Arithmetic is fp32 throughout.
+branch, ``scale`` what it is multiplied by (None is one), ``r`` the residual, ``s`` their sum (or x itself where there
+is no residual), ``w`` the weight, ``gamma`` what a row is multiplied by, ``x_hat`` the normalised row, ``rstd`` =
+1/sqrt(mean(s^2) + eps). Arithmetic is fp32 throughout.
 """
 
 from __future__ import annotations
@@ -60,6 +61,14 @@ def load_gamma(w_ptr, col, in_row, CASTING: tl.constexpr, ZERO_CENTERED: tl.cons
 
 
 @triton.jit
+def _add(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
+    """The sum of residual and scaled branch; product and sum are rounded by themselves, as two operators round them."""
+    if scale is not None:
+        x = round_to(x * scale, x_dtype)
+    return round_to(r + x, s_dtype)
+
+
+@triton.jit
 def _forward_tile(
     x_ptr,
     r_ptr,
@@ -76,6 +85,7 @@ def _forward_tile(
     y_stride,
     s_stride,
     eps,
+    scale,
     N: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -88,7 +98,7 @@ def _forward_tile(
     s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
     if r_ptr is not None:
         r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-        s = round_to(r + s, s_dtype)
+        s = _add(s, r, scale, x_ptr.dtype.element_ty, s_dtype)
         tl.store(s_ptr + row[:, None] * s_stride + col[None, :], s, mask=live)
     rstd = rstd_from(tl.sum(square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
     if rstd_ptr is not None:
@@ -126,6 +136,7 @@ def _forward_kernel(
     y_stride,
     s_stride,
     eps,
+    scale,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -142,24 +153,24 @@ def _forward_kernel(
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
             _forward_tile(
                 x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, rows_of(tile, ROWS, LONG), col, gamma, M,
-                x_stride, r_stride, y_stride, s_stride, eps, N, CASTING, ZERO_CENTERED, True,
+                x_stride, r_stride, y_stride, s_stride, eps, scale, N, CASTING, ZERO_CENTERED, True,
             )  # fmt: skip
     else:
         _forward_tile(
             x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, rows_of(tl.program_id(0), ROWS, LONG), col, gamma, M,
-            x_stride, r_stride, y_stride, s_stride, eps, N, CASTING, ZERO_CENTERED, False,
+            x_stride, r_stride, y_stride, s_stride, eps, scale, N, CASTING, ZERO_CENTERED, False,
         )  # fmt: skip
 
 
 @triton.jit
-def _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N: tl.constexpr):
-    """Columns ``col`` of x, or of its sum with the residual, which is stored on the way."""
+def _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, scale, N: tl.constexpr):
+    """Columns ``col`` of x, or of the sum with the residual, which is stored on the way."""
     live = (col < N)[None, :]
     s = tl.load(x_ptr + row * x_stride + col[None, :], mask=live, other=0.0, eviction_policy="evict_last")
     s = s.to(tl.float32)
     if r_ptr is not None:
         r = tl.load(r_ptr + row * r_stride + col[None, :], mask=live, other=0.0, eviction_policy="evict_first")
-        s = round_to(r.to(tl.float32) + s, s_ptr.dtype.element_ty)
+        s = _add(s, r.to(tl.float32), scale, x_ptr.dtype.element_ty, s_ptr.dtype.element_ty)
         tl.store(s_ptr + row * s_stride + col[None, :], s, mask=live)
     return s
 
@@ -199,6 +210,7 @@ def _forward_chunked_kernel(
     y_stride,
     s_stride,
     eps,
+    scale,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     CASTING: tl.constexpr,
@@ -211,13 +223,13 @@ def _forward_chunked_kernel(
     exact_squares = tl.zeros([1], tl.float32)
     for chunk in range(CHUNKS - 1):
         col = chunk * BLOCK + tl.arange(0, BLOCK)
-        s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N)
+        s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, scale, N)
         squares += tl.sum(square(s, s_dtype, CASTING), axis=1)
         if CASTING == "none":
             exact_squares += tl.sum(s * s, axis=1)
     # The last chunk stays in registers; the others are read again, backwards, those still in cache first.
     col = (CHUNKS - 1) * BLOCK + tl.arange(0, BLOCK)
-    s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, N)
+    s = _load_sum(x_ptr, r_ptr, s_ptr, row, col, x_stride, r_stride, s_stride, scale, N)
     rstd = rstd_from(squares + tl.sum(square(s, s_dtype, CASTING), axis=1), eps, s_dtype, N, CASTING)
     if rstd_ptr is not None:
         exact = rstd
@@ -244,6 +256,7 @@ def launch_forward(
     zero_centered: bool,
     save_rstd: bool,
     mode: str | None = None,
+    scale: float = 1.0,
     *,
     plan: ForwardPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -268,30 +281,37 @@ def launch_forward(
         weight = weight.contiguous()
     r_dtype = None if residual is None else residual.dtype
     w_dtype = None if weight is None else weight.dtype
-    key = (x.device, x.dtype, r_dtype, w_dtype, width, casting, zero_centered, save_rstd, mode, long, plan)
+    scaled = scale != 1.0
+    key = (x.device, x.dtype, r_dtype, w_dtype, width, casting, zero_centered, save_rstd, mode, scaled, long, plan)
     planned = _forwards.get(key)
     if planned is None:
         plan = plan or forward_plan(width, facts_of(x.device), mode, summed=residual is not None)
-        planned = _forwards[key] = plan, _launch_of(plan, width, casting, zero_centered, long)
+        rounds_product = scaled and x.dtype == torch.float32
+        planned = _forwards[key] = plan, _launch_of(plan, width, casting, zero_centered, long, rounds_product)
     plan, launch = planned
+    floats = float(eps), float(scale) if scaled else None
     if plan.mode == "multi_wave_reload":
         if residual is None:
             sums, strides = x, (*strides[:3], strides[0])
-        launch((rows, 1), (x, residual, weight, out, sums, rstd), rows, strides, (float(eps),))
+        launch((rows, 1), (x, residual, weight, out, sums, rstd), rows, strides, floats)
         return y, total, rstd
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if plan.mode == "static_persistent" else tiles
-    launch((grid, 1), (x, residual, weight, out, sums, rstd), rows, strides, (float(eps),))
+    launch((grid, 1), (x, residual, weight, out, sums, rstd), rows, strides, floats)
     return y, total, rstd
 
 
-def _launch_of(plan: ForwardPlan, width: int, casting: str, zero_centered: bool, long: bool) -> Launch:
+def _launch_of(
+    plan: ForwardPlan, width: int, casting: str, zero_centered: bool, long: bool, rounds_product: bool
+) -> Launch:
+    """``rounds_product``: an fp32 product is added to, which must not become one fused multiply-add."""
     semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
     if plan.mode == "multi_wave_reload":
-        return Launch(_forward_chunked_kernel, plan.warps, {"N": width, "BLOCK": plan.block, **semantics})
+        constants = {"N": width, "BLOCK": plan.block, **semantics}
+        return Launch(_forward_chunked_kernel, plan.warps, constants, fuse=not rounds_product)
     persistent = plan.mode == "static_persistent"
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "PERSISTENT": persistent, "LONG": long}
-    return Launch(_forward_kernel, plan.warps, constants | semantics)
+    return Launch(_forward_kernel, plan.warps, constants | semantics, fuse=not rounds_product)
 
 
 def empty_outputs(

@@ -38,10 +38,16 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """``s = residual + x``, rounded to its dtype, and the norm of that rounded sum: ``(norm(s), s)``."""
-    total = residual + x
+    """``s = residual + x * scale``, each step rounded to its dtype, and the norm of that sum: ``(norm(s), s)``."""
+    total = residual + (x if scale == 1.0 else x * scale)
     return rms_norm(total, weight, eps, casting, zero_centered), total
 
 
