@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "none"]
-Kind = Literal["norm", "qk", "residual"]
+Kind = Literal["norm", "qk", "rope", "residual", "sandwich"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -19,7 +19,8 @@ from fused_norm import FusedNormError, FuseOptions
 from fused_norm.convergence.equality import compare
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher import adapters
-from fused_norm.patcher.runtime import FusedBlock, FusedNorm
+from fused_norm.patcher.blocks import FusedBlock
+from fused_norm.patcher.runtime import FusedNorm
 
 from .models import MODEL_TYPES, relative, snapshot, step, tokens
 

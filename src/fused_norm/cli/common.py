@@ -24,14 +24,20 @@ class UsageError(Exception):
         super().__init__(" ".join(str(message).split()))
 
 
+_CHOICES = {
+    "norms": "RMSNorms",
+    "qk": "norms of the queries and keys",
+    "rope": "these with the rotary embedding after them; follows --qk",
+    "residual": "residual add + norm; follows --norms",
+    "sandwich": "the norm of a branch + its add; follows --residual",
+    "across": "the add that ends a layer + the next layer's norm; follows --residual",
+}
+
+
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
-    """``--norms``, ``--qk`` and ``--residual``, each with its ``--no-`` form."""
-    for kind, what in (
-        ("norms", "RMSNorms"),
-        ("qk", "norms of the queries and keys"),
-        ("residual", "residual add + norm; follows --norms"),
-    ):
-        parser.add_argument(f"--{kind}", action=argparse.BooleanOptionalAction, default=None, help=f"fuse {what}")
+    """An option for each choice of ``apply_fused_norm``, with its ``--no-`` form."""
+    for choice, what in _CHOICES.items():
+        parser.add_argument(f"--{choice}", action=argparse.BooleanOptionalAction, default=None, help=f"fuse {what}")
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
@@ -43,7 +49,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
     from ..patcher import FuseOptions
 
     try:
-        return FuseOptions(norms=args.norms, qk=args.qk, residual=args.residual, strict=strict)
+        return FuseOptions(**{choice: getattr(args, choice) for choice in _CHOICES}, strict=strict)
     except ValueError as error:
         raise UsageError(error) from error
 

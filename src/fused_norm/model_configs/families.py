@@ -44,7 +44,8 @@ class Family:
     Attributes:
         model_type: ``config.model_type`` of the text model.
         spec: what every norm of the tiny model computes.
-        sites_per_layer: sites of each kind in one decoder layer.
+        sites_per_layer: sites of each kind in one decoder layer, its end included; the layers of Gemma 2 and 3 return
+            tuples before transformers 5, and the add at their end is no site there.
         tiny: config arguments of a model that trains in seconds on a CPU and still has what the family has.
         shapes: published models, smallest first.
     """
@@ -70,10 +71,10 @@ class Family:
 # A vocabulary of bytes, with room for special tokens.
 _VOCAB = 264
 
-_PRE_NORM: Mapping[Kind, int] = MappingProxyType({"norm": 2, "residual": 1})
-_PRE_NORM_QK: Mapping[Kind, int] = MappingProxyType({"norm": 2, "qk": 2, "residual": 1})
-_SANDWICH: Mapping[Kind, int] = MappingProxyType({"norm": 4, "residual": 1})
-_SANDWICH_QK: Mapping[Kind, int] = MappingProxyType({"norm": 4, "qk": 2, "residual": 1})
+_PRE_NORM: Mapping[Kind, int] = MappingProxyType({"norm": 2, "residual": 2})
+_PRE_NORM_QK: Mapping[Kind, int] = MappingProxyType({**_PRE_NORM, "qk": 2, "rope": 1})
+_SANDWICH: Mapping[Kind, int] = MappingProxyType({"norm": 4, "residual": 2, "sandwich": 2})
+_SANDWICH_QK: Mapping[Kind, int] = MappingProxyType({**_SANDWICH, "qk": 2, "rope": 1})
 
 _GEMMA_SPEC = NormSpec("gemma", zero_centered=True, eps=1e-6)
 

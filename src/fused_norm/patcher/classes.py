@@ -14,10 +14,13 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError, NormSpec
-from .rewrite import rewritten_forward
-from .runtime import FusedBlock, FusedNorm
+from .ahead import Successor
+from .blocks import FusedBlock
+from .rewrite import Rewrite, rewritten_forward, rotations_of
+from .runtime import FusedNorm
 
 _POPPED = "_fused_norm_popped_forward"
+_SUCCESSOR = "fused_norm_successor"
 
 
 class _NoHubKernel:
@@ -41,14 +44,20 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Modu
 
 
 @cache
-def fused_block_class(origin: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    """The class for layers of class ``origin`` that hand the adds before the norms ``names`` to those norms.
+def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
+    """The class for modules of class ``origin`` with these patterns of their forward fused.
 
     Raises:
-        SourceError: where the layer's forward cannot be rewritten.
+        SourceError: where the forward cannot be rewritten.
     """
-    forward = rewritten_forward(origin, names)
-    return _derive(FusedBlock, origin, (fused_block_class, (names,)), fused_norm_names=names, forward=forward)
+    return _derive(
+        FusedBlock,
+        origin,
+        (fused_block_class, (rewrites,)),
+        fused_norm_rewrites=rewrites,
+        fused_norm_rotations=rotations_of(origin, rewrites),
+        forward=rewritten_forward(origin, rewrites),
+    )
 
 
 def _derive(
@@ -85,10 +94,18 @@ def foreign_forward(module: nn.Module) -> str | None:
     return f"its forward was replaced on the instance, by {getattr(function, '__module__', '?')}.{name}"
 
 
-def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
-    """Gives ``module`` another class, under a bound forward it may have, and returns what puts everything back."""
+def change_class(
+    module: nn.Module, new: type[nn.Module], successor: Successor | None = None
+) -> Callable[[], None]:
+    """Gives ``module`` another class, under a bound forward it may have, and returns what puts everything back.
+
+    ``successor``: of a layer whose last add is fused with the next norm.
+    """
     old, attributes = type(module), dict(vars(module))
     _rebind(module, new)
+    vars(module).pop(_SUCCESSOR, None)
+    if successor is not None:
+        vars(module)[_SUCCESSOR] = successor
 
     def undo() -> None:
         module.__class__ = old

@@ -134,8 +134,8 @@ def _check_structure(module: nn.Module) -> bool:
     if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(str(argument) for argument in arguments) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
-    if arguments[0].name == "residual":
-        raise UnrecognisedError("its forward calls its input `residual`, the name of the residual in a fused norm")
+    if arguments[0].name in ("residual", "scale"):
+        raise UnrecognisedError(f"its forward calls its input `{arguments[0].name}`, as a fused norm calls another")
     return bool(parameters)
 
 

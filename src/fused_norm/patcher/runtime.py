@@ -1,4 +1,4 @@
-"""What runs inside a patched model: the forward of fused norms, the residual add, and the switch that turns both off.
+"""What runs inside a patched model: the forward of fused norms, and the switch that turns all fusing off.
 
 Every call checks first that kernels may take it; where not, it runs the stock code of the module's own class, so a
 patched model is never less able than it was.
@@ -22,6 +22,7 @@ from ..kernels.arguments import KERNEL_DTYPES
 from ..kernels.rms_norm import rms_norm_unchecked as rms_norm
 from ..kernels.triton_utils import runs_kernels_on
 from ..spec import NormSpec
+from .ahead import take
 
 logger = logging.getLogger("fused_norm")
 
@@ -51,7 +52,8 @@ def disabled() -> Iterator[None]:
 class FusedNorm(nn.Module):
     """Base of the classes put on norm instances; a subclass also derives from the instance's own class.
 
-    Called with a tensor it is that norm. Called with a residual as well it returns the norm of their sum, and the sum.
+    Called with a tensor it is that norm. Called with a residual as well it returns the norm of their sum, and the sum;
+    with a scale too, the tensor is multiplied by it first.
     """
 
     fused_norm_origin: ClassVar[type[nn.Module]]
@@ -59,46 +61,67 @@ class FusedNorm(nn.Module):
     fused_norm_eps_name: ClassVar[str]
     weight: Tensor
 
-    def forward(self, x: Any = None, residual: Any = None, **named: Any) -> Any:
-        """``norm(x)``, or ``(norm(residual + x), residual + x)``. ``named``: x under the stock parameter's name."""
+    def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, **named: Any) -> Any:
+        """``norm(x)``, or ``(norm(s), s)`` of ``s = residual + scale * x``.
+
+        ``named``: x under the stock parameter's name.
+        """
         if named:
             (x,) = named.values()
+        if residual is None and not torch.compiler.is_compiling():
+            y = take(self, x)
+            if y is not None:
+                return y
         spec = self.fused_norm_spec
-        weight: Tensor | None = self._parameters.get("weight") if spec.weighted else None
-        if weight is None and spec.weighted:  # FSDP1 puts a view of its flat parameter there as a plain attribute
-            weight = self.weight
-        obstacle = _obstacle(x, weight, residual, spec)
-        if obstacle is None:
+        weight = weight_of(self)
+        reason = obstacle(x, weight, residual, spec)
+        if reason is None:
             eps = getattr(self, self.fused_norm_eps_name)
             if residual is None:
                 return rms_norm(x, weight, eps, spec.casting, spec.zero_centered)
-            return add_rms_norm(x, residual, weight, eps, spec.casting, spec.zero_centered)
-        if obstacle and not torch.compiler.is_compiling():
-            _explain(self.fused_norm_origin, obstacle)
+            return add_rms_norm(x, residual, weight, eps, spec.casting, spec.zero_centered, None, scale)
+        if reason:
+            explain(self.fused_norm_origin, reason)
         if residual is None:
             return self.fused_norm_origin.forward(self, x)
-        total = residual + x
+        total = residual + scaled(x, scale)
         return self.fused_norm_origin.forward(self, total), total
 
 
-class FusedBlock(nn.Module):
-    """Base of the classes put on layers whose forward was rewritten; a subclass derives from the layer's own class."""
-
-    fused_norm_origin: ClassVar[type[nn.Module]]
-    fused_norm_names: ClassVar[tuple[str, ...]]
-
-    def fused_norm_add(self, norm: nn.Module, residual: Any, branch: Any) -> tuple[Any, Any]:
-        """``(norm(residual + branch), residual + branch)``: in one call of the norm where nothing would be skipped.
-
-        A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
-        """
-        if isinstance(norm, FusedNorm) and not _has_hooks(norm):
-            return norm(branch, residual)
-        total = residual + branch
-        return norm(total), total
+def weight_of(norm: FusedNorm) -> Tensor | None:
+    """The norm's weight as it is now."""
+    if not norm.fused_norm_spec.weighted:
+        return None
+    weight = norm._parameters.get("weight")
+    return norm.weight if weight is None else weight  # FSDP1 puts a view of its flat parameter there as an attribute
 
 
-def _obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
+def scaled(branch: Any, scale: float) -> Any:
+    """``scale * branch``, which is the branch itself for 1."""
+    return branch if scale == 1.0 else branch * scale
+
+
+def is_free(norm: nn.Module) -> bool:
+    """Whether a call of this norm does nothing but norm, so that a call of it with others may do it as well."""
+    return (
+        isinstance(norm, FusedNorm)
+        and "forward" not in norm.__dict__
+        and type(norm).forward is FusedNorm.forward
+        and not has_hooks(norm)
+    )
+
+
+def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
+    """Whether two norms differ in nothing but their weights."""
+    a, b = one.fused_norm_spec, other.fused_norm_spec
+    return (
+        a.casting == b.casting
+        and a.zero_centered == b.zero_centered
+        and getattr(one, one.fused_norm_eps_name) == getattr(other, other.fused_norm_eps_name)
+    )
+
+
+def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
     """Why kernels may not take a call: None where they may, an empty string where there is nothing to explain."""
     if _disabled_depth:
         return ""
@@ -133,7 +156,8 @@ def _is_plain(value: Any) -> bool:
     return kind is Tensor or (isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody listens to the module's calls."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -143,8 +167,8 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _explain(origin: type[nn.Module], obstacle: str) -> None:
-    """Says once per class and reason that stock code ran in place of kernels."""
-    if (origin, obstacle) not in _explained:
-        _explained.add((origin, obstacle))
-        logger.warning("%s runs its stock code: %s", origin.__name__, obstacle)
+def explain(origin: type[nn.Module], reason: str) -> None:
+    """Says once per class and reason why stock code ran in place of kernels."""
+    if not torch.compiler.is_compiling() and (origin, reason) not in _explained:
+        _explained.add((origin, reason))
+        logger.warning("%s runs its stock code: %s", origin.__name__, reason)

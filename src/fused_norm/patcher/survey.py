@@ -79,9 +79,10 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 
 @dataclass(frozen=True)
 class _Next:
-    """The norm after a layer: its path, and how the layer finds it."""
+    """The norm after a layer: its path, the layer that it belongs to, if any, and how the layer before finds it."""
 
     path: str
+    layer: nn.Module | None
     successor: Successor
 
 
@@ -101,10 +102,8 @@ class _Block:
         self.module = modules[path]
         self.changes: list[Change] = []
         self._is_layer = path.rpartition(".")[2].isdigit()
-        fused = isinstance(self.module, FusedBlock)
-        self._origin: Any = self.module.fused_norm_origin if fused else type(self.module)  # type: ignore[union-attr]
-        already: tuple[Rewrite, ...] = self.module.fused_norm_rewrites if fused else ()  # type: ignore[assignment]
-        self._already = already
+        self._origin = _own_class(self.module)
+        self._already = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
         self._rewrites: list[Rewrite] = []
 
     def survey(self) -> list[Site]:
@@ -113,10 +112,12 @@ class _Block:
             patterns = patterns_of(self._origin)
         except SourceError as error:
             return [self._kept(self.path, "residual", str(error))] if self._is_layer else []
-        rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add, patterns)]
+        rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
         rows += [row for index, heads in enumerate(patterns.heads) for row in self._survey_heads(index, heads)]
-        if not rows and self._is_layer:
-            rows = [self._kept(self.path, "residual", "no norm in its forward takes the sum of an add")]
+        if self._is_layer and not any(row.kind == "residual" for row in rows):
+            rows.append(self._kept(self.path, "residual", "no norm in its forward takes the sum of an add"))
+        elif self._is_layer and patterns.adds and not any(add.last for add in patterns.adds):
+            rows.append(self._kept(self.path, "residual", "it does not return the sum of its last add"))
         rewrites = tuple(self._rewrites)
         if rewrites == self._already:
             return rows
@@ -128,7 +129,7 @@ class _Block:
             return [replace(row, reason=row.reason or str(error), cause=row.cause or "formula") for row in rows]
         return rows
 
-    def _survey_add(self, index: int, add: Add, patterns: Patterns) -> Iterator[Site]:
+    def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
         """The add with the norm after it, then the norm of the branch with the add."""
         already = next((one for one in self._already if isinstance(one, AddRewrite) and one.index == index), None)
         after = None
@@ -136,9 +137,8 @@ class _Block:
             after = self._row(self._path_of(add.norm), "residual", "residual", already is not None and already.norm)
             yield after
         elif add.norm is None and add.last and self._is_layer:
-            after = self._survey_last(patterns, already is not None and already.norm)
-            if after is not None:
-                yield after
+            after = self._survey_last(already is not None and already.norm)
+            yield after
         inner = None
         if add.inner is not None and self._holds_norm(add.inner):
             inner = self._row(self._path_of(add.inner), "sandwich", "sandwich", already is not None and already.inner)
@@ -151,16 +151,15 @@ class _Block:
         if with_norm or with_inner:
             self._rewrites.append(AddRewrite(index, with_norm, with_inner))
 
-    def _survey_last(self, patterns: Patterns, already: bool) -> Site | None:
+    def _survey_last(self, already: bool) -> Site:
         """The add that ends a layer and the norm that begins the next."""
         if self.following is None:
-            reason = "no norm takes the sum at its end: what comes after the layer is not known to begin with one"
-            return self._kept(self.path, "residual", reason)
+            return self._kept(self.path, "residual", "the sum at its end does not go straight to a norm")
         path = self.following.path
         if already:
             return self._row(path, "residual", "across", True)
-        layers = [module for module in (self.module, self.modules[path.rpartition(".")[0]]) if _is_layer_like(module)]
-        if patterns.edits_in_place or any(_edits_in_place(module) for module in layers):
+        layers = [self.module, *([self.following.layer] if self.following.layer is not None else [])]
+        if any(_edits_in_place(module) for module in layers):
             return self._kept(path, "residual", "layers write into tensors in place")
         if any(getattr(module, "gradient_checkpointing", False) for module in layers):
             return replace(self._kept(path, "residual", "gradient checkpointing is on"), cause="owner")
@@ -241,14 +240,14 @@ def _widths_differ(block: nn.Module, heads: Heads) -> bool:
     return shapes[0] != shapes[1]
 
 
-def _is_layer_like(module: nn.Module) -> bool:
-    return not hasattr(module, "layers")
+def _own_class(module: nn.Module) -> Any:
+    """The class of a module before it was fused."""
+    return module.fused_norm_origin if isinstance(module, FusedBlock) else type(module)
 
 
 def _edits_in_place(layer: nn.Module) -> bool:
-    origin: Any = layer.fused_norm_origin if isinstance(layer, FusedBlock) else type(layer)
     try:
-        return patterns_of(origin).edits_in_place
+        return patterns_of(_own_class(layer)).edits_in_place
     except SourceError:
         return True
 
@@ -263,7 +262,7 @@ def _successors(modules: dict[str, nn.Module], holders: list[str]) -> dict[str, 
         if not any(f"{prefix}{name}.0" in held for name in lists):
             continue
         try:
-            loops = loops_of(stack.fused_norm_origin if isinstance(stack, FusedBlock) else type(stack))
+            loops = loops_of(_own_class(stack))
         except SourceError:
             continue
         for loop in loops:
@@ -276,18 +275,19 @@ def _successors_in(path: str, stack: nn.Module, name: str, final_norm: str | Non
     prefix = f"{path}." if path else ""
     layers: Any = stack._modules[name]
     for index in range(len(layers)):
-        first_norm, norm = None, final_norm and f"{prefix}{final_norm}"
+        following, first_norm, norm = None, None, final_norm and f"{prefix}{final_norm}"
         if index + 1 < len(layers):
-            first_norm = _first_norm(layers[index + 1])
+            following = layers[index + 1]
+            first_norm = _first_norm(following)
             norm = first_norm and f"{prefix}{name}.{index + 1}.{first_norm}"
         if norm:
-            yield f"{prefix}{name}.{index}", _Next(norm, Successor(stack, name, index, first_norm, final_norm or ""))
+            successor = Successor(stack, name, index, first_norm, final_norm or "")
+            yield f"{prefix}{name}.{index}", _Next(norm, following, successor)
 
 
 def _first_norm(layer: nn.Module) -> str | None:
-    origin: Any = layer.fused_norm_origin if isinstance(layer, FusedBlock) else type(layer)
     try:
-        return patterns_of(origin).first_norm
+        return patterns_of(_own_class(layer)).first_norm
     except SourceError:
         return None
 

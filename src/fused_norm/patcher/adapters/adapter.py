@@ -20,7 +20,8 @@ class Adapter:
         casting, zero_centered: what all its norms compute.
         layer_norms: the norms of a decoder layer, in the order of their use.
         residual_norms: those of them that take the sum of a residual add within the layer.
-        qk_norms: the norms of queries and keys, in ``attention``.
+        sandwich_norms: those of them whose result is added to the residual.
+        qk_norms: the norms of queries and keys, in ``attention``, which rotates what they give.
         attention: where a decoder layer keeps its attention.
         layers: where a stack keeps its decoder layers.
         final_norm: the norm after the last layer.
@@ -32,6 +33,7 @@ class Adapter:
     zero_centered: bool
     layer_norms: tuple[str, ...]
     residual_norms: tuple[str, ...]
+    sandwich_norms: tuple[str, ...] = ()
     qk_norms: tuple[str, ...] = ()
     attention: str = "self_attn"
     layers: str = "layers"
@@ -45,4 +47,7 @@ class Adapter:
             yield from ((f"{layer}.{name}", "norm") for name in self.layer_norms)
             yield from ((f"{layer}.{self.attention}.{name}", "qk") for name in self.qk_norms)
             yield from ((f"{layer}.{name}", "residual") for name in self.residual_norms)
+            yield from ((f"{layer}.{name}", "sandwich") for name in self.sandwich_norms)
+            if self.qk_norms:
+                yield f"{layer}.{self.attention}", "rope"
         yield f"{prefix}{self.final_norm}", "norm"

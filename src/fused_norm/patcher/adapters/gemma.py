@@ -16,5 +16,6 @@ GEMMA2 = replace(
         "post_feedforward_layernorm",
     ),
     residual_norms=("pre_feedforward_layernorm",),
+    sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
 GEMMA3 = replace(GEMMA2, family="gemma3", model_types=("gemma3_text",), qk_norms=("q_norm", "k_norm"))
