@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..spec import CASTINGS
 from .plans import forward_plan
+from .triton_utils import against_heads
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """What kernels take; float64 goes to the PyTorch reference."""
@@ -20,30 +21,34 @@ def check_norm(
     zero_centered: bool,
     mode: str | None = None,
     *,
-    called: str = "weight",
+    x_name: str = "x",
+    weight_name: str = "weight",
 ) -> None:
     """Raises TypeError or ValueError, naming the operator ``name``, for arguments that no norm can be made of.
 
-    ``called``: the argument that ``weight`` is.
+    ``x_name`` and ``weight_name``: what the operator calls these.
     """
     if casting not in CASTINGS:
         raise ValueError(f"{name}: casting must be one of {', '.join(CASTINGS)}, not {casting!r}")
-    _check_float(name, "x", x)
+    _check_float(name, x_name, x)
     if x.dim() == 0:
-        raise ValueError(f"{name}: x must have at least one dimension, the one that is normalised")
+        raise ValueError(f"{name}: {x_name} must have at least one dimension, the one that is normalised")
     if mode is not None:
         forward_plan(x.shape[-1], mode=mode)
     if weight is None:
         if zero_centered:
-            raise ValueError(f"{name}: zero_centered needs a {called}; pass zero_centered=False for a norm without one")
+            raise ValueError(f"{name}: zero_centered needs a {weight_name}; pass zero_centered=False for a norm without one")
         return
-    _check_float(name, called, weight)
+    _check_float(name, weight_name, weight)
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"{name}: {called} must have shape ({x.shape[-1]},), the last dimension of x, not {tuple(weight.shape)}"
+            f"{name}: {weight_name} must have shape ({x.shape[-1]},), the last dimension of {x_name}, not"
+            f" {tuple(weight.shape)}"
         )
     if weight.device != x.device:
-        raise ValueError(f"{name}: {called} is on {weight.device} and x on {x.device}; move them to one device")
+        raise ValueError(
+            f"{name}: {weight_name} is on {weight.device} and {x_name} on {x.device}; move them to one device"
+        )
 
 
 def check_residual(name: str, x: Tensor, residual: Tensor) -> None:
@@ -63,6 +68,65 @@ def check_scale(name: str, scale: object) -> None:
         raise TypeError(
             f"{name}: scale must be a Python float or int, not {type(scale).__name__}; pass x multiplied by it instead"
         )
+
+
+def check_heads(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    casting: str,
+    zero_centered: bool,
+) -> None:
+    """Raises TypeError or ValueError for q and k that cannot be normalised together."""
+    if (q_weight is None) != (k_weight is None):
+        missing, given = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
+        raise ValueError(f"{name}: {missing} is None and {given} is not; pass both or neither")
+    for side, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
+        check_norm(name, x, weight, casting, zero_centered, x_name=side, weight_name=f"{side}_weight")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{name}: q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call rms_norm for each"
+        )
+    if q.device != k.device:
+        raise ValueError(f"{name}: k is on {k.device} and q on {q.device}; move them to one device")
+
+
+def check_rope(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> None:
+    """Raises TypeError or ValueError for cos and sin that do not fit q and k."""
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"{name}: unsqueeze_dim must be 1 for heads in front of tokens or 2, not {unsqueeze_dim!r}")
+    for side, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: {side} must have 4 dimensions, not shape {tuple(x.shape)}; unsqueeze what is missing"
+            )
+    _check_float(name, "cos", cos)
+    _check_float(name, "sin", sin)
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"{name}: sin must have cos's shape {tuple(cos.shape)} and dtype {cos.dtype},"
+            f" not {tuple(sin.shape)} and {sin.dtype}"
+        )
+    for angles, tensor in (("cos", cos), ("sin", sin)):
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: {angles} is on {tensor.device} and q on {q.device}; move them to one device")
+    if not 2 <= cos.dim() <= 4:
+        raise ValueError(f"{name}: cos must have 2 to 4 dimensions, not shape {tuple(cos.shape)}")
+    rotary = cos.shape[-1]
+    if rotary % 2 or not 2 <= rotary <= q.shape[-1]:
+        raise ValueError(
+            f"{name}: cos must have an even last dimension of at most q's {q.shape[-1]}, not {rotary};"
+            " pass the angles of both halves"
+        )
+    shape, _ = against_heads(cos, unsqueeze_dim)
+    for side, x in (("q", q), ("k", k)):
+        if any(size not in (1, wanted) for size, wanted in zip(shape[:3], x.shape[:3], strict=True)):
+            raise ValueError(
+                f"{name}: cos of shape {tuple(cos.shape)}, unsqueezed at {unsqueeze_dim}, must broadcast"
+                f" against {side} of shape {tuple(x.shape)}; unsqueeze_dim is the dimension of the heads"
+            )
 
 
 def _check_float(name: str, argument: str, tensor: Tensor) -> None:

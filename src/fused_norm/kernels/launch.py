@@ -52,11 +52,12 @@ class Launch:
         rows: int,
         strides: tuple[int, ...] = (),
         floats: tuple[float | None, ...] = (),
+        counts: tuple[int, ...] = (),
     ) -> None:
-        """Launches ``kernel[grid](*tensors, rows, *strides, *floats, **constants)`` on the tensors' device.
+        """Launches ``kernel[grid](*tensors, rows, *counts, *strides, *floats, **constants)`` on the tensors' device.
 
         A tensor must have the dtype, and it or a float be present or None, as on the first call; the first tensor is
-        always present. The kernel does not specialise on ``rows``, which may change freely.
+        always present. The kernel does not specialise on ``rows`` and ``counts``, 32 bits each, which may change freely.
         """
         lead = tensors[0]
         assert lead is not None
@@ -72,27 +73,27 @@ class Launch:
                 index = lead.get_device()
                 prepared = self._prepared.get((index, strides))
                 if prepared is None:
-                    self._prepare(index, grid, tensors, rows, strides, floats)
+                    self._prepare(index, grid, tensors, (rows, *counts), strides, floats)
                     return
                 if index == torch._C._cuda_getDevice() and not _hooked():
                     run, function, metadata = prepared
                     stream = torch._C._cuda_getCurrentRawStream(index)
                     run(
                         grid[0], grid[1], 1, stream, function, metadata, None, None, None,
-                        *addresses, rows, *strides, *floats, *self._values,
+                        *addresses, rows, *counts, *strides, *floats, *self._values,
                     )  # fmt: skip
                     return
-        self._launch(grid, tensors, rows, strides, floats)
+        self._launch(grid, tensors, (rows, *counts), strides, floats)
 
-    def _prepare(self, index: int, grid: Any, tensors: Any, rows: int, strides: Any, floats: Any) -> None:
-        compiled = self._launch(grid, tensors, rows, strides, floats)
+    def _prepare(self, index: int, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> None:
+        compiled = self._launch(grid, tensors, counts, strides, floats)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
         self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata
 
-    def _launch(self, grid: Any, tensors: Any, rows: int, strides: Any, floats: Any) -> Any:
+    def _launch(self, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> Any:
         with on(tensors[0].device):
-            return self._kernel[grid](*tensors, rows, *strides, *floats, **self._options, **self._constants)
+            return self._kernel[grid](*tensors, *counts, *strides, *floats, **self._options, **self._constants)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

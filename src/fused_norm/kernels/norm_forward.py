@@ -39,6 +39,7 @@ def _round_in_range(value, dtype: tl.constexpr):
 
 @triton.jit
 def square(s, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """s^2, rounded only where the casting says so."""
     if CASTING == "none":
         return _round_in_range(s * s, dtype)
     return s * s
@@ -106,7 +107,7 @@ def _forward_tile(
             tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / N) + eps), mask=row < M)
         else:
             tl.store(rstd_ptr + row, rstd, mask=row < M)
-    y = x_hat_of(s, rstd[:, None], s_dtype, CASTING)
+    y = normalised(s, rstd[:, None], s_dtype, CASTING)
     if w_ptr is not None:
         if not HELD:
             gamma = load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
@@ -115,7 +116,8 @@ def _forward_tile(
 
 
 @triton.jit
-def x_hat_of(s, rstd, dtype: tl.constexpr, CASTING: tl.constexpr):
+def normalised(s, rstd, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """x_hat, which only gemma leaves unrounded."""
     x_hat = s * rstd
     if CASTING != "gemma":
         x_hat = round_to(x_hat, dtype)
@@ -190,7 +192,7 @@ def _store_chunk(
     ZERO_CENTERED: tl.constexpr,
 ):
     """Columns ``col`` of y."""
-    y = x_hat_of(s, rstd[:, None], s_dtype, CASTING)
+    y = normalised(s, rstd[:, None], s_dtype, CASTING)
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, col < N, CASTING, ZERO_CENTERED)
     tl.store(y_ptr + row * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=(col < N)[None, :])

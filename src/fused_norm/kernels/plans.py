@@ -187,6 +187,85 @@ def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = 
     return replace(plan, reload=True)
 
 
+@dataclass(frozen=True)
+class HeadsPlan:
+    """One launch over the heads of q and k: the forward's grid has a program for each tile, the backward's is one wave.
+
+    Attributes:
+        q: (tokens, heads) in a tile of q.
+        k: the same of k.
+        block: columns of a tile that are loaded at once: a row, or half of what RoPE rotates of it.
+        rest: columns loaded for what RoPE passes by; 0 where there is none.
+        warps: of a program.
+        stages: tiles in flight in the backward, the one computed included.
+        programs: of the backward, at most, for q and k together; without a dw there is one for each tile.
+    """
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    block: int
+    rest: int
+    warps: int
+    stages: int = 1
+    programs: int = 0
+
+
+@lru_cache(maxsize=1024)
+def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device()) -> HeadsPlan:
+    """The forward's launch for rows of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
+
+    ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do.
+    """
+    block, rest, padded = _pieces(width, rotary)
+    # 16 elements a lane without RoPE, as in forward_plan. With it 32, so that a token's cos and sin serve more heads.
+    elements = 4096 if rotary else 2048
+    warps = device.warps(4 if padded <= 4096 else 16)
+    q, k = (_head_tile(heads, max(1, elements // padded), bool(rotary)) for heads in (q_heads, k_heads))
+    return HeadsPlan(q, k, block, rest, warps)
+
+
+@lru_cache(maxsize=1024)
+def heads_backward_plan(
+    q_heads: int, k_heads: int, width: int, rotary: int = 0, column_bytes: int = 4, device: Device = Device()
+) -> HeadsPlan:
+    """The backward's launch, for what ``heads_forward_plan`` takes.
+
+    ``column_bytes``: what the loop reads for one element of a row; stages are cut as in ``backward_plan``.
+    """
+    block, rest, padded = _pieces(width, rotary)
+    # 4096 elements, as in backward_plan. RoPE holds its halves of cos and sin as well: 8 warps, 16 elements a lane.
+    warps = device.warps((8 if rotary else 4) if padded <= 4096 else 16)
+    q, k = (_head_tile(heads, max(1, 4096 // padded), bool(rotary)) for heads in (q_heads, k_heads))
+    tile_bytes = max(q[0] * q[1], k[0] * k[1]) * padded * column_bytes
+    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
+    return HeadsPlan(q, k, block, rest, warps, max(1, min(3, fitting)), programs=2 * device.processors)
+
+
+def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
+    """Columns in a block and in the rest of a row, and in the whole row as loaded."""
+    if not rotary:
+        block = next_power_of_2(width)
+        return block, 0, block
+    block = next_power_of_2(rotary // 2)
+    rest = next_power_of_2(width - rotary) if width > rotary else 0
+    return block, rest, 2 * block + rest
+
+
+def _head_tile(heads: int, rows: int, rotated: bool) -> tuple[int, int]:
+    """``rows`` rows as (tokens, heads): as many heads of a token as waste few lanes.
+
+    With RoPE each block of heads loads the token's cos and sin again, from cache: half the cost of a head.
+    """
+
+    def cost(block: int) -> float:
+        wasted = -(-heads // block) * block / heads
+        return wasted * (1 + 0.5 / block) if rotated else wasted
+
+    blocks = [1 << power for power in range(rows.bit_length()) if 1 << power < 2 * heads]
+    best = min(reversed(blocks), key=cost)
+    return rows // best, best
+
+
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is at least ``value`` (1 for 0)."""
     return 1 << max(value - 1, 0).bit_length()

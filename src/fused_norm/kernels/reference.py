@@ -81,6 +81,48 @@ def norm_add_norm(
     return rms_norm(total, weight, eps, casting, zero_centered), total
 
 
+def qk_norm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    """The norm of every head of q and of k."""
+    return rms_norm(q, q_weight, eps, casting, zero_centered), rms_norm(k, k_weight, eps, casting, zero_centered)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    unsqueeze_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """The norm of every head, then RoPE."""
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    elif cos.dim() == 2:
+        cos, sin = (angles[None].unsqueeze(unsqueeze_dim) for angles in (cos, sin))
+    q, k = qk_norm(q, k, q_weight, k_weight, eps, casting, zero_centered)
+    return rope(q, cos, sin), rope(k, cos, sin)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded."""
+    rotary = cos.shape[-1]
+    a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
+    rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
+    return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+
+
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     """The factor that the normalised row is multiplied by, in the weight's dtype."""
     return 1.0 + weight if zero_centered else weight

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import INT32_LIMIT, Launch
 from .norm_backward import SHARE_COLUMNS, SMALL, SMALL_SHARES, arrivals, launch_backward, sum_of_shares
-from .norm_forward import launch_forward, load_gamma, rstd_from, square, x_hat_of
+from .norm_forward import launch_forward, load_gamma, rstd_from, square, normalised
 from .plans import (
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,
@@ -72,7 +72,7 @@ def _sandwich_forward_kernel(
     s_dtype: tl.constexpr = s_ptr.dtype.element_ty
     x = tl.load(x_ptr + row_in * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
     r = tl.load(r_ptr + row_in * r_stride + col[None, :], mask=live, other=0.0)
-    branch = x_hat_of(x, _rstd_of(x, inner_rstd_ptr, row, M, eps, x_dtype, N, CASTING), x_dtype, CASTING)
+    branch = normalised(x, _rstd_of(x, inner_rstd_ptr, row, M, eps, x_dtype, N, CASTING), x_dtype, CASTING)
     if inner_ptr is None:
         branch = round_to(branch, x_dtype)
     else:
@@ -83,7 +83,7 @@ def _sandwich_forward_kernel(
     s = round_to(r.to(tl.float32) + branch, s_dtype)
     tl.store(s_ptr + row_in * s_stride + col[None, :], s, mask=live)
     if y_ptr is not None:
-        y = x_hat_of(s, _rstd_of(s, rstd_ptr, row, M, eps, s_dtype, N, CASTING), s_dtype, CASTING)
+        y = normalised(s, _rstd_of(s, rstd_ptr, row, M, eps, s_dtype, N, CASTING), s_dtype, CASTING)
         if w_ptr is not None:
             y = y * load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
         tl.store(y_ptr + row_in * y_stride + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)

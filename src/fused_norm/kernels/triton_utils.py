@@ -78,7 +78,7 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
         return x.new_empty(shape, dtype=dtype)
     strides = [1] * x.dim()
     step = shape[-1]
-    for dim in reversed(_memory_order(x)):
+    for dim in reversed(memory_order(x)):
         strides[dim] = step
         step *= max(shape[dim], 1)
     return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
@@ -94,7 +94,7 @@ def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None]
     tensors = (lead, *others)
     if all(t is None or t.is_contiguous() for t in tensors):
         return list(tensors), [0 if t is None else t.shape[-1] for t in tensors]
-    order = _memory_order(lead)
+    order = memory_order(lead)
     arranged: list[Tensor | None] = []
     strides: list[int] = []
     for tensor in tensors:
@@ -108,7 +108,16 @@ def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None]
     return arranged, strides
 
 
-def _memory_order(x: Tensor) -> list[int]:
+def against_heads(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of cos or sin against q's four dimensions; the stride of what is broadcast is 0."""
+    shape, strides = list(angles.shape), list(angles.stride())
+    for dim in (0, unsqueeze_dim)[len(shape) - 2 :]:
+        shape.insert(dim, 1)
+        strides.insert(dim, 0)
+    return shape, [0 if size == 1 else step for size, step in zip(shape, strides, strict=True)]
+
+
+def memory_order(x: Tensor) -> list[int]:
     """The leading dimensions from the slowest to the fastest in memory."""
     return sorted(range(x.dim() - 1), key=x.stride, reverse=True)
 
