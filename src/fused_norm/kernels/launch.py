@@ -57,7 +57,7 @@ class Launch:
         """Launches ``kernel[grid](*tensors, rows, *counts, *strides, *floats, **constants)`` on the tensors' device.
 
         A tensor must have the dtype, and it or a float be present or None, as on the first call; the first tensor is
-        always present. The kernel does not specialise on ``rows`` and ``counts``, 32 bits each, which may change freely.
+        always present. The kernel does not specialise on ``rows`` and ``counts``, 32 bits each: they may change freely.
         """
         lead = tensors[0]
         assert lead is not None

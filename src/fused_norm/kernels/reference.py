@@ -51,15 +51,6 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, casting, zero_centered), total
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The half rotation of the first ``cos.shape[-1]`` elements of each row; the others pass."""
-    width = cos.shape[-1]
-    rotary, passed = x[..., :width], x[..., width:]
-    first, second = rotary.chunk(2, dim=-1)
-    rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
-
-
 def norm_add(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
 ) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import INT32_LIMIT, Launch
 from .norm_backward import SHARE_COLUMNS, SMALL, SMALL_SHARES, arrivals, launch_backward, sum_of_shares
-from .norm_forward import launch_forward, load_gamma, rstd_from, square, normalised
+from .norm_forward import launch_forward, load_gamma, normalised, rstd_from, square
 from .plans import (
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,

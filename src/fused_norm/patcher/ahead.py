@@ -17,12 +17,14 @@ from torch import Tensor, nn
 class Successor:
     """Where a layer's successor is to be found: in the model's list of layers, or after it.
 
-    It is looked up at every call, because layers are wrapped, replaced and copied. A copy of the model has successors in
-    the copy; a copy of a layer alone has none.
+    It is looked up at every call, because layers are wrapped, replaced and copied. In a copy of the model it is the
+    copy's own; a copy of a layer alone has none.
     """
 
-    def __init__(self, stack: nn.Module | None, layers: str, index: int, first_norm: str | None, final_norm: str) -> None:
-        """``stack.<layers>[index]`` is the layer; its successor's norm is that layer's ``first_norm``, or the stack's
+    def __init__(
+        self, stack: nn.Module | None, layers: str, index: int, first_norm: str | None, final_norm: str | None
+    ) -> None:
+        """``stack.<layers>[index]`` is the layer; the norm after it is the next one's ``first_norm``, or the stack's
         ``final_norm``."""
         self._stack = None if stack is None else weakref.ref(stack)
         self._where = layers, index, first_norm, final_norm
@@ -38,7 +40,7 @@ class Successor:
         if found.get(str(index)) is not layer:
             return None
         if index + 1 == len(found):
-            return None, stack._modules.get(final_norm)
+            return None, None if final_norm is None else stack._modules.get(final_norm)
         following = found.get(str(index + 1))
         if following is None or first_norm is None:
             return None

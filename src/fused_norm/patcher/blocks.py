@@ -1,8 +1,8 @@
 """What runs inside layers and attentions whose forward was rewritten: several modules' work in one call.
 
-A call that would pass over a module is made only where nobody could tell: no hook, wrapper, sharding or offloading stands
-on the module (``is_free``), and kernels take its input. Elsewhere the modules are called one after the other, as in the
-stock code.
+A call that would pass over a module is made only where nobody could tell: no hook, wrapper, sharding or offloading
+stands on the module (``is_free``), and kernels take its input. Elsewhere the modules are called one after the other, as
+in the stock code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..kernels.norm_add import norm_add_unchecked as norm_add
 from ..kernels.norm_add_norm import norm_add_norm_unchecked as norm_add_norm
 from ..kernels.qk_norm import qk_norm_rope_unchecked as qk_norm_rope
 from ..kernels.qk_norm import qk_norm_unchecked as qk_norm
-from .ahead import Successor, leave
+from .ahead import leave
 from .rewrite import Rewrite
 from .rotation import Rotation
 from .runtime import FusedNorm, explain, has_hooks, is_free, obstacle, same_norms, scaled, weight_of
@@ -25,7 +25,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 class FusedBlock(nn.Module):
-    """Base of the classes put on modules whose forward was rewritten; a subclass derives from the module's own class."""
+    """Base of the classes put on modules whose forward was rewritten; each derives from the module's own class."""
 
     fused_norm_origin: ClassVar[type[nn.Module]]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
@@ -58,7 +58,7 @@ class FusedBlock(nn.Module):
         return residual + inner(branch)
 
     def fused_norm_last(self, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0) -> Any:
-        """``residual + scale * inner(branch)``, which the layer returns; the norm that follows is made along with it."""
+        """``residual + scale * inner(branch)``, which the layer returns; the norm after it is made along with it."""
         norm = self._norm_after(branch, residual)
         if norm is not None:
             y, total = self.fused_norm_add(norm, residual, branch, inner=inner, scale=scale)
@@ -119,7 +119,7 @@ class FusedBlock(nn.Module):
         if reason is None and branch.is_inference():
             reason = "inference mode does not tell versions of a tensor apart"
         if reason is None:
-            return norm  # type: ignore[no-any-return]
+            return norm
         if reason:
             explain(self.fused_norm_origin, f"the add at its end is apart from the next norm, {reason}")
         return None

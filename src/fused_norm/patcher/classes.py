@@ -94,9 +94,7 @@ def foreign_forward(module: nn.Module) -> str | None:
     return f"its forward was replaced on the instance, by {getattr(function, '__module__', '?')}.{name}"
 
 
-def change_class(
-    module: nn.Module, new: type[nn.Module], successor: Successor | None = None
-) -> Callable[[], None]:
+def change_class(module: nn.Module, new: type[nn.Module], successor: Successor | None = None) -> Callable[[], None]:
     """Gives ``module`` another class, under a bound forward it may have, and returns what puts everything back.
 
     ``successor``: of a layer whose last add is fused with the next norm.

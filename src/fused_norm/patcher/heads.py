@@ -1,4 +1,4 @@
-"""The norms of queries and keys in an attention: found in its source, and made in one call, with the rotation if they can.
+"""The norms of queries and keys in an attention: found in its source and made in one call, perhaps with the rotation.
 
 In the forward of an attention,
 
@@ -90,10 +90,10 @@ def make_together(place: PlacedHeads, rewrite: HeadsRewrite, self_name: str) -> 
     place.body.insert(place.body.index(first), asked)
     if rewrite.rotate:
         assert place.rotation is not None
-        call = place.rotation.value
-        assert isinstance(call, ast.Call)
-        together = own("fused_norm_rotated", ast.Name(free, ast.Load()), *norms, call.func, *call.args)
-        together.keywords = call.keywords
+        rotation = place.rotation.value
+        assert isinstance(rotation, ast.Call)
+        together = own("fused_norm_rotated", ast.Name(free, ast.Load()), *norms, rotation.func, *rotation.args)
+        together.keywords = rotation.keywords
         place.rotation.value = together
         return
     loads = [ast.Name(name, ast.Load()) for name in place.names]

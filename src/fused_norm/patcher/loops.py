@@ -1,8 +1,8 @@
 """The loop of a model over its layers: whether the stream goes from each layer straight to the next, and to which norm.
 
-    for layer in self.layers:
-        hidden = layer(hidden, ...)
-    hidden = self.norm(hidden)
+for layer in self.layers:
+    hidden = layer(hidden, ...)
+hidden = self.norm(hidden)
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ def _loop(statement: ast.For, after: list[ast.stmt], self_name: str) -> Loop | N
     layers = _list_of(statement.iter, self_name)
     if layers is None or statement.orelse:
         return None
-    calls = [(inner, stream) for inner in statement.body if (stream := _layer_call(inner, statement.target)) is not None]
-    if len(calls) != 1:
+    streams = {
+        inner: stream for inner in statement.body if (stream := _layer_call(inner, statement.target)) is not None
+    }
+    if len(streams) != 1:
         return None
-    ((call, stream),) = calls
+    ((call, stream),) = streams.items()
     if any(mentions(inner, stream) for inner in statement.body if inner is not call):
         return None
     following = next((inner for inner in after if mentions(inner, stream)), None)
@@ -66,8 +68,8 @@ def _list_of(node: ast.expr, self_name: str) -> str | None:
     """``<layers>`` of ``self.<layers>``, perhaps its first ones, perhaps counted: ``enumerate(self.layers[:n])``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "enumerate" and node.args:
         node = node.args[0]
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and not (node.slice.lower or node.slice.step):
-        node = node.value
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        node = node if node.slice.lower or node.slice.step else node.value
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self_name:
         return node.attr
     return None
@@ -75,12 +77,15 @@ def _list_of(node: ast.expr, self_name: str) -> str | None:
 
 def _layer_call(statement: ast.stmt, target: ast.expr) -> str | None:
     """``hidden`` of ``hidden = layer(hidden, ...)``, where ``layer`` is among the loop's targets."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     call, stream = statement.value, statement.targets[0]
-    if not isinstance(stream, ast.Name) or not isinstance(call.func, ast.Name) or not mentions(target, call.func.id):
+    if not isinstance(call, ast.Call) or not isinstance(stream, ast.Name):
         return None
-    taken = call.args[0] if call.args else next((word.value for word in call.keywords if word.arg == "hidden_states"), None)
+    if not isinstance(call.func, ast.Name) or not mentions(target, call.func.id):
+        return None
+    named = {word.arg: word.value for word in call.keywords}
+    taken = call.args[0] if call.args else named.get("hidden_states")
     others = [*call.args[1:], *(word.value for word in call.keywords if word.value is not taken)]
     if not isinstance(taken, ast.Name) or taken.id != stream.id or any(mentions(other, stream.id) for other in others):
         return None

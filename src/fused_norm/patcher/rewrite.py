@@ -53,7 +53,7 @@ def patterns_of(layer: Any) -> Patterns:
     )
 
 
-def rotation_of(layer: type[nn.Module], name: str) -> Rotation:
+def rotation_of(layer: Any, name: str) -> Rotation:
     """The rotation that a forward knows by a global name.
 
     Raises:
@@ -61,10 +61,11 @@ def rotation_of(layer: type[nn.Module], name: str) -> Rotation:
         UnrecognisedError: where the name stands for something else.
     """
     _, function = definition_of(layer)
-    return recognise_rotation(function.__globals__.get(name))
+    value: Any = function.__globals__.get(name)
+    return recognise_rotation(value)
 
 
-def rotations_of(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
+def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
     """The rotations that ``rewrites`` fuse; what is no rotation any more is left out, and called as it is."""
     heads = patterns_of(layer).heads
     found = []

@@ -64,7 +64,7 @@ def _agrees(function: Callable[..., Any], dtype: torch.dtype, cos_dtype: torch.d
                 rotated = function(q, k, cos, sin, **named)
             except Exception:  # a foreign function may raise anything
                 return False
-            expected = [reference.rotate(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)) for x in (q, k)]
+            expected = [reference.rope(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)) for x in (q, k)]
             if not isinstance(rotated, tuple) or len(rotated) != 2:
                 return False
             for actual, wanted in zip(rotated, expected, strict=True):

@@ -50,7 +50,7 @@ class Add:
 
 @dataclass(frozen=True)
 class AddRewrite:
-    """What is fused with the add number ``index``: the norm after it (the next layer's, for the last), its inner norm."""
+    """What is fused with the add number ``index``: the norm after it (the next layer's, if last), the inner."""
 
     index: int
     norm: bool
@@ -195,24 +195,31 @@ def _add_at(body: list[ast.stmt], position: int, self_name: str) -> PlacedAdd | 
     norm = _norm_call(following, total, self_name)
     last = isinstance(following, ast.Return) and _is_name(following.value, total)
     before = body[position - 1] if position else None
-    for residual, branch in ((statement.value.left, statement.value.right), (statement.value.right, statement.value.left)):
-        normed = before if _is_name(branch, total) and _assigns(before, total) else None
-        inner = call_of_own(normed.value if normed is not None else branch, self_name)
-        factors = _factors(branch, self_name)
-        if inner is not None or factors is not None:
-            break
-    else:
-        residual, branch, normed = statement.value.left, statement.value.right, None
+    residual, branch = statement.value.left, statement.value.right
+    inner, normed = _inner_norm(branch, before, total, self_name)
     if inner is None:
-        normed = None
+        inner, normed = _inner_norm(residual, before, total, self_name)
+        if inner is not None:
+            residual, branch = branch, residual
     scale = None
-    if inner is None and factors is not None:
-        branch, scale = factors
+    for one, other in ((branch, residual), (residual, branch)):
+        if inner is None and scale is None and (factors := _factors(one, self_name)) is not None:
+            residual, (branch, scale) = other, factors
     if norm is None and inner is None and not last:
         return None
     add = Add(None if norm is None else _attribute(norm), None if inner is None else _attribute(inner), last)
     use = following if norm is not None else None
     return PlacedAdd(add, body, statement, residual, branch, normed, inner, scale, use)  # type: ignore[arg-type]
+
+
+def _inner_norm(
+    operand: ast.expr, before: ast.stmt | None, total: str, self_name: str
+) -> tuple[ast.Call | None, ast.Assign | None]:
+    """The call ``self.<inner>(argument)`` that an operand is, and the statement in front that makes it."""
+    if isinstance(before, ast.Assign) and _is_name(operand, total) and _assigns(before, total):
+        call = call_of_own(before.value, self_name)
+        return call, None if call is None else before
+    return call_of_own(operand, self_name), None
 
 
 def _factors(node: ast.expr, self_name: str) -> tuple[ast.expr, ast.expr] | None:

@@ -17,7 +17,7 @@ from .loops import loops_of
 from .options import Choice, FuseOptions
 from .probe import UnrecognisedError, looks_like_norm, recognise
 from .report import Site
-from .rewrite import Patterns, Rewrite, patterns_of, rotation_of
+from .rewrite import Rewrite, patterns_of, rotation_of
 from .runtime import FusedNorm, is_free
 from .source import SourceError
 from .stream import Add, AddRewrite
@@ -170,27 +170,31 @@ class _Block:
     def _survey_heads(self, index: int, heads: Heads) -> Iterator[Site]:
         """The norms of queries and keys with the rotation after them."""
         already = next((one for one in self._already if isinstance(one, HeadsRewrite) and one.index == index), None)
-        sites = [self.norm_sites.get(self._path_of(name)) for name in (heads.q_norm, heads.k_norm)]
-        q_site, k_site = sites
-        if not (self._holds_norm(heads.q_norm) and self._holds_norm(heads.k_norm)):
+        names = (heads.q_norm, heads.k_norm)
+        if not all(self._holds_norm(name) for name in names):
             return
-        rows = [self._row(self._path_of(name), "rope", "rope", already is not None) for name in (heads.q_norm, heads.k_norm)]
-        row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
-        together = q_site is not None and k_site is not None and not (q_site.reason or k_site.reason)
-        together = together and not foreign_forward(self.module)
-        if together and q_site and k_site and (not _alike(q_site, k_site) or _widths_differ(self.module, heads)):
-            row = replace(row, reason="its q and k norms differ in more than the weight", cause="formula")
-            together = False
-        rotate = row.reason is None
+        together = self._both(
+            [self._row(self._path_of(name), "rope", "qk", already is not None) for name in names], heads
+        )
+        rotated = together
         if heads.rotate is not None:
-            if rotate and not (already and already.rotate):
+            done = already is not None and already.rotate
+            rotated = self._both([self._row(self._path_of(name), "rope", "rope", done) for name in names], heads)
+            if rotated.reason is None and not done:
                 try:
                     rotation_of(self._origin, heads.rotate)
                 except UnrecognisedError as error:
-                    row, rotate = replace(row, reason=str(error), cause="formula"), False
-            yield row
-        if together:
-            self._rewrites.append(HeadsRewrite(index, rotate and heads.rotate is not None))
+                    rotated = replace(rotated, reason=str(error), cause="formula")
+            yield rotated
+        if together.reason is None:
+            self._rewrites.append(HeadsRewrite(index, heads.rotate is not None and rotated.reason is None))
+
+    def _both(self, rows: list[Site], heads: Heads) -> Site:
+        """The row of an attention, from those of its q and its k norm."""
+        row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
+        if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, heads)):
+            return replace(row, reason="its q and k norms differ in more than the weight", cause="formula")
+        return row
 
     def _row(self, path: str, kind: Kind, choice: Choice, already: bool) -> Site:
         """The row of a site that takes in the norm at ``path``, fused unless something is in its way."""
@@ -225,12 +229,16 @@ class _Block:
     def _holds_norm(self, name: str) -> bool:
         """Whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
         norm = getattr(self.module, name, None)
-        return isinstance(norm, nn.Module) and all(looks_like_norm(leaf) for leaf in norm.modules() if not leaf._modules)
+        if not isinstance(norm, nn.Module):
+            return False
+        return all(looks_like_norm(leaf) for leaf in norm.modules() if not leaf._modules)
 
 
 def _alike(one: Site, other: Site) -> bool:
-    return one.spec is not None and other.spec is not None and replace(one.spec, weighted=True) == replace(
-        other.spec, weighted=True
+    return (
+        one.spec is not None
+        and other.spec is not None
+        and replace(one.spec, weighted=True) == replace(other.spec, weighted=True)
     )
 
 
@@ -255,7 +263,7 @@ def _edits_in_place(layer: nn.Module) -> bool:
 def _successors(modules: dict[str, nn.Module], holders: list[str]) -> dict[str, _Next]:
     """For each layer whose output goes straight to a norm: that norm, the next layer's first or the one after all."""
     held = set(holders)
-    found = {}
+    found: dict[str, _Next] = {}
     for path, stack in modules.items():
         prefix = f"{path}." if path else ""
         lists = {name for name, child in stack._modules.items() if isinstance(child, nn.ModuleList)}
@@ -281,7 +289,7 @@ def _successors_in(path: str, stack: nn.Module, name: str, final_norm: str | Non
             first_norm = _first_norm(following)
             norm = first_norm and f"{prefix}{name}.{index + 1}.{first_norm}"
         if norm:
-            successor = Successor(stack, name, index, first_norm, final_norm or "")
+            successor = Successor(stack, name, index, first_norm, final_norm)
             yield f"{prefix}{name}.{index}", _Next(norm, following, successor)
 
 
