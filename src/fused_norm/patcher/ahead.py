@@ -11,6 +11,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -54,8 +55,22 @@ class Successor:
         return Successor, (None if self._stack is None else self._stack(), *self._where)
 
 
+class _Entry:
+    """A norm's result, which is dropped as soon as the tensor that it is the norm of is gone."""
+
+    __slots__ = ("grad", "norm", "total", "version", "y")
+
+    def __init__(self, norm: nn.Module, total: Tensor, y: Tensor) -> None:
+        self.norm, self.version, self.grad = norm, total._version, torch.is_grad_enabled()
+        self.y: Tensor | None = y
+        self.total = weakref.ref(total, self._drop)
+
+    def _drop(self, _: object) -> None:
+        self.y = None
+
+
 class _Left(threading.local):
-    entry: tuple[nn.Module, Tensor, int, Tensor] | None = None
+    entry: _Entry | None = None
 
 
 _left = _Left()
@@ -63,7 +78,7 @@ _left = _Left()
 
 def leave(norm: nn.Module, total: Tensor, y: Tensor) -> None:
     """Leaves ``y``, the norm of ``total``, for ``norm`` to take."""
-    _left.entry = norm, total, total._version, y
+    _left.entry = _Entry(norm, total, y)
 
 
 def take(norm: nn.Module, x: Tensor) -> Tensor | None:
@@ -72,5 +87,7 @@ def take(norm: nn.Module, x: Tensor) -> Tensor | None:
     if entry is None:
         return None
     _left.entry = None
-    for_norm, total, version, y = entry
-    return y if for_norm is norm and total is x and total._version == version else None
+    if entry.norm is not norm or entry.total() is not x or entry.version != x._version:
+        return None
+    # Reentrant checkpointing runs layers without autograd and what follows them with it.
+    return entry.y if entry.grad == torch.is_grad_enabled() else None
