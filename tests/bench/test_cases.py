@@ -16,6 +16,7 @@ from fused_norm.bench.cases import CASES, GEMMA, QUICK, Case, tolerance, truth, 
         (Case("norm", 8192, 4096), 2, 3),
         (Case("norm", 8192, 2560, GEMMA), 2, 3),
         (Case("add", 8192, 2048), 4, 4),
+        (Case("post", 8192, 4096), 3, 3),
         (Case("sandwich", 8192, 3840, GEMMA), 4, 6),
     ],
 )
@@ -24,14 +25,16 @@ def test_least_bytes_count_each_activation_once(case, forward, backward):
     assert case.bytes("backward", torch.float32) == backward * case.rows * case.width * 4
 
 
-def test_qk_moves_all_heads():
-    assert Case("qk", 16384, 128, heads=(32, 8)).bytes("backward", torch.bfloat16) == 3 * 16384 * 40 * 128 * 2
+@pytest.mark.parametrize("operation", ["qk", "rope"])
+def test_all_heads_are_moved(operation):
+    assert Case(operation, 16384, 128, heads=(32, 8)).bytes("backward", torch.bfloat16) == 3 * 16384 * 40 * 128 * 2
 
 
 def test_names_are_unique_and_say_what_is_measured():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     assert {"norm 8192x4096", "gemma 8192x2560", "add 2048x65536", "qk 16384x(32+8)x128"} <= set(names)
+    assert {"rope 4096x(32+8)x64", "post 8192x4096", "sandwich 8192x5376"} <= set(names)
 
 
 def test_inputs_repeat_and_differ_between_seeds():
@@ -40,6 +43,15 @@ def test_inputs_repeat_and_differ_between_seeds():
     assert all(torch.equal(a, b) for a, b in zip(one.arguments, same.arguments, strict=True))
     assert not torch.equal(one.arguments[0], other.arguments[0])
     assert not any(tensor.requires_grad for tensor in one.detached())
+
+
+def test_rope_takes_what_a_projection_makes_and_returns_what_attention_takes():
+    inputs = Case("rope", 6, 64, heads=(4, 2)).inputs(torch.bfloat16, torch.device("cpu"), seed=0)
+    assert [tuple(x.shape) for x in inputs.arguments[:2]] == [(1, 6, 4, 64), (1, 6, 2, 64)]
+    assert [tuple(dy.shape) for dy in inputs.gradients] == [(1, 4, 6, 64), (1, 2, 6, 64)]
+    assert all(dy.transpose(1, 2).is_contiguous() for dy in inputs.gradients)
+    assert all(angle.shape == (1, 6, 64) and not angle.requires_grad for angle in inputs.angles)
+    assert len(inputs.detached()) == 6
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
@@ -53,7 +65,14 @@ def test_truth_is_the_formula_in_float64(case):
     def add_norm(x, r, w):
         return norm(x + r, w), x + r
 
-    outputs = cases.compose(case.operation, norm, add_norm)(*arguments)
+    def rotate(q, k, cos, sin):
+        """The halves of a row as the real and imaginary parts of numbers that are turned."""
+        turn = torch.complex(cos, sin)[..., : case.width // 2].unsqueeze(2)
+        turned = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in (q, k)]
+        return tuple(torch.cat((x.real, x.imag), dim=-1).transpose(1, 2) for x in turned)
+
+    angles = [angle.double() for angle in inputs.angles]
+    outputs = cases.compose(case.operation, norm, add_norm, rotate)(*arguments, *angles)
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
     for found, expected in zip(truth(case, inputs), (outputs, gradients), strict=True):
         torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)

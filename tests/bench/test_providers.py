@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fused_norm.bench import providers
 from fused_norm.bench.cases import QUICK, Case, tolerance, truth, worst_error
@@ -14,11 +15,11 @@ from fused_norm.bench.providers import FUSED_MODES, PROVIDERS, Provider
 from fused_norm.bench.timing import own_stream
 
 EVERY = PROVIDERS | {provider.name: provider for provider in FUSED_MODES}
+MEASURED = [(name, case) for name in EVERY for case in QUICK if name in PROVIDERS or case.operation == "norm"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "case"), MEASURED, ids=lambda value: getattr(value, "name", value))
 def test_results_are_right(name, case, dtype, device):
     provider, device = EVERY[name], torch.device(device)
     why = provider.missing(device)
@@ -43,6 +44,37 @@ def test_stock_is_what_modelling_code_computes(case, module, device):
     norm = module(case.width, eps=eps).to(device, torch.bfloat16)
     norm.weight.data.copy_(w)
     assert torch.equal(PROVIDERS["stock"].build(case)(x, w)[0], norm(x))
+
+
+def test_stock_rotates_as_modelling_code_does(device):
+    case = Case("rope", 6, 64, heads=(4, 2))
+    inputs = case.inputs(torch.bfloat16, torch.device(device), seed=0)
+    q, k, *weights = inputs.arguments
+    normed = PROVIDERS["stock"].build(Case("qk", 6, 64, heads=(4, 2)))(q, k, *weights)
+    expected = apply_rotary_pos_emb(*(y.transpose(1, 2) for y in normed), *inputs.angles)
+    found = PROVIDERS["stock"].build(case)(*inputs.attached())
+    for outputs in zip(found, expected, strict=True):
+        assert torch.equal(*outputs)
+    gradients = [torch.autograd.grad(side, inputs.arguments, inputs.gradients) for side in (found, expected)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("operation", "operator"),
+    [("post", "norm_add"), ("sandwich", "norm_add_norm"), ("qk", "qk_norm"), ("rope", "qk_norm_rope")],
+)
+def test_fused_makes_one_call(operation, operator, monkeypatch, device):
+    called = []
+
+    def recorded(name, inner):
+        return lambda *given, **options: (called.append(name), inner(*given, **options))[1]
+
+    for name in providers.kernels.__all__:
+        if name != "MODES":
+            monkeypatch.setattr(providers.kernels, name, recorded(name, getattr(providers.kernels, name)))
+    case = next(case for case in QUICK if case.operation == operation)
+    PROVIDERS["fused"].build(case)(*case.inputs(torch.float32, torch.device(device), seed=0).attached())
+    assert called == [operator]
 
 
 def test_a_mode_that_does_not_take_a_shape_refuses(device):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Case, Op, compose
+from .cases import GEMMA, Case, Op, compose
 from .kernels import differentiable_again
 from .providers import Provider
 from .results import HostResult
@@ -21,7 +21,13 @@ CHAIN = 32
 _ALONE = 20
 """Calls by themselves between two looks at the clock."""
 
-CASES: tuple[Case, ...] = (Case("norm", 16, 1024), Case("add", 16, 1024), Case("qk", 4, 128, heads=(4, 2)))
+CASES: tuple[Case, ...] = (
+    Case("norm", 16, 1024),
+    Case("add", 16, 1024),
+    Case("sandwich", 16, 1024, GEMMA),
+    Case("qk", 4, 128, heads=(4, 2)),
+    Case("rope", 4, 128, heads=(4, 2)),
+)
 """So small that the GPU is done long before the host is."""
 
 
@@ -73,16 +79,18 @@ def _measure(session: Session, case: Case, provider: Provider, what: str) -> Non
 def _time(session: Session, case: Case, provider: Provider, op: Op, chain: int, repeats: int) -> HostResult:
     device = session.device
     inputs = case.inputs(torch.bfloat16 if device.type != "cpu" else torch.float32, device, seed=0)
-    activations = len(inputs.gradients)  # As many as there are outputs: a call takes the results of the one before.
-    state, weights = inputs.arguments[:activations], inputs.arguments[activations:]
-    state = tuple(tensor.detach().requires_grad_() for tensor in state)
+    # There are as many outputs as activations, and a call takes the results of the one before.
+    state = tuple(gradient.detach().clone().requires_grad_() for gradient in inputs.gradients)
+    weights = inputs.arguments[len(state) :]
     layers = [tuple(w.detach().clone().requires_grad_() for w in weights) for _ in range(chain)]
     leaves = (*state, *(weight for layer in layers for weight in layer))
 
     def forward() -> tuple[Tensor, ...]:
         values = state
         for layer in layers:
-            values = op(*values, *layer)
+            if case.operation == "rope":  # A call takes tokens first: two views more in everyone's time.
+                values = tuple(value.transpose(1, 2) for value in values)
+            values = op(*values, *layer, *inputs.angles)
         return values
 
     def train() -> None:

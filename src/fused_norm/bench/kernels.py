@@ -77,7 +77,7 @@ def calls(op: Op, direction: Direction, sets: Sequence[Inputs], *, copy_gradient
     backwards: list[Computation] = []
     for inputs in sets:
         gradients = [gradient.clone() for gradient in inputs.gradients] if copy_gradients else inputs.gradients
-        outputs = op(*inputs.arguments)
+        outputs = op(*inputs.attached())
         backwards.append(partial(torch.autograd.grad, outputs, inputs.arguments, gradients, retain_graph=True))
     return backwards
 

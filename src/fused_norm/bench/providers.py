@@ -6,13 +6,15 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .. import kernels
-from .cases import Case, Op, compose
+from .cases import Case, Op, Operation, compose
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ def _compile(case: Case) -> Op:
 
 
 def _liger(case: Case) -> Op:
-    from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction
+    from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction, LigerRopeFunction
 
     spec, offset = case.spec, float(case.spec.zero_centered)
     # As Liger patches models: in place, its fastest, but where another gradient shares the one it is given.
-    in_place = case.operation != "sandwich"
+    in_place = case.operation not in ("post", "sandwich")
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(x, w, spec.eps, offset, spec.casting, in_place)
@@ -100,7 +102,10 @@ def _liger(case: Case) -> Op:
     def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return LigerFusedAddRMSNormFunction.apply(x, r, w, spec.eps, offset, spec.casting, False)
 
-    return compose(case.operation, norm, add_norm)
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    return compose(case.operation, norm, add_norm, rotate)
 
 
 def _quack(case: Case) -> Op:
@@ -114,25 +119,46 @@ def _quack(case: Case) -> Op:
     def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return rmsnorm(x, w, residual=r, eps=eps, prenorm=True, weight_offset=offset)
 
-    return compose(case.operation, norm, add_norm)
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from quack.rotary import apply_rotary_emb
+
+        half = cos[0, :, : cos.shape[-1] // 2], sin[0, :, : sin.shape[-1] // 2]
+        return apply_rotary_emb(q, *half).transpose(1, 2), apply_rotary_emb(k, *half).transpose(1, 2)
+
+    return compose(case.operation, norm, add_norm, rotate)
 
 
-def _fused(mode: str | None) -> Callable[[Case], Op]:
+def _fused(case: Case) -> Op:
+    """One call, whatever the operation."""
+    semantics: dict[str, Any] = {
+        "eps": case.spec.eps,
+        "casting": case.spec.casting,
+        "zero_centered": case.spec.zero_centered,
+    }
+    operations: dict[Operation, Op] = {
+        "norm": lambda x, w: (kernels.rms_norm(x, w, **semantics),),
+        "add": partial(kernels.add_rms_norm, **semantics),
+        "post": lambda x, r, w: (kernels.norm_add(x, r, w, **semantics),),
+        "sandwich": partial(kernels.norm_add_norm, **semantics),
+        "qk": partial(kernels.qk_norm, **semantics),
+        "rope": lambda q, k, *rest: kernels.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *rest, **semantics),
+    }
+    return operations[case.operation]
+
+
+def _in_mode(mode: str) -> Callable[[Case], Op]:
     def build(case: Case) -> Op:
-        eps, casting, centered = case.spec.eps, case.spec.casting, case.spec.zero_centered
-
-        def norm(x: Tensor, w: Tensor) -> Tensor:
-            return kernels.rms_norm(x, w, eps, casting=casting, zero_centered=centered, mode=mode)
-
-        def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-            return kernels.add_rms_norm(x, r, w, eps, casting=casting, zero_centered=centered, mode=mode)
-
-        return compose(case.operation, norm, add_norm)
+        spec = case.spec
+        if case.operation != "norm":
+            raise ValueError(f"modes are compared on the norm alone, not on {case.operation}")
+        return lambda x, w: (
+            kernels.rms_norm(x, w, spec.eps, casting=spec.casting, zero_centered=spec.zero_centered, mode=mode),
+        )
 
     return build
 
 
-FUSED = Provider("fused", _fused(None), compiles=True)
+FUSED = Provider("fused", _fused, compiles=True)
 PEERS = (
     Provider("stock", _stock),
     Provider("torch", _torch),
@@ -145,7 +171,7 @@ PROVIDERS = {provider.name: provider for provider in (*PEERS, FUSED)}
 
 FUSED_MODES = (
     FUSED,
-    *(Provider(mode, _fused(mode), compiles=True, refuses=(ValueError,)) for mode in kernels.MODES),
+    *(Provider(mode, _in_mode(mode), compiles=True, refuses=(ValueError,)) for mode in kernels.MODES),
 )
 
 PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}

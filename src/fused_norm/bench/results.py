@@ -45,7 +45,7 @@ class KernelResult:
         part: ``kernels``, side by side with peers, or ``modes``, those of the fused forward.
         case: the case's name.
         group: the first word of it.
-        rows: of the activations; tokens, for ``qk``.
+        rows: of the activations; tokens, for ``qk`` and ``rope``.
         width: of a row.
         dtype: of activations and weights.
         provider: who computes.
