@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
-from fused_norm.bench import providers
+from fused_norm.bench import models, providers
 from fused_norm.bench.results import Results
 from fused_norm.cli import bench, main
 
@@ -64,6 +65,13 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
     assert main(["bench", "--plot", str(out / "kernels" / "results.json"), "--out", str(again)]) == 0
     for name in ("report.txt", "bandwidth-light.png"):
         assert (again / name).read_bytes() == (out / "kernels" / name).read_bytes()
+
+
+def test_help_names_every_variant(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    named = set(re.split(r"[^a-z0-9-]+", re.sub(r"-\s+", "-", capsys.readouterr().out)))
+    assert set(models.VARIANTS) <= named
 
 
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path, monkeypatch):

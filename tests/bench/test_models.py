@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import pytest
 import torch
 
 from fused_norm.bench import models
-from fused_norm.bench.models import ROWS, VARIANTS, Row
+from fused_norm.bench.models import COMPILED, FEATURES, ROWS, VARIANTS, Row
+from fused_norm.bench.timing import Timing
 from fused_norm.model_configs import FAMILIES
 
 TINY = Row("gemma3_text", None, 1, 16)
@@ -31,15 +35,15 @@ def test_every_variant_that_is_here_is_right_and_timed(session):
     for result in session.results.steps:
         assert (result.verdict, result.detail) == ("ok", None)
         assert result.timing is not None
-        if result.variant not in ("stock", "identity"):
+        if result.variant not in ("stock", "identity", "identity-no-rope"):
             assert result.error < 1e-3
     measured = {result.variant for result in session.results.steps}
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in session.results.left_out}
-    assert {"stock", "fused", "torch", "identity"} <= measured
+    assert {"stock", *FEATURES, "torch", "identity", "identity-no-rope"} <= measured
     assert measured | left_out == set(VARIANTS)
 
 
-@pytest.mark.parametrize("variant", ["fused", "torch", "identity"])
+@pytest.mark.parametrize("variant", ["fused", "fused-qk", "torch", "identity", "identity-no-rope"])
 def test_a_variant_changes_the_norms_and_puts_them_back(variant):
     bench = models._prepare(TINY, torch.float32, torch.device("cpu"))
     names = [name for name, _ in bench.model.named_modules()]
@@ -87,3 +91,74 @@ def test_a_variant_that_raises_is_reported(session, monkeypatch):
         ("failed", "RuntimeError: no such kernel"),
         ("ok", None),
     ]
+
+
+def test_each_of_our_variants_fuses_more_than_the_one_before(monkeypatch):
+    def wanted(*, norms=None, qk=None, rope=None, residual=None, sandwich=None, across=None):
+        """The options as the patcher reads them: one that is not given follows another."""
+        norms, qk = norms is not False, qk is not False
+        rope = qk if rope is None else rope
+        residual = norms if residual is None else residual
+        sandwich, across = (residual if option is None else option for option in (sandwich, across))
+        chosen = {"norms": norms, "qk": qk, "rope": rope, "residual": residual, "sandwich": sandwich, "across": across}
+        return {name for name, value in chosen.items() if value}
+
+    found = []
+    monkeypatch.setattr(models, "apply_fused_norm", lambda model, **options: found.append(wanted(**options)))
+    bench = models._Bench(torch.nn.Identity(), torch.empty(0), torch.empty(0), {})
+    for feature in FEATURES:
+        with models._VARIANTS[feature](bench):
+            pass
+    assert all(less < more for less, more in itertools.pairwise(found))
+    added = [more - less for less, more in itertools.pairwise([set(), *found])]
+    assert added == [{"norms"}, {"qk"}, {"rope"}, {"residual"}, {"sandwich", "across"}]
+
+
+def test_without_rope_nothing_is_rotated_and_the_rotation_comes_back():
+    bench = models._prepare(TINY, torch.float32, torch.device("cpu"))
+    modelling = sys.modules[type(bench.model).__module__]
+    stock = modelling.apply_rotary_pos_emb
+    with models._VARIANTS["identity-no-rope"](bench):
+        q, k = torch.randn(2, 1, 2, 3, 4)
+        assert modelling.apply_rotary_pos_emb(q, k, None, None, unsqueeze_dim=1) == (q, k)
+        first = bench.step()
+        bench.forget()
+        bench.model.rotary_emb.forward = lambda x, *_: (torch.full((1, 16, 16), float("nan")),) * 2
+        assert torch.equal(bench.step(), first), "the angles have no part in it"
+    assert modelling.apply_rotary_pos_emb is stock
+
+
+@pytest.mark.parametrize("variant", COMPILED)
+def test_under_torch_compile_the_compiled_model_is_what_is_timed(variant, session, monkeypatch):
+    ran, compiled = [], []
+
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+
+        def run(*inputs):
+            ran.append(graph)
+            return graph.forward(*inputs)
+
+        return run
+
+    timed = []
+
+    def step_time(step, device, *, seconds):
+        before = len(ran)
+        step()
+        timed.append(len(ran) - before)
+        return Timing.of([1.0], "wall")
+
+    monkeypatch.setattr(models, "_BACKEND", backend)
+    monkeypatch.setattr(models, "_missing", lambda variant, device: None)
+    monkeypatch.setattr(models, "step_time", step_time)
+    models.measure(session, [TINY], [variant], torch.float32)
+    (result,) = session.results.steps
+    assert (result.verdict, result.detail) == ("ok", None)
+    assert result.error < 1e-3
+    assert timed[0] >= 1
+    assert len(compiled) == timed[0], "compiled once"
+    # Dynamo keeps the two halves of an autograd function in graphs inside the graph.
+    inner = [part for graph in compiled for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    called = {str(node.target) for part in inner for node in part.graph.nodes}
+    assert any("fused_norm" in name for name in called) == (variant == "fused-compile")

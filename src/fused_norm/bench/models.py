@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ implementations differ by 0.02 to 0.06, and one that is wrong by about one."""
 _SMALLER = 2.0**-10  # A power of two: what is multiplied by it comes back exactly.
 
 Forward = Callable[[Tensor], Tensor]
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+Variant = Callable[["_Bench"], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,27 @@ ROWS: tuple[Row, ...] = (
 )
 QUICK: tuple[Row, ...] = (Row("qwen3", None, 1, 16), Row("gemma3_text", None, 1, 16))
 
-VARIANTS = ("stock", "fused", "liger", "torch", "identity", "compile")
-"""``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``. ``liger`` and ``torch``: every norm becomes
-Liger's or ``F.rms_norm``. ``identity``: every norm left out and the adds kept, the floor of work on norms alone.
-``compile``: the stock model under torch.compile."""
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "fused-norms": {"qk": False, "residual": False},
+    "fused-qk": {"rope": False, "residual": False},
+    "fused-rope": {"residual": False},
+    "fused-residual": {"sandwich": False, "across": False},
+    "fused": {},
+}
+"""The options of ``apply_fused_norm`` for each of our variants: every one fuses more than the one before."""
+
+COMPILED = ("compile", "fused-compile")
+"""Variants under torch.compile, which take longest to start."""
+
+VARIANTS = ("stock", *FEATURES, "liger", "liger-rope", "torch", "identity", "identity-no-rope", *COMPILED)
+"""``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``; the others of ``FEATURES``: after part of
+it. ``liger`` and ``torch``: every norm becomes Liger's or ``F.rms_norm``; ``liger-rope``: the rotary embedding Liger's
+too. ``identity``: every norm left out and the adds kept, the floor of work on norms alone; ``identity-no-rope``: the
+rotary embedding left out too. ``compile`` and ``fused-compile``: ``stock`` and ``fused`` under torch.compile."""
+
+_UNLIKE_STOCK = ("identity", "identity-no-rope")
+
+_BACKEND = "inductor"
 
 
 @dataclass(frozen=True)
@@ -169,8 +189,8 @@ def _prepare(row: Row, dtype: torch.dtype, device: torch.device) -> _Bench:
     config = model.config
     tokens = torch.randint(config.vocab_size, (row.batch, row.length), generator=generator, device=device)
     gradient = torch.randn((row.batch, row.length, config.hidden_size), generator=generator, device=device).to(dtype)
-    report = apply_fused_norm(model)
-    norms = {site.path: site.spec for site in report.fused if site.kind != "residual" and site.spec is not None}
+    report = apply_fused_norm(model, rope=False, residual=False)
+    norms = {site.path: site.spec for site in report.fused if site.kind in ("norm", "qk") and site.spec is not None}
     remove_fused_norm(model)
     with torch.no_grad():  # A gamma that is forgotten does not show where it is one.
         for path in norms:
@@ -184,7 +204,7 @@ def _measure_variant(session: Session, row: Row, variant: str, bench: _Bench, st
     result = StepResult(row.name, variant, "ok")
     try:
         with _VARIANTS[variant](bench) as model:
-            if variant != "identity":
+            if variant not in _UNLIKE_STOCK:
                 error = _relative(bench.evidence(model), stock)
                 if not error <= ALLOWED_ERROR:
                     detail = f"relative error {error:.1e} to stock, and {ALLOWED_ERROR:g} is allowed"
@@ -218,7 +238,8 @@ def _relative(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
 def _missing(variant: str, device: torch.device) -> str | None:
     from .providers import PROVIDERS
 
-    return PROVIDERS[variant].missing(device) if variant in PROVIDERS else None
+    provider = PROVIDERS.get({"fused-compile": "compile", "liger-rope": "liger"}.get(variant, variant))
+    return provider.missing(device) if provider else None
 
 
 def _release(device: torch.device) -> None:
@@ -232,23 +253,32 @@ def _stock(bench: _Bench) -> Iterator[Any]:
     yield bench.model
 
 
-@contextlib.contextmanager
-def _fused(bench: _Bench) -> Iterator[Any]:
-    apply_fused_norm(bench.model)
-    try:
-        yield bench.model
-    finally:
-        remove_fused_norm(bench.model)
+def _fused(feature: str) -> Variant:
+    @contextlib.contextmanager
+    def variant(bench: _Bench) -> Iterator[Any]:
+        apply_fused_norm(bench.model, **FEATURES[feature])
+        try:
+            yield bench.model
+        finally:
+            remove_fused_norm(bench.model)
+
+    return variant
 
 
-@contextlib.contextmanager
-def _compiled(bench: _Bench) -> Iterator[Any]:
-    torch.compiler.reset()
-    yield torch.compile(bench.model, dynamic=False)
-    torch.compiler.reset()
+def _compiled(eager: Variant) -> Variant:
+    @contextlib.contextmanager
+    def variant(bench: _Bench) -> Iterator[Any]:
+        torch.compiler.reset()  # What other variants left behind would count as recompilations.
+        try:
+            with eager(bench) as model:
+                yield torch.compile(model, dynamic=False, backend=_BACKEND)
+        finally:
+            torch.compiler.reset()
+
+    return variant
 
 
-def _replaced(make: Callable[[nn.Module, NormSpec], Forward]) -> Callable[[_Bench], contextlib.AbstractContextManager]:
+def _replaced(make: Callable[[nn.Module, NormSpec], Forward]) -> Variant:
     """A variant in which the forward of every norm is the one that ``make`` returns."""
 
     @contextlib.contextmanager
@@ -278,6 +308,33 @@ def _identity(bench: _Bench) -> Iterator[Any]:
             embedding.div_(_SMALLER)
 
 
+def _rotated(rotation: Rotation, norms: Variant) -> Variant:
+    """``norms``, with the rotary embedding of q and k replaced as well."""
+
+    @contextlib.contextmanager
+    def variant(bench: _Bench) -> Iterator[Any]:
+        modelling: Any = sys.modules[type(bench.model).__module__]
+        stock = modelling.apply_rotary_pos_emb
+        modelling.apply_rotary_pos_emb = rotation
+        try:
+            with norms(bench) as model:
+                yield model
+        finally:
+            modelling.apply_rotary_pos_emb = stock
+
+    return variant
+
+
+def _unrotated(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def _liger_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops import LigerRopeFunction
+
+    return LigerRopeFunction.apply(q, k, cos, sin)
+
+
 def _liger_norm(module: nn.Module, spec: NormSpec) -> Forward:
     from liger_kernel.ops import LigerRMSNormFunction
 
@@ -298,11 +355,14 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
     return forward
 
 
-_VARIANTS: Mapping[str, Callable[[_Bench], contextlib.AbstractContextManager]] = {
+_VARIANTS: Mapping[str, Variant] = {
     "stock": _stock,
-    "fused": _fused,
+    **{feature: _fused(feature) for feature in FEATURES},
     "liger": _replaced(_liger_norm),
+    "liger-rope": _rotated(_liger_rotation, _replaced(_liger_norm)),
     "torch": _replaced(_torch_norm),
     "identity": _identity,
-    "compile": _compiled,
+    "identity-no-rope": _rotated(_unrotated, _identity),
+    "compile": _compiled(_stock),
+    "fused-compile": _compiled(_fused("fused")),
 }

@@ -23,6 +23,11 @@ T = TypeVar("T")
 
 _PARTS = ("host", "models", "kernels", "modes")
 _DTYPES = ("bfloat16", "float16", "float32")
+_VARIANTS = (
+    "stock; fused, and parts of it, each fusing more than the one before: fused-norms, fused-qk, fused-rope, "
+    "fused-residual; norms of others: liger, liger-rope (and its rotary embedding), torch; no norms: identity, "
+    "identity-no-rope; torch.compile: compile, fused-compile"
+)
 _MOST_JOBS = 12
 
 
@@ -36,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", type=_names, metavar="NAMES", help="only these, such as 'add *,Qwen3-0.6B*'")
     parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host (default: all)")
-    parser.add_argument("--variants", type=_names, metavar="NAMES", help="of models (default: all)")
+    parser.add_argument("--variants", type=_names, metavar="NAMES", help=f"of models: {_VARIANTS} (default: all)")
     parser.add_argument(
         "--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (default: bfloat16; modes: all)"
     )
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             "draws the results of another machine"
         )
     # After the lines above, because these import the kernels.
-    from ..bench import providers
+    from ..bench import models, providers
     from ..bench.results import Results
     from ..bench.session import Session
 
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     session.save()
     _report(session.results, session.path.parent)
     verdicts = [row.verdict for row in session.results.kernels if row.provider == providers.FUSED.name]
-    verdicts += [row.verdict for row in session.results.steps if row.variant == providers.FUSED.name]
+    verdicts += [row.verdict for row in session.results.steps if row.variant in (*models.FEATURES, "fused-compile")]
     return int(any(verdict != "ok" for verdict in verdicts))
 
 
@@ -132,11 +137,11 @@ def _parts(session: Session, args: argparse.Namespace) -> list[Callable[[], None
     # models takes longest, so it comes last.
     measures: dict[str, Callable[[], None]] = {
         "host": lambda: host.measure(session, peers),
-        "models": lambda: steps([name for name in variants if name != "compile"]),
+        "models": lambda: steps([name for name in variants if name not in models.COMPILED]),
         "kernels": lambda: kernels.measure(session, "kernels", *operations["kernels"], profile=not args.no_profiler),
         "modes": lambda: kernels.measure(session, "modes", *operations["modes"], profile=False),
     }
-    compiled_models = [lambda: steps([name for name in variants if name == "compile"])]
+    compiled_models = [lambda: steps([name for name in variants if name in models.COMPILED])]
     return [
         lambda: ahead.compile_ahead(session, tasks, jobs),
         *(measures[part] for part in wanted),
