@@ -10,11 +10,19 @@ import torch
 
 from fused_norm.bench import plots, report
 from fused_norm.bench.cases import DIRECTIONS, Case
+from fused_norm.bench.models import VARIANTS
 from fused_norm.bench.results import CopyResult, HostResult, KernelResult, Results, StepResult
 from fused_norm.bench.timing import Timing
 
 COPY = 4e12
-CASES = (Case("norm", 8192, 2048), Case("norm", 8192, 4096), Case("add", 8192, 4096), Case("norm", 1, 4096))
+CASES = (
+    Case("norm", 8192, 2048),
+    Case("norm", 8192, 4096),
+    Case("add", 8192, 4096),
+    Case("rope", 16384, 128, heads=(32, 8)),
+    Case("post", 8192, 4096),
+    Case("norm", 1, 4096),
+)
 FRACTIONS = {"stock": 0.1, "quack": 0.8, "fused": 0.9}
 
 
@@ -58,6 +66,7 @@ def results():
         steps=[
             StepResult("Qwen3-0.6B 4x4096", "stock", "ok", timing=seconds(0.2956), peak_bytes=32 * 2**30),
             StepResult("Qwen3-0.6B 4x4096", "fused", "ok", timing=seconds(0.2), peak_bytes=20 * 2**30),
+            *(StepResult("Qwen3-4B 2x4096", variant, "ok", timing=seconds(0.5)) for variant in VARIANTS),
         ],
         left_out=["liger: liger_kernel is not installed"],
     )
@@ -87,6 +96,14 @@ def test_fractions_are_of_the_large_copy(results):
     assert re.split(r"\s{2,}", line(report.describe(results), "norm 8192x4096")) == [
         "norm 8192x4096", ".10 / .10", ".80 / .80", "*.90 / *.90", "1.12 / 1.12",
     ]  # fmt: skip
+
+
+def test_blocks_have_their_rows_in_order(results):
+    lines = report.describe(results).splitlines()
+    large = [line.partition("  ")[0] for line in lines if re.match(r"(norm|add|post|rope) \d", line)]
+    cases = ["norm 8192x2048", "norm 8192x4096", "add 8192x4096", "post 8192x4096", "rope 16384x(32+8)x128"]
+    assert large[: len(cases)] == cases
+    assert ".80 / .80" in line(report.describe(results), "rope 16384x(32+8)x128")
 
 
 def test_the_profilers_times_have_a_table_of_their_own(results):
@@ -151,8 +168,10 @@ def test_nothing_measured_is_no_error():
 def test_pictures_are_drawn_for_light_and_dark(results, tmp_path):
     pytest.importorskip("matplotlib")
     written = plots.draw(results, tmp_path)
-    names = {f"{name}-{theme}.png" for name in ("bandwidth", "step-time", "memory") for theme in ("light", "dark")}
-    assert {path.name for path in written} == names
+    pictures = ("bandwidth", "blocks", "step-time", "memory")
+    assert {path.name for path in written} == {
+        f"{name}-{theme}.png" for name in pictures for theme in ("light", "dark")
+    }
     for path in written:
         assert path.read_bytes().startswith(b"\x89PNG")
 

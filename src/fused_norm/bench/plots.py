@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,30 @@ _THEMES: Mapping[str, Mapping[str, str]] = {
     "light": {"page": "#ffffff", "ink": "#24292f", "grid": "#d0d7de"},
     "dark": {"page": "#0d1117", "ink": "#e6edf3", "grid": "#30363d"},
 }
-# Tol's bright palette: told apart by the colour-blind too, and readable on both pages.
+# Tol's bright palette: told apart by the colour-blind too, and readable on both pages. What belongs together is a
+# lighter or darker shade of one colour.
 _COLOURS = {
+    "fused-norms": "#f7c4cb",
+    "fused-qk": "#f5adb6",
+    "fused-rope": "#f295a1",
+    "fused-residual": "#f07e8c",
     "fused": "#ee6677",
+    "fused-compile": "#a84853",
     "stock": "#999999",
     "torch": "#4477aa",
     "compile": "#ccbb44",
     "liger": "#228833",
+    "liger-rope": "#7ab885",
     "quack": "#aa3377",
     "identity": "#66ccee",
+    "identity-no-rope": "#b3e5f6",
 }
 _GROUPS = {"norm": "RMSNorm", "add": "residual add + RMSNorm"}
+_BLOCKS = ("post", "sandwich", "qk", "rope")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw what there are results for: bandwidth over width, step time, memory.
+    """Draw what there are results for: bandwidth over width, that of blocks, step time, memory.
 
     Returns:
         The PNG files written.
@@ -37,9 +46,10 @@ def draw(results: Results, folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    pictures = {"bandwidth": _bandwidth, "blocks": _blocks, "step-time": _step_time, "memory": _memory}
     written = []
     for theme in _THEMES:
-        for name, picture in (("bandwidth", _bandwidth), ("step-time", _step_time), ("memory", _memory)):
+        for name, picture in pictures.items():
             figure = picture(results, _THEMES[theme])
             if figure is not None:
                 path = folder / f"{name}-{theme}.png"
@@ -49,9 +59,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def _bandwidth(results: Results, theme: Mapping[str, str]) -> Any:
-    rows = [row for row in results.kernels if row.part == "kernels" and row.timing and row.group in _GROUPS]
-    dtype = rows[0].dtype if rows else None
-    rows = [row for row in rows if row.dtype == dtype]
+    rows = _timed(results, _GROUPS)
     groups = [group for group in _GROUPS if _widths(rows, group)]
     if not groups or results.copy_bandwidth is None:
         return None
@@ -60,13 +68,19 @@ def _bandwidth(results: Results, theme: Mapping[str, str]) -> Any:
         for axes, direction in zip(line, DIRECTIONS, strict=True):
             _bandwidth_panel(axes, [row for row in rows if row.group == group], direction)
             axes.axhline(results.copy_bandwidth / 1e9, color=theme["ink"], linestyle="--", linewidth=1, label="copy")
-            axes.set_title(f"{_GROUPS[group]}, {direction}, {dtype}", color=theme["ink"], fontsize=11)
+            axes.set_title(f"{_GROUPS[group]}, {direction}, {rows[0].dtype}", color=theme["ink"], fontsize=11)
             axes.set_ylim(bottom=0)
         line[0].set_ylabel("GB/s (least bytes / time)")
     for axes in grid[-1]:
         axes.set_xlabel("row length N")
     _legend(figure, grid[0][0], theme)
     return figure
+
+
+def _timed(results: Results, groups: Collection[str]) -> list[KernelResult]:
+    """The rows of ``groups``, of the dtype that was measured first."""
+    rows = [row for row in results.kernels if row.part == "kernels" and row.timing and row.group in groups]
+    return [row for row in rows if row.dtype == rows[0].dtype]
 
 
 def _bandwidth_panel(axes: Any, rows: Sequence[KernelResult], direction: Direction) -> None:
@@ -106,6 +120,32 @@ def _widths(rows: Sequence[KernelResult], group: str) -> dict[int, dict[Directio
     return most
 
 
+def _blocks(results: Results, theme: Mapping[str, str]) -> Any:
+    """A bar for each provider and block, forward above backward."""
+    rows = sorted(_timed(results, _BLOCKS), key=lambda row: _BLOCKS.index(row.group))
+    if not rows or results.copy_bandwidth is None:
+        return None
+    cases = list(dict.fromkeys(row.case for row in rows))
+    names = [name for name in PROVIDERS if any(row.provider == name for row in rows)]
+    width = 0.8 / len(names)
+    figure, grid = _figure(theme, len(DIRECTIONS), 1, (max(7, 1.1 * len(cases)), 8.4))
+    for (axes,), direction in zip(grid, DIRECTIONS, strict=True):
+        for index, name in enumerate(names):
+            heights = {
+                cases.index(row.case): row.bytes / row.timing.median / 1e9
+                for row in rows
+                if row.timing and (row.provider, row.direction) == (name, direction)
+            }
+            places = [case + (index - (len(names) - 1) / 2) * width for case in heights]
+            axes.bar(places, heights.values(), color=_COLOURS[name], width=width, label=name)
+        axes.axhline(results.copy_bandwidth / 1e9, color=theme["ink"], linestyle="--", linewidth=1, label="copy")
+        axes.set_title(f"{direction}, {rows[0].dtype}", color=theme["ink"], fontsize=11)
+        axes.set_ylabel("GB/s (least bytes / time)")
+        axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=8)
+    _legend(figure, grid[0][0], theme)
+    return figure
+
+
 def _step_time(results: Results, theme: Mapping[str, str]) -> Any:
     values = {(row.row, row.variant): 1e3 * row.timing.median for row in results.steps if row.timing}
     spans = {
@@ -129,9 +169,10 @@ def _bars(
     names = list(dict.fromkeys(name for name, _ in values))
     if not names:
         return None
-    columns = min(3, len(names))
+    width = max(4.2, 0.55 * len({variant for _, variant in values}))
+    columns = min(int(15 / width), len(names))
     lines = -(-len(names) // columns)
-    figure, grid = _figure(theme, lines, columns, (4.2 * columns, 2.9 * lines))
+    figure, grid = _figure(theme, lines, columns, (width * columns, 2.9 * lines))
     panels = [axes for line in grid for axes in line]
     for axes in panels[len(names) :]:
         axes.set_visible(False)
@@ -144,7 +185,7 @@ def _bars(
             if (name, variant) in spans:
                 axes.vlines(position, *spans[name, variant], color=theme["ink"], linewidth=1)
         axes.set_title(name, color=theme["ink"], fontsize=11)
-        axes.tick_params(axis="x", labelrotation=30, labelsize=8)
+        axes.set_xticks(range(len(there)), there, rotation=30, ha="right", fontsize=8)
         axes.margins(y=0.15)
     for line in grid:
         line[0].set_ylabel(label)

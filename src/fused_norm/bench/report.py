@@ -10,7 +10,7 @@ from .cases import DIRECTIONS, Direction
 from .providers import FUSED, PROVIDERS
 from .results import KernelResult, Results
 
-_GROUPS = ("norm", "gemma", "add", "qk", "sandwich")
+_GROUPS = ("norm", "gemma", "add", "post", "sandwich", "qk", "rope")
 _SMALL = 3e-6  # Seconds that the bytes take at the copy's speed: below, launches count, and microseconds say more.
 
 
