@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fused_norm.kernels import add_rms_norm, rms_norm
+from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, rms_norm
 
 X = torch.ones(2, 3, 8)
 W = torch.ones(8)
@@ -38,6 +38,50 @@ BAD_SUMS = {
 }
 
 
+BAD_SANDWICHES = {
+    "unknown casting": (lambda: norm_add_norm(X, X, W, W, casting="fp32"), ValueError, "not 'fp32'"),
+    "narrow inner weight": (
+        lambda: norm_add_norm(X, X, W[:1], W),
+        ValueError,
+        r": inner_weight must have shape \(8,\)",
+    ),
+    "narrow weight": (lambda: norm_add_norm(X, X, W, W[:1]), ValueError, r": weight must have shape \(8,\)"),
+    "integer inner weight": (
+        lambda: norm_add_norm(X, X, W.int(), W),
+        TypeError,
+        ": inner_weight must be .*, not torch.int32",
+    ),
+    "weight elsewhere": (lambda: norm_add_norm(X, X, W, W.to("meta")), ValueError, ": weight is on meta and x on cpu"),
+    "no inner weight to centre": (
+        lambda: norm_add_norm(X, X, None, W, zero_centered=True),
+        ValueError,
+        "zero_centered needs inner_weight",
+    ),
+    "no weight to centre": (
+        lambda: norm_add_norm(X, X, W, None, zero_centered=True),
+        ValueError,
+        "zero_centered needs",
+    ),
+    "other shape": (
+        lambda: norm_add_norm(X, X[:1], W, W),
+        ValueError,
+        r"shape \(2, 3, 8\), not \(1, 3, 8\); expand it",
+    ),
+    "residual elsewhere": (
+        lambda: norm_add_norm(X, X.to("meta"), W, W),
+        ValueError,
+        "residual is on meta and x on cpu",
+    ),
+}
+BAD_NORM_ADDS = {
+    "unknown casting": (lambda: norm_add(X, X, W, casting="fp32"), ValueError, "not 'fp32'"),
+    "narrow weight": (lambda: norm_add(X, X, W[:1]), ValueError, r": weight must have shape \(8,\)"),
+    "no weight to centre": (lambda: norm_add(X, X, None, zero_centered=True), ValueError, "pass zero_centered=False"),
+    "other shape": (lambda: norm_add(X, X[0], W), ValueError, r"shape \(2, 3, 8\), not \(3, 8\)"),
+    "integer residual": (lambda: norm_add(X, X.int(), W), TypeError, "residual must be .*, not torch.int32"),
+}
+
+
 @pytest.mark.parametrize(("call", "error", "says"), BAD_NORMS.values(), ids=BAD_NORMS)
 def test_rms_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"^rms_norm: .*{says}"):
@@ -50,8 +94,24 @@ def test_add_rms_norm_refuses(call: Callable[[], object], error: type[Exception]
         call()
 
 
+@pytest.mark.parametrize(("call", "error", "says"), BAD_SANDWICHES.values(), ids=BAD_SANDWICHES)
+def test_norm_add_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=f"^norm_add_norm.*{says}"):
+        call()
+
+
+@pytest.mark.parametrize(("call", "error", "says"), BAD_NORM_ADDS.values(), ids=BAD_NORM_ADDS)
+def test_norm_add_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=f"^norm_add.*{says}"):
+        call()
+
+
 def test_casting_and_centering_are_named_not_counted() -> None:
     with pytest.raises(TypeError, match="positional"):
         rms_norm(X, W, 1e-6, "llama")
     with pytest.raises(TypeError, match="positional"):
         add_rms_norm(X, X, W, 1e-6, "llama")
+    with pytest.raises(TypeError, match="positional"):
+        norm_add(X, X, W, 1e-6, "llama")
+    with pytest.raises(TypeError, match="positional"):
+        norm_add_norm(X, X, W, W, 1e-6, "llama")

@@ -11,11 +11,15 @@ from fused_norm.kernels.plans import (
     MODES,
     WIDEST_BACKWARD,
     WIDEST_FORWARD,
+    WIDEST_SANDWICH_BACKWARD,
+    WIDEST_SANDWICH_FORWARD,
     Device,
     Mode,
     backward_plan,
     forward_plan,
     next_power_of_2,
+    sandwich_backward_plan,
+    sandwich_forward_plan,
 )
 
 from .numerics import CHUNKED, WIDTHS
@@ -124,6 +128,49 @@ def test_fp32_rows_of_8192_with_a_residual_lose_a_stage_on_an_h200() -> None:
     """s, dy, ds and the weight in fp32: two tiles ahead would take 256 KiB."""
     assert backward_plan(8192, 8, H200).stages == 3
     assert backward_plan(8192, 16, H200).stages == 2
+
+
+SANDWICH_BACKWARD_ROWS = {
+    # rows, warps, stages, programs per processor, reload
+    (32, 4, 3, 2, False),
+    (16, 4, 3, 2, False),
+    (8, 4, 3, 2, False),
+    (4, 4, 3, 2, False),
+    (2, 4, 3, 2, False),
+    (1, 4, 3, 2, True),
+    (1, 8, 3, 2, True),
+    (1, 16, 3, 1, True),
+}
+
+
+def test_a_sandwich_has_exactly_these_backwards() -> None:
+    plans = {sandwich_backward_plan(width, 12, H200) for width in range(1, WIDEST_SANDWICH_BACKWARD + 1)}
+    rows = {(p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload) for p in plans}
+    assert rows == SANDWICH_BACKWARD_ROWS
+
+
+@pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=str)
+@pytest.mark.parametrize("column_bytes", [8, 12, 24])
+def test_a_sandwich_holds_its_rows_and_fits_in_shared_memory(column_bytes: int, device: Device) -> None:
+    for width in range(WIDEST_SANDWICH_FORWARD + 1):
+        forward = sandwich_forward_plan(width, device)
+        assert forward.mode == "multi_wave_cached"
+        assert width <= forward.block
+        if width <= WIDEST_SANDWICH_BACKWARD:
+            backward = sandwich_backward_plan(width, column_bytes, device)
+            tile_bytes = backward.rows * backward.block * column_bytes
+            assert width <= backward.block == next_power_of_2(backward.block)
+            assert backward.rows == next_power_of_2(backward.rows)
+            assert backward.stages >= 1
+            assert (backward.stages - 1) * tile_bytes < device.shared_memory
+            assert backward.rows * backward.block <= 16 * backward.warps * device.warp_size
+
+
+def test_two_programs_of_a_sandwich_share_a_processor() -> None:
+    """bf16 rows of 4096: four tensors and both weights, two tiles ahead, twice."""
+    plan = sandwich_backward_plan(4096, 12, H200)
+    assert plan.programs == 2 * H200.processors
+    assert 2 * (plan.stages - 1) * plan.block * 12 <= H200.shared_memory
 
 
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])

@@ -90,6 +90,21 @@ def _sandwich_forward_kernel(
 
 
 @triton.jit
+def _live(row, in_row, M, ROWS: tl.constexpr):
+    """The mask of a tile. A row by itself is always inside; not asking frees a fifth of the backward's registers."""
+    if ROWS == 1:
+        return in_row[None, :]
+    return (row < M)[:, None] & in_row[None, :]
+
+
+@triton.jit
+def _load_rstd(rstd_ptr, row, M, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return tl.load(rstd_ptr + row)[:, None]
+    return tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+
+
+@triton.jit
 def _input_grad(dy, s, rstd, N: tl.constexpr):
     """The gradient of a norm's input from the one of its normalised row."""
     pull = tl.sum(dy * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
@@ -144,11 +159,11 @@ def _sandwich_backward_kernel(
             gamma = load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
     for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=STAGES):
         row = rows_of(tile, ROWS, LONG)
-        live = (row < M)[:, None] & in_row[None, :]
+        live = _live(row, in_row, M, ROWS)
         row_in = row[:, None]
         s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + row_in * dy_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        rstd = _load_rstd(rstd_ptr, row, M, ROWS)
         if dw_ptr is not None:
             dw += g * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None or dinner_ptr is not None:
@@ -164,7 +179,7 @@ def _sandwich_backward_kernel(
                 tl.store(dr_ptr + row_in * dr_stride + col[None, :], dr, mask=live)
         if dx_ptr is not None or dinner_ptr is not None:
             x = tl.load(x_ptr + row_in * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-            inner_rstd = tl.load(inner_rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+            inner_rstd = _load_rstd(inner_rstd_ptr, row, M, ROWS)
             if dinner_ptr is not None:
                 dinner += g * (x * inner_rstd)
             if dx_ptr is not None:

@@ -1,0 +1,187 @@
+"""norm_add: the sum and where its gradient goes, held against the stock code and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_norm.kernels import norm_add, sandwich_kernels
+from fused_norm.kernels.plans import WIDEST_SANDWICH_FORWARD
+from fused_norm.spec import CASTINGS
+
+from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, assert_same_row, in_layout
+from .sandwich import Sandwich, assert_within_budget, make_inputs, run
+from .test_norm_kernels import Guarded
+
+OPS = torch.ops.fused_norm
+GEMMA = Sandwich("gemma", True, BF16, BF16, BF16).opened
+LLAMA = Sandwich("llama", False, BF16, BF16, BF16).opened
+MIXED = Sandwich("llama", True, BF16, FP16, FP32).opened
+ONE_NUMBER = Sandwich("gemma", False, FP32, FP32, FP32).opened
+
+# x, residual, weight
+DTYPES = [
+    (FP32, FP32, FP32),
+    (BF16, BF16, BF16),
+    (FP16, FP16, FP16),
+    (BF16, BF16, FP32),
+    (BF16, FP32, BF16),
+    (FP32, BF16, BF16),
+    (BF16, FP16, FP16),
+]
+MEANINGS = [
+    *(Sandwich(c, z, *dtypes).opened for c in CASTINGS for z in (False, True) for dtypes in DTYPES),
+    *(Sandwich(c, False, BF16, r, None).opened for c in CASTINGS for r in (BF16, FP32)),
+]
+
+
+@pytest.mark.parametrize("sandwich", MEANINGS, ids=str)
+def test_every_meaning_is_as_accurate_as_the_stock_code(sandwich: Sandwich, device: str) -> None:
+    assert_within_budget(sandwich, make_inputs(sandwich, (35, 130), device))
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 123, 513, 1024, 1025, 3840, 5376])
+def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
+    assert_within_budget(GEMMA, make_inputs(GEMMA, (67 if width <= 130 else 2, width), device))
+
+
+@pytest.mark.parametrize("sandwich", [GEMMA, MIXED, Sandwich("none", False, BF16, FP32, None).opened], ids=str)
+def test_too_wide_rows_are_as_accurate_as_the_stock_code(
+    sandwich: Sandwich, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandwich_kernels, "WIDEST_SANDWICH_FORWARD", 100)
+    inputs = make_inputs(sandwich, (2, 3, 4, 130), device)
+    inputs["x"] = in_layout("transposed heads", inputs["x"])
+    ours = assert_within_budget(sandwich, inputs)
+    assert launched == ["_forward_kernel", "_backward_kernel"]
+    assert ours["s"].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(130,), (2, 3, 5, 130), (3, 1)], ids=str)
+def test_any_leading_shape(shape: tuple[int, ...], device: str) -> None:
+    assert_within_budget(GEMMA, make_inputs(GEMMA, shape, device))
+
+
+def test_one_launch_forward_and_one_backward(device: str, launched: list[str]) -> None:
+    run(GEMMA.fused, make_inputs(GEMMA, (5, 64), device))
+    assert launched == ["_sandwich_forward_kernel", "_backward_kernel"]
+
+
+@pytest.mark.parametrize(
+    "frozen", [("inner",), ("x",), ("r",), ("x", "inner"), ("x", "r"), ("r", "inner")], ids="-".join
+)
+def test_frozen_arguments_get_no_gradient_and_change_no_other(
+    frozen: tuple[str, ...], device: str, launched: list[str]
+) -> None:
+    inputs = make_inputs(GEMMA, (5, 123), device)
+    whole = run(GEMMA.fused, inputs)
+    launched.clear()
+    part = run(GEMMA.fused, inputs, frozen)
+    assert part.keys() == whole.keys() - {f"d{name}" for name in frozen}
+    for name, value in part.items():
+        assert torch.equal(value, whole[name]), name
+    assert ("_backward_kernel" in launched) == (frozen != ("x", "inner")), "the residual's gradient needs no kernel"
+
+
+@pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
+def test_the_residual_gets_the_gradient_that_arrives(sandwich: Sandwich, device: str) -> None:
+    inputs = make_inputs(sandwich, (5, 130), device)
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    ours = run(sandwich.fused, inputs)
+    assert torch.equal(ours["dr"], inputs["ds"].to(sandwich.r))
+    for name, tensor in before.items():
+        assert torch.equal(inputs[name], tensor), name
+    others = [tensor for name, tensor in (ours | inputs).items() if name != "dr"]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in others}) == len(others)
+    assert ours["dr"].untyped_storage().data_ptr() != ours["dx"].untyped_storage().data_ptr()
+
+
+def test_gradients_accumulated_in_place_do_not_meet(device: str) -> None:
+    """The residual feeds two adds, whose gradients autograd sums: what each was handed stays as it was."""
+    inputs = make_inputs(ONE_NUMBER, (5, 64), device)
+    x, r, w = (inputs[name].detach().requires_grad_() for name in ("x", "r", "inner"))
+    s = norm_add(x, r, w, casting="gemma") + norm_add(x, r, w, casting="gemma")
+    once = run(ONE_NUMBER.fused, inputs)
+    for _ in range(2):
+        s.backward(inputs["ds"], retain_graph=True)
+    assert torch.equal(r.grad, 4 * once["dr"])
+    torch.testing.assert_close(x.grad, 4 * once["dx"])
+    torch.testing.assert_close(w.grad, 4 * once["dinner"])
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0,), (0, WIDEST_SANDWICH_FORWARD + 1)], ids=str)
+def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
+    ours = run(GEMMA.fused, make_inputs(GEMMA, shape, device))
+    assert {ours[name].shape for name in ("s", "dx", "dr")} == {shape}
+    assert torch.equal(ours["dinner"], torch.zeros(shape[-1], dtype=BF16, device=device))
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+@pytest.mark.parametrize("argument", ["x", "r", "ds"])
+def test_rows_are_read_in_any_layout(argument: str, layout: str, device: str) -> None:
+    inputs = make_inputs(ONE_NUMBER, (2, 3, 5, 64), device)
+    dense = run(ONE_NUMBER.fused, inputs)
+    inputs[argument] = in_layout(layout, inputs[argument])
+    for name, value in run(ONE_NUMBER.fused, inputs).items():
+        if name == "dinner":  # a sum over rows, which may be taken in another order
+            torch.testing.assert_close(value, dense[name], rtol=1e-5, atol=1e-5)
+        else:
+            assert_same_row(value, dense[name])
+
+
+def test_the_sum_of_the_output(device: str) -> None:
+    inputs = make_inputs(LLAMA, (7, 130), device)
+    inputs["ds"] = torch.ones_like(inputs["ds"])
+    expected = run(LLAMA.fused, inputs)
+    inputs["ds"] = torch.ones((), dtype=BF16, device=device).expand(7, 130)
+    assert all(torch.equal(value, expected[name]) for name, value in run(LLAMA.fused, inputs).items())
+
+
+def test_kernels_write_every_element_and_nothing_beside(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in ((67, 3), (19, 409), (3, 1023)):
+        inputs = make_inputs(GEMMA, shape, device)
+        guarded = Guarded()
+        with monkeypatch.context() as patch:
+            patch.setattr(sandwich_kernels, "empty_rows_like", guarded)
+            s, rstd = sandwich_kernels.launch_norm_add_forward(
+                inputs["x"], inputs["r"], inputs["inner"], 1e-6, "gemma", True, True
+            )
+        assert guarded.intact()
+        assert len(guarded.buffers) == 2
+        assert torch.equal(s, run(GEMMA.fused, inputs)["s"])
+        exact = (inputs["x"].double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
+
+
+@pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
+def test_opcheck(sandwich: Sandwich, device: str) -> None:
+    inputs = make_inputs(sandwich, (2, 3, 2, 40), device)
+    for layout in ("padded rows", "transposed heads"):
+        x = in_layout(layout, inputs["x"])
+        for save_rstd in (True, False):
+            arguments = (x, inputs["r"], inputs["inner"], 1e-6, sandwich.casting, sandwich.zero_centered, save_rstd)
+            torch.library.opcheck(OPS.norm_add_forward, arguments)
+
+
+def test_compiles_as_one_graph_with_equal_results(device: str) -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(MIXED, (6, 40), device)
+    expected = run(MIXED.fused, inputs)
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(MIXED.fused, fullgraph=True, backend=backend)
+        for name, value in run(compiled, inputs).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_a_second_differentiation_raises(device: str) -> None:
+    x, r, w = (torch.randn(size, device=device, requires_grad=True) for size in ((3, 7), (3, 7), (7,)))
+    (dx,) = torch.autograd.grad(norm_add(x, r, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_float64_takes_the_reference() -> None:
+    x, r = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    w = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm_add, (x, r, w))
+    assert norm_add(x.float(), r, w.float()).dtype == torch.float64
