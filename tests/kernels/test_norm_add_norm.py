@@ -9,7 +9,12 @@ import torch
 
 from fused_norm.kernels import norm_add, norm_add_norm, rms_norm, sandwich_kernels
 from fused_norm.kernels.launch import Launch
-from fused_norm.kernels.plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD
+from fused_norm.kernels.plans import (
+    WIDEST_SANDWICH_BACKWARD,
+    WIDEST_SANDWICH_FORWARD,
+    sandwich_backward_plan,
+    sandwich_forward_plan,
+)
 from fused_norm.spec import CASTINGS
 
 from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, WEIGHT_LAYOUTS, assert_same_row, in_layout
@@ -95,7 +100,13 @@ def test_it_is_the_single_operators_one_after_the_other(sandwich: Sandwich, widt
     inputs = make_inputs(sandwich, (19, width), device)
     y, s = sandwich.fused(*(inputs[name] for name in ("x", "r", "inner", "w")))
     semantics = {"casting": sandwich.casting, "zero_centered": sandwich.zero_centered}
-    assert_same_row(s, inputs["r"] + rms_norm(inputs["x"], inputs["inner"], **semantics))
+    branch = rms_norm(inputs["x"], inputs["inner"], **semantics)
+    expected = inputs["r"] + branch
+    if device == "cpu":
+        assert torch.equal(s, expected)
+    else:  # a sum in another order, or a product and a sum in one instruction, may move the branch by a unit
+        moved = torch.finfo(branch.dtype).eps * branch.abs() + torch.finfo(s.dtype).eps * expected.abs()
+        assert ((s - expected).abs() <= 2 * moved).all()
     assert_same_row(y, rms_norm(s, inputs["w"], **semantics))
     assert torch.equal(s, norm_add(inputs["x"], inputs["r"], inputs["inner"], **semantics))
 
@@ -311,7 +322,7 @@ def test_nan_and_inf_stay_in_their_rows_as_in_stock(width: int, device: str) -> 
         assert torch.equal(ours[name][sick].isnan(), stock[name][sick].isnan()), name
 
 
-@pytest.mark.parametrize("width", [64, 1100])
+@pytest.mark.parametrize("width", [64, 1104])
 def test_repeats_are_equal_and_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> None:
     inputs = make_inputs(LLAMA, (67 if width == 64 else 9, width), device)
     whole = run(LLAMA.fused, inputs)
@@ -344,6 +355,29 @@ def test_kernels_write_every_element_and_nothing_beside(
     written = {"y": y, "s": s, "dx": dx, "dr": dr, "dinner": dinner, "dw": dw}
     for name, value in run(GEMMA.fused, inputs).items():
         assert torch.equal(written[name], value), name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("width", [64, 1100])
+def test_a_grid_smaller_than_the_work_strides_over_all_of_it(width: int, frozen: bool, device: str) -> None:
+    inputs = make_inputs(ONE_NUMBER, (37, width), device)
+    expected = run(ONE_NUMBER.fused, inputs)
+    x, r, inner, w, dy, ds = (inputs[name] for name in ("x", "r", "inner", "w", "dy", "ds"))
+    forward = replace(sandwich_forward_plan(width), rows=4 if width == 64 else 1)
+    y, s, *rstds = sandwich_kernels.launch_norm_add_norm_forward(
+        x, r, inner, w, 1e-6, "gemma", False, True, plan=forward
+    )
+    dx, dr = torch.empty_like(x), torch.empty_like(r)
+    sums = (None, None) if frozen else (torch.empty_like(inner), torch.empty_like(w))
+    backward = replace(sandwich_backward_plan(width), rows=forward.rows, programs=3)
+    sandwich_kernels.launch_norm_add_norm_backward(
+        dy, ds, s, x, inner, w, *rstds, "gemma", False, dx, dr, *sums, plan=backward
+    )
+    for name, value in {"y": y, "s": s, "dx": dx, "dr": dr}.items():
+        assert_same_row(value, expected[name])
+    for name, value in zip(("dinner", "dw"), sums, strict=True):
+        if value is not None:
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
 def test_64_bit_offsets_compute_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,8 +338,8 @@ def _launch_forward(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     tensors = (x, residual, inner_weight, weight, total, y, inner_rstd, rstd)
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    key = (x.device, dtypes, width, casting, zero_centered, long, plan)
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors[:4]])
+    key = (x.device, dtypes, width, casting, zero_centered, y is None, inner_rstd is None, long, plan)
     planned = _forwards.get(key)
     if planned is None:
         plan = plan or sandwich_forward_plan(width, facts_of(x.device))
