@@ -210,12 +210,27 @@ def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = 
 
 
 @dataclass(frozen=True)
+class HeadsTile:
+    """Some heads of some tokens.
+
+    Attributes:
+        tokens: powers of two, both.
+        heads: of each token.
+        once: cos and sin are loaded once for a token, not again, from cache, for each of its heads.
+    """
+
+    tokens: int
+    heads: int
+    once: bool
+
+
+@dataclass(frozen=True)
 class HeadsPlan:
     """One launch over the heads of q and k: the forward's grid has a program for each tile, the backward's is one wave.
 
     Attributes:
-        q: (tokens, heads) in a tile of q.
-        k: the same of k.
+        q: a tile of q.
+        k: a tile of k.
         block: columns of a tile that are loaded at once: a row, or half of what RoPE rotates of it.
         rest: columns loaded for what RoPE passes by; 0 where there is none.
         warps: of a program.
@@ -223,8 +238,8 @@ class HeadsPlan:
         programs: of the backward, at most, for q and k together; without a dw there is one for each tile.
     """
 
-    q: tuple[int, int]
-    k: tuple[int, int]
+    q: HeadsTile
+    k: HeadsTile
     block: int
     rest: int
     warps: int
@@ -239,28 +254,41 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
     ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do.
     """
     block, rest, padded = _pieces(width, rotary)
-    # 16 elements a lane without RoPE, as in forward_plan. With it 32, so that a token's cos and sin serve more heads.
-    elements = 4096 if rotary else 2048
-    warps = device.warps(4 if padded <= 4096 else 16)
-    q, k = (_head_tile(heads, max(1, elements // padded), bool(rotary)) for heads in (q_heads, k_heads))
+    # 16 elements a lane, as in forward_plan; RoPE has twice the lanes, so that more heads meet the same cos and sin.
+    elements, warps = (4096, 8) if rotary else (2048, 4)
+    warps = device.warps(warps if padded <= 4096 else 16)
+    q, k = (
+        _heads_tile(heads, max(1, elements // padded), block, 32 * warps, bool(rotary)) for heads in (q_heads, k_heads)
+    )
     return HeadsPlan(q, k, block, rest, warps)
 
 
 @lru_cache(maxsize=1024)
 def heads_backward_plan(
-    q_heads: int, k_heads: int, width: int, rotary: int = 0, column_bytes: int = 4, device: Device = Device()
+    q_heads: int,
+    k_heads: int,
+    width: int,
+    rotary: int = 0,
+    column_bytes: int = 4,
+    angle_bytes: int = 0,
+    device: Device = Device(),
 ) -> HeadsPlan:
     """The backward's launch, for what ``heads_forward_plan`` takes.
 
-    ``column_bytes``: what the loop reads for one element of a row; stages are cut as in ``backward_plan``.
+    ``column_bytes``: what the loop reads for one element of a row, ``angle_bytes`` of cos and sin for one of a token;
+    stages are cut as in ``backward_plan``.
     """
     block, rest, padded = _pieces(width, rotary)
-    # 4096 elements, as in backward_plan. RoPE holds its halves of cos and sin as well: 8 warps, 16 elements a lane.
+    # 4096 elements, as in backward_plan. RoPE holds halves of cos and sin as well: 8 warps, 16 elements a lane.
     warps = device.warps((8 if rotary else 4) if padded <= 4096 else 16)
-    q, k = (_head_tile(heads, max(1, 4096 // padded), bool(rotary)) for heads in (q_heads, k_heads))
-    tile_bytes = max(q[0] * q[1], k[0] * k[1]) * padded * column_bytes
-    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
-    return HeadsPlan(q, k, block, rest, warps, max(1, min(3, fitting)), programs=2 * device.processors)
+    q, k = (_heads_tile(heads, max(1, 4096 // padded), block, 32 * warps, bool(rotary)) for heads in (q_heads, k_heads))
+    # Compiled for sm_90, 148 registers at 128 wide leave room for three programs, with RoPE 128 for two of eight warps.
+    programs = (2 if rotary else 3) * device.processors
+    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // max(
+        tile.tokens * padded * (tile.heads * column_bytes + (1 if tile.once else tile.heads) * angle_bytes)
+        for tile in (q, k)
+    )
+    return HeadsPlan(q, k, block, rest, warps, max(1, min(3, fitting)), programs)
 
 
 def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
@@ -273,19 +301,20 @@ def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
     return block, rest, 2 * block + rest
 
 
-def _head_tile(heads: int, rows: int, rotated: bool) -> tuple[int, int]:
-    """``rows`` rows as (tokens, heads): as many heads of a token as waste few lanes.
+def _heads_tile(heads: int, rows: int, block: int, lanes: int, rotated: bool) -> HeadsTile:
+    """``rows`` rows with as many heads of a token as waste few of them; each block loads cos and sin, half a head.
 
-    With RoPE each block of heads loads the token's cos and sin again, from cache: half the cost of a head.
+    Triton lays a load out like what it is multiplied with only where it has fewer elements than there are lanes. Beyond
+    that the whole tile would change its layout, which costs more than loads of the same cos and sin from cache.
     """
 
     def cost(block: int) -> float:
         wasted = -(-heads // block) * block / heads
         return wasted * (1 + 0.5 / block) if rotated else wasted
 
-    blocks = [1 << power for power in range(rows.bit_length()) if 1 << power < 2 * heads]
-    best = min(reversed(blocks), key=cost)
-    return rows // best, best
+    best = min((1 << power for power in reversed(range(rows.bit_length())) if 1 << power < 2 * heads), key=cost)
+    tokens = rows // best
+    return HeadsTile(tokens, best, once=tokens * block < lanes)
 
 
 def next_power_of_2(value: int) -> int:

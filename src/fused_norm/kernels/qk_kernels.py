@@ -21,7 +21,7 @@ from torch import Tensor
 from .launch import INT32_LIMIT, Launch
 from .norm_backward import SHARE_COLUMNS, SMALL, SMALL_SHARES, arrivals, sum_of_shares
 from .norm_forward import load_gamma, normalised, rstd_from, square
-from .plans import HeadsPlan, heads_backward_plan, heads_forward_plan, next_power_of_2
+from .plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan, next_power_of_2
 from .triton_utils import against_heads, empty_rows_like, facts_of, memory_order, round_to
 
 
@@ -37,6 +37,13 @@ def _head_of(tile, H, HEADS: tl.constexpr, LONG: tl.constexpr):
     """The heads of a tile, [1, HEADS, 1]."""
     head = (tile % tl.cdiv(H, HEADS)) * HEADS + tl.arange(0, HEADS)[None, :, None]
     return head.to(tl.int64) if LONG else head
+
+
+@triton.jit
+def _angles_of(angles_ptr, batch, position, batch_stride, token_stride, HEADS: tl.constexpr, ONCE: tl.constexpr):
+    """Where the tokens' rows of cos or sin begin: ``ONCE`` for each token, else again for each head."""
+    rows = angles_ptr + (batch * batch_stride + position * token_stride)
+    return rows if ONCE else rows + tl.zeros([1, HEADS, 1], tl.int32)
 
 
 @triton.jit
@@ -102,6 +109,7 @@ def _forward_tile(
     eps,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    ONCE: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -126,6 +134,11 @@ def _forward_tile(
     if R:
         b = _load(x_rows, HALF, col, R, live)
         squares += square(b, x_dtype, CASTING)
+        # In flight together with x: behind its sum they would be a second wait.
+        cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS, ONCE)
+        sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS, ONCE)
+        cos_a, cos_b = _load(cos_rows, 0, col, HALF, token < T), _load(cos_rows, HALF, col, R, token < T)
+        sin_a, sin_b = _load(sin_rows, 0, col, HALF, token < T), _load(sin_rows, HALF, col, R, token < T)
     total = tl.sum(squares, axis=2)
     if REST:
         rest = tl.arange(0, REST)
@@ -137,13 +150,8 @@ def _forward_tile(
     if R:
         y_dtype: tl.constexpr = y_ptr.dtype.element_ty
         b = _normed(b, rstd, w_ptr, HALF, col, R, x_dtype, NORMED, CASTING, ZERO_CENTERED)
-        cos_rows = cos_ptr + (batch * cos_batch + position * cos_token)
-        sin_rows = sin_ptr + (batch * sin_batch + position * sin_token)
-        present = token < T
-        turned = round_to(b * _load(sin_rows, 0, col, HALF, present), y_dtype)
-        _store(y_rows, 0, col, HALF, live, round_to(a * _load(cos_rows, 0, col, HALF, present), y_dtype) - turned)
-        turned = round_to(a * _load(sin_rows, HALF, col, R, present), y_dtype)
-        _store(y_rows, HALF, col, R, live, round_to(b * _load(cos_rows, HALF, col, R, present), y_dtype) + turned)
+        _store(y_rows, 0, col, HALF, live, round_to(a * cos_a, y_dtype) - round_to(b * sin_a, y_dtype))
+        _store(y_rows, HALF, col, R, live, round_to(b * cos_b, y_dtype) + round_to(a * sin_b, y_dtype))
         if REST:
             c = _normed(c, rstd, w_ptr, R, rest, N, x_dtype, NORMED, CASTING, ZERO_CENTERED)
             _store(y_rows, R, rest, N, live, c)
@@ -187,8 +195,10 @@ def _qk_forward_kernel(
     eps,
     Q_TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,
+    Q_ONCE: tl.constexpr,
     K_TOKENS: tl.constexpr,
     K_HEADS: tl.constexpr,
+    K_ONCE: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -204,13 +214,13 @@ def _qk_forward_kernel(
         _forward_tile(
             q_ptr, q_w_ptr, cos_ptr, sin_ptr, q_y_ptr, program, q_T, q_LENGTH, q_H,
             q_batch, q_token, q_head, q_y_batch, q_y_token, q_y_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-            Q_TOKENS, Q_HEADS, N, R, BLOCK, REST, LONG, Q_NORMED, CASTING, ZERO_CENTERED,
+            Q_TOKENS, Q_HEADS, Q_ONCE, N, R, BLOCK, REST, LONG, Q_NORMED, CASTING, ZERO_CENTERED,
         )  # fmt: skip
     else:
         _forward_tile(
             k_ptr, k_w_ptr, cos_ptr, sin_ptr, k_y_ptr, program - q_programs, k_T, k_LENGTH, k_H,
             k_batch, k_token, k_head, k_y_batch, k_y_token, k_y_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-            K_TOKENS, K_HEADS, N, R, BLOCK, REST, LONG, K_NORMED, CASTING, ZERO_CENTERED,
+            K_TOKENS, K_HEADS, K_ONCE, N, R, BLOCK, REST, LONG, K_NORMED, CASTING, ZERO_CENTERED,
         )  # fmt: skip
 
 
@@ -249,6 +259,7 @@ def _backward_tiles(
     eps,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
@@ -291,8 +302,8 @@ def _backward_tiles(
         if R:
             b = _load(x_rows, HALF, col, R, live)
             d_a, d_b = dn_a, _load(d_rows, HALF, col, R, live)
-            cos_rows = cos_ptr + (batch * cos_batch + position * cos_token)
-            sin_rows = sin_ptr + (batch * sin_batch + position * sin_token)
+            cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS, ONCE)
+            sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS, ONCE)
             present = token < T
             dn_a = d_a * _load(cos_rows, 0, col, HALF, present) + d_b * _load(sin_rows, HALF, col, R, present)
             dn_b = d_b * _load(cos_rows, HALF, col, R, present) - d_a * _load(sin_rows, 0, col, HALF, present)
@@ -382,8 +393,10 @@ def _qk_backward_kernel(
     eps,
     Q_TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,
+    Q_ONCE: tl.constexpr,
     K_TOKENS: tl.constexpr,
     K_HEADS: tl.constexpr,
+    K_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     SHARE_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -406,7 +419,8 @@ def _qk_backward_kernel(
                 q_ptr, q_d_ptr, q_w_ptr, cos_ptr, sin_ptr, q_dx_ptr, share_ptr, program, q_programs,
                 q_T, q_LENGTH, q_H, q_batch, q_token, q_head, q_d_batch, q_d_token, q_d_head,
                 q_dx_batch, q_dx_token, q_dx_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-                Q_TOKENS, Q_HEADS, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED, q_dw_ptr is not None,
+                Q_TOKENS, Q_HEADS, Q_ONCE, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
+                q_dw_ptr is not None,
             )  # fmt: skip
     else:
         if k_d_ptr is not None:
@@ -415,7 +429,8 @@ def _qk_backward_kernel(
                 program - q_programs, programs - q_programs,
                 k_T, k_LENGTH, k_H, k_batch, k_token, k_head, k_d_batch, k_d_token, k_d_head,
                 k_dx_batch, k_dx_token, k_dx_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-                K_TOKENS, K_HEADS, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED, k_dw_ptr is not None,
+                K_TOKENS, K_HEADS, K_ONCE, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
+                k_dw_ptr is not None,
             )  # fmt: skip
     if arrived_ptr is not None:
         tl.debug_barrier()  # all of this program's share is stored before it counts as arrived
@@ -474,9 +489,9 @@ class _Layout(NamedTuple):
     long: bool
     """Whether an offset could pass 2^31."""
 
-    def tiles(self, tile: tuple[int, int]) -> int:
-        """How many tiles of (tokens, heads) they make."""
-        return -(-self.tokens // tile[0]) * -(-self.heads // tile[1])
+    def tiles(self, tile: HeadsTile) -> int:
+        """How many tiles they make."""
+        return -(-self.tokens // tile.tokens) * -(-self.heads // tile.heads)
 
 
 _ABSENT = _Layout(0, 1, 1, (0,) * 9, False)
@@ -738,7 +753,8 @@ def _plan_backward(
         x.element_size() + d.element_size() for x, d in zip(inputs[:2], gradients, strict=True) if d is not None
     )
     device = facts_of(q.device)
-    plan = heads_backward_plan(*(layout.heads for layout in layouts), width, rotary, column_bytes, device)
+    angle_bytes = 0 if cos is None else 2 * cos.element_size()
+    plan = heads_backward_plan(*(layout.heads for layout in layouts), width, rotary, column_bytes, angle_bytes, device)
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
     q_programs, programs = q_tiles, q_tiles + k_tiles
     summing = None
@@ -779,10 +795,12 @@ def _constants(
     cos, sin = inputs[4:]
     angles_long = cos is not None and sin is not None and _is_long((cos, sin))
     return {
-        "Q_TOKENS": plan.q[0],
-        "Q_HEADS": plan.q[1],
-        "K_TOKENS": plan.k[0],
-        "K_HEADS": plan.k[1],
+        "Q_TOKENS": plan.q.tokens,
+        "Q_HEADS": plan.q.heads,
+        "Q_ONCE": plan.q.once,
+        "K_TOKENS": plan.k.tokens,
+        "K_HEADS": plan.k.heads,
+        "K_ONCE": plan.k.once,
         "N": inputs[0].shape[-1],
         "R": 0 if cos is None else cos.shape[-1],
         "BLOCK": plan.block,
