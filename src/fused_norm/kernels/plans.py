@@ -257,9 +257,8 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
     # 16 elements a lane, as in forward_plan; RoPE has twice the lanes, so that more heads meet the same cos and sin.
     elements, warps = (4096, 8) if rotary else (2048, 4)
     warps = device.warps(warps if padded <= 4096 else 16)
-    q, k = (
-        _heads_tile(heads, max(1, elements // padded), block, 32 * warps, bool(rotary)) for heads in (q_heads, k_heads)
-    )
+    lanes = warps * device.warp_size
+    q, k = (_heads_tile(heads, elements // padded, block, lanes, bool(rotary)) for heads in (q_heads, k_heads))
     return HeadsPlan(q, k, block, rest, warps)
 
 
@@ -281,7 +280,8 @@ def heads_backward_plan(
     block, rest, padded = _pieces(width, rotary)
     # 4096 elements, as in backward_plan. RoPE holds halves of cos and sin as well: 8 warps, 16 elements a lane.
     warps = device.warps((8 if rotary else 4) if padded <= 4096 else 16)
-    q, k = (_heads_tile(heads, max(1, 4096 // padded), block, 32 * warps, bool(rotary)) for heads in (q_heads, k_heads))
+    lanes = warps * device.warp_size
+    q, k = (_heads_tile(heads, 4096 // padded, block, lanes, bool(rotary)) for heads in (q_heads, k_heads))
     # Compiled for sm_90, 148 registers at 128 wide leave room for three programs, with RoPE 128 for two of eight warps.
     programs = (2 if rotary else 3) * device.processors
     fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // max(
@@ -302,7 +302,7 @@ def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
 
 
 def _heads_tile(heads: int, rows: int, block: int, lanes: int, rotated: bool) -> HeadsTile:
-    """``rows`` rows with as many heads of a token as waste few of them; each block loads cos and sin, half a head.
+    """Up to ``rows`` rows, with as many heads of a token as waste few; each block loads cos and sin, half a head.
 
     Triton lays a load out like what it is multiplied with only where it has fewer elements than there are lanes. Beyond
     that the whole tile would change its layout, which costs more than loads of the same cos and sin from cache.
@@ -312,8 +312,9 @@ def _heads_tile(heads: int, rows: int, block: int, lanes: int, rotated: bool) ->
         wasted = -(-heads // block) * block / heads
         return wasted * (1 + 0.5 / block) if rotated else wasted
 
-    best = min((1 << power for power in reversed(range(rows.bit_length())) if 1 << power < 2 * heads), key=cost)
-    tokens = rows // best
+    most = max(1, rows.bit_length()) - 1
+    best = min((1 << power for power in range(most, -1, -1) if 1 << power < 2 * heads), key=cost)
+    tokens = (1 << most) // best
     return HeadsTile(tokens, best, once=tokens * block < lanes)
 
 

@@ -525,8 +525,8 @@ def _layout(tensors: Sequence[Tensor], heads_dim: int | None) -> _Layout | None:
         groups = [[]] * (3 - len(groups)) + groups
     batch, length, heads = (math.prod(lead.shape[dim] for dim in group) for group in groups)
     strides = tuple(tensor.stride(group[-1]) if group else 0 for tensor in tensors for group in groups)
-    tokens = batch * length if lead.shape[-1] else 0
-    return _Layout(tokens, length, heads, strides, _is_long(tensors))
+    tokens = batch * length if lead.numel() else 0
+    return _Layout(tokens, max(length, 1), max(heads, 1), strides, _is_long(tensors))
 
 
 def _is_long(tensors: Sequence[Tensor]) -> bool:
