@@ -181,7 +181,7 @@ def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
 def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
     """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``.
 
-    It moves the bytes of an add and a norm and holds no more at a time: compiled for sm_90, 40 to 75 registers and no
+    It moves the bytes of an add and a norm and holds no more at a time: compiled for sm_90, 32 to 75 registers and no
     spill in bf16, up to 100 in fp32. In a prototype tiles like these reached .86 of a copy's bandwidth at 8192x2560,
     .91 at x3840 and .92 at x5376.
     """
@@ -192,14 +192,15 @@ def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
 def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = Device()) -> BackwardPlan:
     """A sandwich's backward, for rows up to ``WIDEST_SANDWICH_BACKWARD``; ``column_bytes`` as in ``backward_plan``.
 
-    16 elements a lane, for two accumulators go with them: compiled for sm_90 that is 128 registers and no spill, with
-    32 a lane 250. In a prototype one row an iteration with both weights reloaded reached .83 of a copy's bandwidth at
-    8192x2560, .88 at x3840 and .91 at x5376.
+    16 elements a lane, for two accumulators go with them: compiled for sm_90 that is 128 registers and no spill from
+    1025 wide on, with 32 a lane 250. (fp32 weights on bf16 rows take up to 160, and above 4096 wide spill 28 bytes.)
+    In a prototype one row an iteration with both weights reloaded reached .83 of a copy's bandwidth at 8192x2560, .88
+    at x3840 and .91 at x5376.
     """
     block = next_power_of_2(width)
     sms = device.processors
     if block <= 1024:
-        # A tile of 2048 elements whose rows share the weights: 128 to 160 registers, and no fewer with them reloaded.
+        # A tile of 2048 elements whose rows share the weights: 128 to 200 registers, and no fewer with them reloaded.
         plan = BackwardPlan(2048 // max(block, 64), block, device.warps(4), stages=3, programs=2 * sms)
     else:
         # Held in registers the weights take 45 more, and a second program of 8 warps finds no room. A third or fourth

@@ -277,9 +277,7 @@ def launch_norm_add_norm_forward(
         y, total, rstd = launch_forward(branch, residual, weight, eps, casting, zero_centered, save_rstd)
         return y, total, inner_rstd, rstd
     y, total, inner_rstd, rstd = empty_sandwich(x, residual, inner_weight, weight, casting, save_rstd)
-    _launch_forward(
-        x, residual, inner_weight, weight, total, y, inner_rstd, rstd, eps, casting, zero_centered, plan
-    )  # fmt: skip
+    _launch_forward(x, residual, inner_weight, weight, total, y, inner_rstd, rstd, eps, casting, zero_centered, plan)
     return y, total, inner_rstd, rstd
 
 
@@ -376,9 +374,7 @@ def launch_norm_add_norm_backward(
     if plan is None and width > WIDEST_SANDWICH_BACKWARD:
         inner = dx is not None or dinner is not None
         g = dr if dr is not None and dr.dtype == total.dtype else empty_rows_like(total) if inner else None
-        launch_backward(
-            dy, ds, total, weight, rstd, casting, zero_centered, None if g is dr else g, dr, dw
-        )  # fmt: skip
+        launch_backward(dy, ds, total, weight, rstd, casting, zero_centered, None if g is dr else g, dr, dw)
         if inner and g is not None:
             launch_backward(g, None, x, inner_weight, inner_rstd, casting, zero_centered, dx, None, dinner)
         return
