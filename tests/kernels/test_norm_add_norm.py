@@ -357,6 +357,19 @@ def test_kernels_write_every_element_and_nothing_beside(
         assert torch.equal(written[name], value), name
 
 
+@pytest.mark.parametrize("limits", [(8192, 8192), (50, 50)], ids=str, indirect=True)
+@pytest.mark.usefixtures("limits")
+def test_the_backward_gets_both_rstd_unrounded(device: str) -> None:
+    sandwich = Sandwich("none", False, BF16, BF16, BF16, BF16)
+    inputs = make_inputs(sandwich, (5, 80), device)
+    arguments = [inputs[name] for name in ("x", "r", "inner", "w")]
+    _, s, *rstds = sandwich_kernels.launch_norm_add_norm_forward(*arguments, 1e-6, "none", False, True)
+    for tensor, rstd in zip((inputs["x"], s), rstds, strict=True):
+        exact = (tensor.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        assert rstd.dtype == FP32
+        torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("width", [64, 1100])
 def test_a_grid_smaller_than_the_work_strides_over_all_of_it(width: int, frozen: bool, device: str) -> None:

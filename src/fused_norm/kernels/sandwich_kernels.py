@@ -410,7 +410,7 @@ def launch_norm_add_norm_backward(
     if wanted:
         programs = min(programs, plan.programs)
         if small:
-            programs = min(programs, max(1, SMALL_SHARES // (len(wanted) * width)))
+            programs = min(programs, max(1, SMALL_SHARES // width))
             arrived = arrivals(dy)
         shares = dy.new_empty((len(wanted), programs, width), dtype=torch.float32)
     launch((programs, 1), (*tensors, shares, arrived), rows, strides)
