@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .stream import bodies, call_of_own, mentions
+from .stream import bodies, call_of_own, edits_in_place, mentions
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """What norms of queries and keys are called."""
@@ -111,7 +111,7 @@ def _heads_in(body: list[ast.stmt], self_name: str) -> Iterator[PlacedHeads]:
             first = None
         elif found is not None:
             first = (position, *found)
-        elif first is not None and mentions(statement, first[3]):
+        elif first is not None and (mentions(statement, first[3]) or edits_in_place(statement)):
             first = None
 
 
@@ -121,7 +121,10 @@ def _placed(
     second: tuple[int, ast.Assign, ast.Call, str],
 ) -> PlacedHeads:
     names = (first[3], second[3])
-    following = next((statement for statement in body[second[0] + 1 :] if mentions(statement, *names)), None)
+    following = next(
+        (statement for statement in body[second[0] + 1 :] if mentions(statement, *names) or edits_in_place(statement)),
+        None,
+    )
     rotate = _rotation(following, names)
     q_norm, k_norm = (call.func.attr for call in (first[2], second[2]))  # type: ignore[attr-defined]
     return PlacedHeads(
@@ -164,7 +167,7 @@ def _rotation(statement: ast.stmt | None, names: tuple[str, str]) -> str | None:
         return None
     if tuple(getattr(argument, "id", None) for argument in call.args[:2]) != names:
         return None
-    if any(mentions(argument, *names) for argument in call.args[2:]):
+    if any(isinstance(argument, ast.Starred) or mentions(argument, *names) for argument in call.args[2:]):
         return None
     if any(keyword.arg != "unsqueeze_dim" or not isinstance(keyword.value, ast.Constant) for keyword in call.keywords):
         return None

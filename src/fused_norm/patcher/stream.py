@@ -134,9 +134,9 @@ def first_norm(definition: ast.FunctionDef, self_name: str) -> str | None:
     return None
 
 
-def edits_in_place(definition: ast.FunctionDef) -> bool:
-    """Whether a statement may write into a tensor that a name holds: ``h *= a``, ``h[i] = a``, ``h.add_(a)``."""
-    for node in ast.walk(definition):
+def edits_in_place(part: ast.AST) -> bool:
+    """Whether a statement in it may write into a tensor that a name holds: ``h *= a``, ``h[i] = a``, ``h.add_(a)``."""
+    for node in ast.walk(part):
         if isinstance(node, ast.AugAssign):
             return True
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -196,9 +196,9 @@ def _add_at(body: list[ast.stmt], position: int, self_name: str) -> PlacedAdd | 
     last = isinstance(following, ast.Return) and _is_name(following.value, total)
     before = body[position - 1] if position else None
     residual, branch = statement.value.left, statement.value.right
-    inner, normed = _inner_norm(branch, before, total, self_name)
+    inner, normed = _inner_norm(branch, residual, before, total, self_name)
     if inner is None:
-        inner, normed = _inner_norm(residual, before, total, self_name)
+        inner, normed = _inner_norm(residual, branch, before, total, self_name)
         if inner is not None:
             residual, branch = branch, residual
     scale = None
@@ -213,10 +213,12 @@ def _add_at(body: list[ast.stmt], position: int, self_name: str) -> PlacedAdd | 
 
 
 def _inner_norm(
-    operand: ast.expr, before: ast.stmt | None, total: str, self_name: str
+    operand: ast.expr, other: ast.expr, before: ast.stmt | None, total: str, self_name: str
 ) -> tuple[ast.Call | None, ast.Assign | None]:
     """The call ``self.<inner>(argument)`` that an operand is, and the statement in front that makes it."""
     if isinstance(before, ast.Assign) and _is_name(operand, total) and _assigns(before, total):
+        if not isinstance(other, ast.Name) or other.id == total:  # it would see what was there before
+            return None, None
         call = call_of_own(before.value, self_name)
         return call, None if call is None else before
     return call_of_own(operand, self_name), None
