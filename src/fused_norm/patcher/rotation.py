@@ -15,7 +15,8 @@ from ..kernels import reference
 from .probe import UnrecognisedError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32))
+_PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+          (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
 _HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 3, 16, 8
 
 
@@ -34,7 +35,6 @@ class Rotation:
     partial: bool
 
 
-@cache
 def recognise_rotation(function: Any) -> Rotation:
     """What a rotary embedding can be replaced for.
 
@@ -43,6 +43,11 @@ def recognise_rotation(function: Any) -> Rotation:
     """
     if not isinstance(function, FunctionType):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
+    return _recognise(function)
+
+
+@cache
+def _recognise(function: FunctionType) -> Rotation:
     dtypes = tuple(pair for pair in _PAIRS if _agrees(function, *pair, _WIDTH))
     if not dtypes:
         raise UnrecognisedError(f"{function.__name__} does not compute the half rotation of q and k")
