@@ -36,7 +36,7 @@ class Successor:
         if stack is None:
             return None
         name, index, first_norm, final_norm = self._where
-        layers = stack._modules[name]
+        layers = stack._modules.get(name)
         found = layers._modules if layers is not None else {}
         if found.get(str(index)) is not layer:
             return None
@@ -46,6 +46,12 @@ class Successor:
         if following is None or first_norm is None:
             return None
         return following, following._modules.get(first_norm)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Successor) and (self._stack, self._where) == (other._stack, other._where)
+
+    def __hash__(self) -> int:
+        return hash(self._where)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Successor:
         stack = None if self._stack is None else self._stack()
@@ -58,10 +64,10 @@ class Successor:
 class _Entry:
     """A norm's result, which is dropped as soon as the tensor that it is the norm of is gone."""
 
-    __slots__ = ("grad", "norm", "total", "version", "y")
+    __slots__ = ("mode", "norm", "total", "version", "y")
 
     def __init__(self, norm: nn.Module, total: Tensor, y: Tensor) -> None:
-        self.norm, self.version, self.grad = norm, total._version, torch.is_grad_enabled()
+        self.norm, self.version, self.mode = norm, total._version, _mode()
         self.y: Tensor | None = y
         self.total = weakref.ref(total, self._drop)
 
@@ -87,7 +93,18 @@ def take(norm: nn.Module, x: Tensor) -> Tensor | None:
     if entry is None:
         return None
     _left.entry = None
+    y, entry.y = entry.y, None  # the entry itself is in a cycle, and lives as long as the sum
     if entry.norm is not norm or entry.total() is not x or entry.version != x._version:
         return None
-    # Reentrant checkpointing runs layers without autograd and what follows them with it.
-    return entry.y if entry.grad == torch.is_grad_enabled() else None
+    return y if entry.mode == _mode() else None
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether somebody keeps account of what autograd saves, as non-reentrant checkpointing does."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _mode() -> tuple[bool, bool]:
+    """What must not change in between: reentrant checkpointing runs a layer without autograd and what follows it with
+    it; the other kind counts on the same tensors being saved when it runs a layer again."""
+    return torch.is_grad_enabled(), saved_tensors_are_hooked()

@@ -16,10 +16,10 @@ from ..kernels.norm_add import norm_add_unchecked as norm_add
 from ..kernels.norm_add_norm import norm_add_norm_unchecked as norm_add_norm
 from ..kernels.qk_norm import qk_norm_rope_unchecked as qk_norm_rope
 from ..kernels.qk_norm import qk_norm_unchecked as qk_norm
-from .ahead import leave
+from .ahead import leave, saved_tensors_are_hooked
 from .rewrite import Rewrite
 from .rotation import Rotation
-from .runtime import FusedNorm, explain, has_hooks, is_free, obstacle, same_norms, scaled, weight_of
+from .runtime import FusedNorm, explain, is_free, obstacle, same_norms, scaled, takes_residual, weight_of
 
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -42,7 +42,7 @@ class FusedBlock(nn.Module):
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
-        if isinstance(norm, FusedNorm) and not has_hooks(norm):
+        if takes_residual(norm):
             return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
         # A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
         total = residual + scaled(branch, scale)
@@ -94,11 +94,15 @@ class FusedBlock(nn.Module):
         if _heads_obstacle(q_norm, k_norm, q, k) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
         heads_dim = named.get("unsqueeze_dim", 1)
-        if not any(_rotates(rotation, rotate, q, k, cos, sin, heads_dim) for rotation in self.fused_norm_rotations):
+        weights = weight_of(q_norm), weight_of(k_norm)
+        dtypes = {q.dtype if weight is None else torch.promote_types(q.dtype, weight.dtype) for weight in weights}
+        if not any(
+            rotation.function is rotate and _rotates(rotation, {q.dtype, *dtypes}, q, k, cos, sin, heads_dim)
+            for rotation in self.fused_norm_rotations
+        ):
             q, k = self.fused_norm_heads(free, q_norm, k_norm, q, k)
             return rotate(q, k, cos, sin, **named)
         spec, eps = q_norm.fused_norm_spec, getattr(q_norm, q_norm.fused_norm_eps_name)
-        weights = weight_of(q_norm), weight_of(k_norm)
         return qk_norm_rope(q, k, *weights, cos, sin, eps, spec.casting, spec.zero_centered, heads_dim)
 
     def _norm_after(self, branch: Any, residual: Any) -> FusedNorm | None:
@@ -116,7 +120,7 @@ class FusedBlock(nn.Module):
                 reason = "hooks or other code stand on the norm of the next layer"
             else:
                 reason = obstacle(branch, weight_of(norm), residual, norm.fused_norm_spec)
-        if reason is None and branch.is_inference():
+        if reason is None and torch.is_inference_mode_enabled():
             reason = "inference mode does not tell versions of a tensor apart"
         if reason is None:
             return norm
@@ -144,9 +148,11 @@ def _heads_obstacle(q_norm: FusedNorm, k_norm: FusedNorm, q: Any, k: Any) -> str
     return reason
 
 
-def _rotates(rotation: Rotation, rotate: Any, q: Tensor, k: Tensor, cos: Any, sin: Any, heads_dim: Any) -> bool:
-    """Whether the kernel makes of these what ``rotate`` would."""
-    if rotate is not rotation.function or not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
+def _rotates(
+    rotation: Rotation, dtypes: set[torch.dtype], q: Tensor, k: Tensor, cos: Any, sin: Any, heads_dim: Any
+) -> bool:
+    """Whether the kernel makes of these what the rotation would; ``dtypes`` are those that it may be given."""
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or heads_dim not in (1, 2) or cos.shape != sin.shape:
         return False
@@ -159,14 +165,14 @@ def _rotates(rotation: Rotation, rotate: Any, q: Tensor, k: Tensor, cos: Any, si
         and cos.shape[2] % 2 == 0
         and cos.device == q.device
         and cos.dtype == sin.dtype
-        and (q.dtype, cos.dtype) in rotation.dtypes
+        and all((dtype, cos.dtype) in rotation.dtypes for dtype in dtypes)
         and not (cos.requires_grad or sin.requires_grad)
     )
 
 
 def _keeps_apart(layer: nn.Module, following: nn.Module | None, norm: Any) -> str | None:
     """Why a layer's add and the norm after it are to be two calls, None where they may be one."""
-    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if saved_tensors_are_hooked():
         return "saved tensors are hooked, as in gradient checkpointing"
     for one in (layer, following):
         if one is None:
@@ -175,8 +181,16 @@ def _keeps_apart(layer: nn.Module, following: nn.Module | None, norm: Any) -> st
             return "gradient checkpointing is on"
         if "forward" in one.__dict__:
             return "its forward was replaced on the instance"
-        if one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks:
-            return "hooks stand on its layer"
-        if any(getattr(hook, "__module__", None) != _CAPTURING for hook in one._forward_hooks.values()):
+        if layer_is_hooked(one):
             return "hooks stand on its layer"
     return None
+
+
+def layer_is_hooked(layer: nn.Module) -> bool:
+    """Whether anybody but transformers, which records outputs and changes none, listens to a layer."""
+    return bool(
+        layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or any(getattr(hook, "__module__", None) != _CAPTURING for hook in layer._forward_hooks.values())
+    )

@@ -20,7 +20,7 @@ from .rewrite import Rewrite, rewritten_forward, rotations_of
 from .runtime import FusedNorm
 
 _POPPED = "_fused_norm_popped_forward"
-_SUCCESSOR = "fused_norm_successor"
+SUCCESSOR = "fused_norm_successor"
 
 
 class _NoHubKernel:
@@ -101,9 +101,9 @@ def change_class(module: nn.Module, new: type[nn.Module], successor: Successor |
     """
     old, attributes = type(module), dict(vars(module))
     _rebind(module, new)
-    vars(module).pop(_SUCCESSOR, None)
+    vars(module).pop(SUCCESSOR, None)
     if successor is not None:
-        vars(module)[_SUCCESSOR] = successor
+        vars(module)[SUCCESSOR] = successor
 
     def undo() -> None:
         module.__class__ = old

@@ -10,8 +10,8 @@ from torch import nn
 
 from ..spec import FusedNormError, Kind
 from .ahead import Successor
-from .blocks import FusedBlock
-from .classes import built_upon, foreign_forward, fused_block_class, fused_norm_class
+from .blocks import FusedBlock, layer_is_hooked
+from .classes import SUCCESSOR, built_upon, foreign_forward, fused_block_class, fused_norm_class
 from .heads import QK_NAME, Heads, HeadsRewrite
 from .loops import loops_of
 from .options import Choice, FuseOptions
@@ -119,10 +119,12 @@ class _Block:
         elif self._is_layer and patterns.adds and not any(add.last for add in patterns.adds):
             rows.append(self._kept(self.path, "residual", "it does not return the sum of its last add"))
         rewrites = tuple(self._rewrites)
-        if rewrites == self._already:
-            return rows
         across = any(isinstance(one, AddRewrite) and one.norm and patterns.adds[one.index].last for one in rewrites)
         successor = self.following.successor if across and self.following else None
+        if rewrites == self._already:
+            if self.following and successor != vars(self.module).get(SUCCESSOR):  # it has come here from elsewhere
+                self.changes = [Change(self.module, type(self.module), successor)]
+            return rows
         try:
             self.changes = [Change(self.module, fused_block_class(self._origin, rewrites), successor)]
         except SourceError as error:
@@ -146,7 +148,7 @@ class _Block:
                 reason = "it differs from the norm after the add in more than the weight"
                 inner = replace(inner, reason=reason, cause="formula")
             yield inner
-        with_norm = after is not None and after.reason is None
+        with_norm = (after is not None and after.reason is None) or (already is not None and already.norm)
         with_inner = inner is not None and inner.reason is None
         if with_norm or with_inner:
             self._rewrites.append(AddRewrite(index, with_norm, with_inner))
@@ -163,7 +165,7 @@ class _Block:
             return self._kept(path, "residual", "layers write into tensors in place")
         if any(getattr(module, "gradient_checkpointing", False) for module in layers):
             return replace(self._kept(path, "residual", "gradient checkpointing is on"), cause="owner")
-        if any(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks for module in layers):
+        if any(layer_is_hooked(module) for module in layers):
             return replace(self._kept(path, "residual", "hooks stand on the layers"), cause="owner")
         return self._row(path, "residual", "across", False)
 
