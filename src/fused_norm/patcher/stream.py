@@ -85,8 +85,10 @@ def find_adds(definition: ast.FunctionDef, self_name: str) -> list[PlacedAdd]:
     found: list[PlacedAdd] = []
     for body in bodies(definition):
         for position in range(len(body)):
-            place = _add_at(body, position, self_name)
-            if place is not None and not any(place.normed is earlier.use for earlier in found if earlier.use):
+            taken = [earlier.use for earlier in found]  # what takes one sum is not the inner norm of another
+            before = body[position - 1] if position and body[position - 1] not in taken else None
+            place = _add_at(body, position, before, self_name)
+            if place is not None:
                 found.append(place)
     return found
 
@@ -181,7 +183,7 @@ def call_of_own(node: ast.AST | None, self_name: str) -> ast.Call | None:
     return None
 
 
-def _add_at(body: list[ast.stmt], position: int, self_name: str) -> PlacedAdd | None:
+def _add_at(body: list[ast.stmt], position: int, before: ast.stmt | None, self_name: str) -> PlacedAdd | None:
     statement = body[position]
     total = _target_of_add(statement)
     if total is None:
@@ -194,7 +196,6 @@ def _add_at(body: list[ast.stmt], position: int, self_name: str) -> PlacedAdd | 
     following = body[after] if after < len(body) else None
     norm = _norm_call(following, total, self_name)
     last = isinstance(following, ast.Return) and _is_name(following.value, total)
-    before = body[position - 1] if position else None
     residual, branch = statement.value.left, statement.value.right
     inner, normed = _inner_norm(branch, residual, before, total, self_name)
     if inner is None:
