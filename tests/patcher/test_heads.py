@@ -1,0 +1,258 @@
+"""The norms of q and k wait for each other, and for the rotation, only where nobody reads them in between."""
+
+# ruff: noqa: RET504
+
+from __future__ import annotations
+
+import pytest
+from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+
+from fused_norm.patcher.heads import QK_NAME, HeadsRewrite
+from fused_norm.patcher.heads import Heads as Found
+from fused_norm.patcher.rewrite import patterns_of
+
+from .forwards import Heads, Recorder, rotate, run
+
+ROTATED = ["free q_norm k_norm", "rotated"]
+TOGETHER = ["free q_norm k_norm", "heads"]
+
+
+class Qwen3(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q.view(1)).transpose(1, 2)
+        k = self.k_norm(k.view(1)).transpose(1, 2)
+        value = self.flag
+        cos, sin = angles
+        q, k = rotate(q, k, cos, sin)
+        return q, k, value
+
+
+class Gemma3(Recorder):
+    def forward(self, query, key, angles):
+        query = self.q_norm(query)
+        key = self.k_norm(key)
+        cos, sin = angles
+        query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
+        return query, key
+
+
+class KeyFirst(Recorder):
+    def forward(self, q, k, angles):
+        k = self.k_norm(k)
+        q = self.q_norm(q)
+        k, q = rotate(k, q, *angles, 1)
+        return q, k
+
+
+class Exaone4(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        cos, sin = angles
+        if self.flag:
+            q, k = rotate(q, k, cos, sin)
+        return q, k
+
+
+class Glm4Moe(Recorder):
+    def forward(self, q, k, angles):
+        if self.flag:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = q.transpose(1, 2)
+        cos, sin = angles
+        q, k = rotate(q, k, cos, sin)
+        return q, k
+
+
+class HunYuan(Recorder):
+    def forward(self, q, k, angles):
+        cos, sin = angles
+        q, k = rotate(q, k, cos, sin)
+        q = self.query_layernorm(q)
+        k = self.key_layernorm(k)
+        return q, k
+
+
+class RotatesAnother(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        p, k = rotate(q, k, angles[0], angles[1])
+        return p, q, k
+
+
+class RotatesSwapped(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = rotate(k, q, angles[0], angles[1])
+        return q, k
+
+
+class RotatesByThemselves(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = rotate(q, k, q.value, angles[1])
+        return q, k
+
+
+class RotatesDynamically(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)
+        return q, k
+
+
+class RotatesStarred(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = rotate(q, k, *angles[:1], *angles[1:])
+        return q, k
+
+
+class RotatesOneByOne(Recorder):
+    def forward(self, q, k, angles):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q = rotate(q, q, *angles)[0]
+        k = rotate(k, k, *angles)[0]
+        return q, k
+
+
+class WritesBeforeTheRotation(Recorder):
+    def forward(self, q, k, angles):
+        raw = q
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        raw.mul_(2)
+        q, k = rotate(q, k, angles[0], angles[1])
+        raw.value = raw.value // 2
+        return q, k
+
+
+@pytest.mark.parametrize(
+    ("attention", "rotation", "calls"),
+    [
+        (Qwen3, "rotate", ROTATED),
+        (Gemma3, "rotate", ROTATED),
+        (KeyFirst, None, ["free k_norm q_norm", "heads"]),
+        (Exaone4, None, TOGETHER),
+        (Glm4Moe, None, TOGETHER),
+        (HunYuan, None, TOGETHER),
+        (RotatesAnother, None, TOGETHER),
+        (RotatesSwapped, None, TOGETHER),
+        (RotatesByThemselves, None, TOGETHER),
+        (RotatesDynamically, None, TOGETHER),
+        (RotatesStarred, None, TOGETHER),
+        (RotatesOneByOne, None, TOGETHER),
+        (WritesBeforeTheRotation, None, TOGETHER),
+    ],
+)
+@pytest.mark.parametrize("free", [True, False])
+def test_both_norms_become_one_call_and_every_value_stays(attention, rotation, calls, free: bool) -> None:
+    (found,) = patterns_of(attention).heads
+    assert found.rotate == rotation
+    assert run(attention, Heads(2), Heads(3), (5, 7), free=free) == calls
+
+
+def test_norms_can_be_made_together_without_the_rotation() -> None:
+    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(HeadsRewrite(0, False),)) == TOGETHER
+
+
+class ReadsBetween(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q)
+        total = q.value
+        k = self.k_norm(k)
+        return q, k, total
+
+
+class ReadsInTheSecond(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q)
+        k = self.k_norm(q)
+        return q, k
+
+
+class WritesBetween(Recorder):
+    def forward(self, q, k):
+        raw = q
+        q = self.q_norm(q)
+        raw.mul_(2)
+        k = self.k_norm(k)
+        raw.value = raw.value // 2
+        return q, k
+
+
+class OnlyOne(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q)
+        k = self.other(k.value)
+        return q, k
+
+
+class Unpacked(Recorder):
+    def forward(self, q, k):
+        q, k = self.q_norm(q), self.k_norm(k)
+        return q, k
+
+
+class ElsewhereTransposed(Recorder):
+    def transposed(self, x):
+        return x
+
+    def forward(self, q, k):
+        q = self.transposed(self.q_norm(q))
+        k = self.transposed(self.k_norm(k))
+        return q, k
+
+
+class InTwoBranches(Recorder):
+    def forward(self, q, k):
+        if self.flag:
+            q = self.q_norm(q)
+        else:
+            k = self.k_norm(k)
+        return q, k
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [ReadsBetween, ReadsInTheSecond, WritesBetween, OnlyOne, Unpacked, ElsewhereTransposed, InTwoBranches],
+)
+def test_what_only_resembles_a_pair_is_left_alone(attention) -> None:
+    assert patterns_of(attention).heads == ()
+    assert run(attention, Heads(2), Heads(3)) == []
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        (Qwen3Attention, Found("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Gemma3Attention, Found("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Qwen3NextAttention, Found("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Exaone4Attention, Found("q_norm", "k_norm", None)),
+        (Glm4MoeAttention, Found("q_norm", "k_norm", None)),
+        (HunYuanDenseV1Attention, Found("query_layernorm", "key_layernorm", None)),
+        (Gemma3nTextAttention, None),
+    ],
+)
+def test_what_attentions_of_transformers_have(attention, expected) -> None:
+    assert patterns_of(attention).heads == (() if expected is None else (expected,))
+
+
+def test_names_of_q_and_k_norms() -> None:
+    matching = ["q_norm", "k_norm", "qk_norm", "query_layernorm", "key_layer_norm", "qnorm", "k_layernorm"]
+    assert [
+        name for name in [*matching, "norm", "q_a_layernorm", "kv_norm", "q_norm_2"] if QK_NAME.fullmatch(name)
+    ] == (matching)

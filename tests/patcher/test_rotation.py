@@ -1,0 +1,86 @@
+"""A rotation is recognised by what it computes, in which dtypes, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as full
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from fused_norm.patcher.probe import UnrecognisedError
+from fused_norm.patcher.rewrite import rotation_of
+from fused_norm.patcher.rotation import recognise_rotation
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def test_the_half_rotation_is_known_in_every_dtype() -> None:
+    rotation = recognise_rotation(full)
+    assert rotation.function is full
+    assert {(FP32, FP32), (BF16, BF16), (torch.float16, torch.float16), (BF16, FP32), (FP32, BF16)} <= set(
+        rotation.dtypes
+    )
+    assert not rotation.partial
+    assert rotation_of(Qwen3Attention, "apply_rotary_pos_emb").dtypes == rotation.dtypes
+
+
+def test_a_rotation_of_the_first_elements_is_partial() -> None:
+    assert recognise_rotation(partial).partial
+
+
+def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> None:
+    rotation = recognise_rotation(rounding)
+    assert (BF16, FP32) not in rotation.dtypes
+    assert (FP32, FP32) in rotation.dtypes
+
+
+def fp32_inside(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
+    return tuple((x.float() * cos + half(x.float()) * sin).to(x.dtype) for x in (q, k))
+
+
+def test_rounding_elsewhere_leaves_only_the_dtypes_that_do_not_round() -> None:
+    assert recognise_rotation(fp32_inside).dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
+
+
+def backwards(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def only_q(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)[0], k
+
+
+def deaf(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin)
+
+
+def listed(q, k, cos, sin, unsqueeze_dim=1):
+    return list(full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim))
+
+
+def five(q, k, cos, sin, ids, unsqueeze_dim=1):
+    return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+@pytest.mark.parametrize("function", [interleaved, backwards, only_q, deaf, listed, five])
+def test_other_functions_are_refused(function) -> None:
+    with pytest.raises(UnrecognisedError, match="does not compute the half rotation"):
+        recognise_rotation(function)
+
+
+@pytest.mark.parametrize(
+    "value", [None, nn.Identity(), len, {}, [full]], ids=["none", "module", "builtin", "dict", "list"]
+)
+def test_what_is_no_function_is_refused(value) -> None:
+    with pytest.raises(UnrecognisedError, match="not a function"):
+        recognise_rotation(value)

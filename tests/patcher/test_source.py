@@ -1,0 +1,99 @@
+"""A forward is rewritten only where the source is what runs, and keeps everything else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import traceback
+
+import pytest
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fused_norm.patcher.rewrite import patterns_of, rewritten_forward
+from fused_norm.patcher.source import SourceError
+
+from .forwards import Recorder, everything, run
+
+
+class Returned(Recorder):
+    def forward(self, a, b=2.0, *, c: float = 1.0):
+        a = a + b * c
+        return self.norm(a)
+
+
+class UsesSuper(Recorder):
+    def forward(self, a, b):
+        super().__init__()
+        a = a + b
+        return self.norm(a)
+
+
+def undisclosed(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def test_signature_name_and_globals_stay() -> None:
+    forward = rewritten_forward(Returned, everything(Returned))
+    assert inspect.signature(forward) == inspect.signature(Returned.forward)
+    assert forward.__qualname__ == Returned.forward.__qualname__
+    assert forward.__globals__ is Returned.forward.__globals__
+
+
+def test_a_wrapper_that_the_source_shows_is_kept() -> None:
+    class Decorated(Recorder):
+        forward = undisclosed(Returned.forward)
+
+    class Shown(Recorder):
+        @undisclosed
+        def forward(self, a, b):
+            a = a + b
+            return self.norm(a)
+
+    assert rewritten_forward(Shown, everything(Shown)).__wrapped__.__code__.co_name == "forward"
+    assert run(Shown, 2.0, 3.0) == ["add norm None 1"]
+    with pytest.raises(SourceError, match=r"wrapped by .*test_source, which its source does not show"):
+        patterns_of(Decorated)
+
+
+def test_sources_that_cannot_be_trusted_are_refused(tmp_path) -> None:
+    with pytest.raises(SourceError, match="closes over __class__"):
+        patterns_of(UsesSuper)
+
+    namespace: dict = {"Recorder": Recorder}
+    body = "(Recorder):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
+    exec(f"class NoFile{body}", namespace)
+    with pytest.raises(SourceError, match="cannot be read"):
+        patterns_of(namespace["NoFile"])
+
+    source = f"class Stale{body}"
+    path = tmp_path / "stale.py"
+    path.write_text(source)
+    exec(compile(source, str(path), "exec"), namespace)
+    path.write_text(source.replace("a + b", "a + a"))
+    linecache.checkcache(str(path))
+    with pytest.raises(SourceError, match="not the code that runs"):
+        patterns_of(namespace["Stale"])
+
+    builtin = type("Builtin", (Recorder,), {"forward": len})
+    with pytest.raises(SourceError, match="builtin"):
+        patterns_of(builtin)
+
+
+def test_tracebacks_show_the_rewritten_line() -> None:
+    forward = rewritten_forward(Returned, everything(Returned))
+    with pytest.raises(TypeError) as error:
+        forward(Returned(), 1.0, "b")
+    assert "self.fused_norm_add(self.norm, a, b * c)" in "".join(traceback.format_tb(error.tb))
+    assert "fused_norm_add" in inspect.getsource(forward)
+
+
+def test_the_modelling_module_gains_no_name() -> None:
+    module = inspect.getmodule(LlamaDecoderLayer)
+    before = dict(vars(module))
+    rewritten_forward(LlamaDecoderLayer, everything(LlamaDecoderLayer))
+    assert vars(module) == before
