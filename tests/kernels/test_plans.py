@@ -17,6 +17,8 @@ from fused_norm.kernels.plans import (
     Mode,
     backward_plan,
     forward_plan,
+    heads_backward_plan,
+    heads_forward_plan,
     next_power_of_2,
     sandwich_backward_plan,
     sandwich_forward_plan,
@@ -171,6 +173,15 @@ def test_two_programs_of_a_sandwich_share_a_processor() -> None:
     plan = sandwich_backward_plan(4096, 12, H200)
     assert plan.programs == 2 * H200.processors
     assert 2 * (plan.stages - 1) * plan.block * 12 <= H200.shared_memory
+
+
+@pytest.mark.parametrize(("width", "rotary"), [(256, 64), (128, 64), (16, 4), (24, 24), (80, 0)])
+def test_tiles_of_heads_are_powers_of_two_when_rope_turns_a_part_of_a_row(width: int, rotary: int) -> None:
+    for heads in (1, 2, 3, 16):
+        for plan in (heads_forward_plan, heads_backward_plan):
+            planned = plan(heads, 2, width, rotary, device=H200)
+            for tile in (planned.q, planned.k):
+                assert (tile.tokens, tile.heads) == (next_power_of_2(tile.tokens), next_power_of_2(tile.heads))
 
 
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])

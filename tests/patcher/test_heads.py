@@ -1,7 +1,5 @@
 """The norms of q and k wait for each other, and for the rotation, only where nobody reads them in between."""
 
-# ruff: noqa: RET504
-
 from __future__ import annotations
 
 import pytest
