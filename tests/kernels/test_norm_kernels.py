@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,10 @@ import triton
 from torch import Tensor
 
 from fused_norm.kernels import MODES, norm_backward, norm_forward, triton_utils
-from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, forward_plan
+from fused_norm.kernels.launch import Launch
+from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, forward_plan
 
-from .numerics import BF16, CHUNKED, FP32, Norm, assert_same_row, assert_within_budget, make_inputs, run, run_true
+from .numerics import BF16, CHUNKED, FP16, FP32, Norm, assert_same_row, assert_within_budget, make_inputs, run, run_true
 
 GUARD = 4096
 SENTINEL = 1234.0
@@ -117,6 +119,102 @@ def test_a_lazily_cloned_gradient_is_a_copy_of_its_own_once_written_to(device: s
     assert torch.equal(ours.dx, kept)
     assert torch.equal(ours.dr, kept * 2)
     assert ours.dx.data_ptr() != ours.dr.data_ptr()
+
+
+IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
+"""Rows of 33 to 48 elements in tiles of two rows, the last one half empty where the rows are odd."""
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[BackwardPlan], None]:
+    """Makes every backward of the test take one plan."""
+
+    def force(plan: BackwardPlan) -> None:
+        monkeypatch.setattr(norm_backward, "backward_plan", lambda *_, **__: plan)
+        monkeypatch.setattr(norm_backward, "_backwards", {})
+
+    return force
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("reload", [True, False])
+@pytest.mark.parametrize("width", [33, 40, 47, 48])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        Norm("gemma", True, x=BF16, w=BF16),
+        Norm("llama", x=BF16, w=FP32, r=BF16),
+        Norm("llama", x=FP16, w=None, r=FP32, scale=0.22),
+    ],
+    ids=str,
+)
+def test_rows_in_two_pieces_have_all_their_gradients(
+    norm: Norm, width: int, reload: bool, small: bool, device: str, planned: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(replace(IN_TWO_PIECES, reload=reload))
+    if not small:
+        monkeypatch.setattr(norm_backward, "_SMALL", 0)
+    assert_within_budget(norm, make_inputs(norm, (9, width), device))
+
+
+@pytest.mark.parametrize(("width", "plan"), [(5120, BackwardPlan(1, 4096, 4, stages=3, programs=2, tail=1024))])
+def test_a_wide_row_in_two_pieces(width: int, plan: BackwardPlan, device: str, planned: Callable) -> None:
+    planned(plan)
+    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
+    assert_within_budget(norm, make_inputs(norm, (5, width), device))
+
+
+@pytest.mark.parametrize("frozen", ["w", "x", "xr"])
+def test_frozen_arguments_change_no_gradient_of_rows_in_two_pieces(frozen: str, device: str, planned: Callable) -> None:
+    planned(IN_TWO_PIECES)
+    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
+    inputs = make_inputs(norm, (9, 47), device)
+    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
+    for name in "xrw":
+        gradient = getattr(part, f"d{name}")
+        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}")), name
+
+
+def test_rows_in_two_pieces_repeat_and_do_not_know_their_neighbours(device: str, planned: Callable) -> None:
+    planned(IN_TWO_PIECES)
+    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
+    inputs = make_inputs(norm, (9, 47), device)
+    first, again = run(norm.fused, inputs), run(norm.fused, inputs)
+    assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+    part = replace(inputs, **{name: getattr(inputs, name)[3:6] for name in ("x", "r", "dy", "ds")})
+    assert torch.equal(run(norm.fused, part).dx, first.dx[3:6])
+
+
+def test_rows_in_two_pieces_get_all_planned_programs(
+    device: str, planned: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(replace(IN_TWO_PIECES, programs=3))
+    launch, grids = Launch.__call__, []
+
+    def recorded(self: Launch, grid: tuple[int, int], *arguments: object) -> None:
+        grids.append((self.name, grid))
+        launch(self, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    norm = Norm("llama", x=BF16, w=BF16)
+    run(norm.fused, make_inputs(norm, (9, 48), device))
+    assert grids[-1] == ("_backward_kernel", (3, 1))
+
+
+@pytest.mark.parametrize("width", [33, 47, 48])
+def test_rows_in_two_pieces_are_all_that_is_written(width: int, device: str) -> None:
+    norm = Norm("llama", x=BF16, w=BF16, r=FP32)
+    inputs = make_inputs(norm, (9, width), device)
+    _, s, rstd = norm_forward.launch_forward(inputs.x, inputs.r, inputs.w, 1e-6, "llama", False, True)
+    guarded = Guarded()
+    dx, dr, dw = guarded(s, BF16), guarded(s), guarded(inputs.w)
+    norm_backward.launch_backward(
+        inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw, plan=IN_TWO_PIECES
+    )
+    assert guarded.intact()
+    for gradient, expected in zip((dx, dr, dw), ("dx", "dr", "dw"), strict=True):
+        exact = getattr(run_true(norm, inputs), expected)
+        torch.testing.assert_close(gradient.double(), exact, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.gpu

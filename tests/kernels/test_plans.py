@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from fused_norm.kernels import plans
 from fused_norm.kernels.plans import (
     MODES,
     WIDEST_BACKWARD,
     WIDEST_FORWARD,
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,
+    BackwardPlan,
     Device,
     Mode,
     backward_plan,
@@ -124,6 +126,16 @@ def test_tiles_in_flight_fit_in_shared_memory(column_bytes: int, device: Device)
         plan = backward_plan(width, column_bytes, device)
         assert plan.stages >= 1
         assert (plan.stages - 1) * plan.rows * plan.block * column_bytes < device.shared_memory
+
+
+def test_a_second_piece_counts_as_columns_and_as_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = BackwardPlan(1, 8192, 8, stages=3, programs=132, tail=4096)
+    monkeypatch.setattr(plans, "_backward_plan", lambda *_: pieces)
+    backward_plan.cache_clear()
+    assert pieces.columns == 12288
+    assert backward_plan(12288, 8, H200).stages == 3  # two tiles of 96 KiB ahead of the one computed
+    assert backward_plan(12288, 10, H200).stages == 2
+    backward_plan.cache_clear()
 
 
 def test_fp32_rows_of_8192_with_a_residual_lose_a_stage_on_an_h200() -> None:

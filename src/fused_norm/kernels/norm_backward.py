@@ -1,7 +1,8 @@
 """The backward of RMSNorm in Triton, with or without the residual add in front of it, and its launcher.
 
 Names are those of ``norm_forward``; ``dy`` is the gradient of the norm, ``ds`` what else flows into the sum, ``dx``,
-``dr`` and ``dw`` are the gradients of branch, residual and weight, ``pull`` what the normalisation takes off each row.
+``dr`` and ``dw`` are the gradients of branch, residual and weight, ``pull`` what the normalisation takes off each row,
+``_tail`` a row's second piece, where the first alone does not hold it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,31 @@ SMALL_SHARES = 2**16
 
 
 @triton.jit
-def _store_input_grads(dx_ptr, dr_ptr, ds, scale, row, dx_stride, dr_stride, col, live):
+def _load(ptr, row, stride, col, live):
+    """The tile of rows ``row`` [ROWS, 1] and columns ``col`` [columns] as fp32."""
+    return tl.load(ptr + row * stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_input_grads(
+    ds_ptr, dx_ptr, dr_ptr, g, s, pull, rstd, scale, row, col, live, ds_stride, dx_stride, dr_stride
+):
     """Writes the sum's gradient to the branch, the residual, or both: two tensors, since gradients never alias."""
+    grad = rstd * (g - s * pull)
+    if ds_ptr is not None:
+        grad += _load(ds_ptr, row, ds_stride, col, live)
     if dx_ptr is not None:
-        dx = ds if scale is None else ds * scale
-        tl.store(dx_ptr + row * dx_stride + col, round_to(dx, dx_ptr.dtype.element_ty), mask=live)
+        dx = grad if scale is None else grad * scale
+        tl.store(dx_ptr + row * dx_stride + col[None, :], round_to(dx, dx_ptr.dtype.element_ty), mask=live)
     if dr_ptr is not None:
-        dr = round_to(ds, dr_ptr.dtype.element_ty)
-        tl.store(dr_ptr + row * dr_stride + col, dr, mask=live)
+        dr = round_to(grad, dr_ptr.dtype.element_ty)
+        tl.store(dr_ptr + row * dr_stride + col[None, :], dr, mask=live)
+
+
+@triton.jit
+def _store_share(shares_ptr, program, dw, col, N: tl.constexpr):
+    """Writes columns ``col`` of the program's share of dw, its sum over the rows of a tile."""
+    tl.store(shares_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
 
 
 @triton.jit
@@ -51,6 +69,13 @@ def sum_of_shares(shares_ptr, P, col, N: tl.constexpr, ROWS: tl.constexpr):
         live = (share < P)[:, None] & (col < N)[None, :]
         total += tl.load(shares_ptr + share[:, None] * N + col[None, :], mask=live, other=0.0, cache_modifier=".cg")
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _store_sum(dw_ptr, shares_ptr, P, col, N: tl.constexpr, ROWS: tl.constexpr):
+    """Writes columns ``col`` of dw."""
+    total = sum_of_shares(shares_ptr, P, col, N, ROWS)
+    tl.store(dw_ptr + col, round_to(total, dw_ptr.dtype.element_ty), mask=col < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -76,6 +101,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    TAIL: tl.constexpr,
     RELOAD: tl.constexpr,
     SHARE_ROWS: tl.constexpr,
     LONG: tl.constexpr,
@@ -89,31 +115,57 @@ def _backward_kernel(
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
     if w_ptr is not None and not RELOAD:
         gamma = load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
+    if TAIL:
+        col_tail = BLOCK + tl.arange(0, TAIL)
+        in_tail = col_tail < N
+        dw_tail = tl.zeros([ROWS, TAIL], tl.float32)
+        gamma_tail = tl.full([1, TAIL], 1.0, tl.float32)
+        if w_ptr is not None and not RELOAD:
+            gamma_tail = load_gamma(w_ptr, col_tail, in_tail, CASTING, ZERO_CENTERED)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, ROWS, LONG)
         live = (row < M)[:, None] & in_row[None, :]
         row_in = row[:, None]
-        s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row_in * dy_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        s = _load(s_ptr, row_in, s_stride, col, live)
+        dy = _load(dy_ptr, row_in, dy_stride, col, live)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
         if dw_ptr is not None:
             dw += dy * (s * rstd)
+        if TAIL:
+            live_tail = (row < M)[:, None] & in_tail[None, :]
+            s_tail = _load(s_ptr, row_in, s_stride, col_tail, live_tail)
+            dy_tail = _load(dy_ptr, row_in, dy_stride, col_tail, live_tail)
+            if dw_ptr is not None:
+                dw_tail += dy_tail * (s_tail * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             if w_ptr is not None and RELOAD:
                 gamma = load_gamma(w_ptr, col, in_row, CASTING, ZERO_CENTERED)
+                if TAIL:
+                    gamma_tail = load_gamma(w_ptr, col_tail, in_tail, CASTING, ZERO_CENTERED)
             g = dy * gamma
-            pull = tl.sum(g * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
-            grad = rstd * (g - s * pull)
-            if ds_ptr is not None:
-                grad += tl.load(ds_ptr + row_in * ds_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-            _store_input_grads(dx_ptr, dr_ptr, grad, scale, row_in, dx_stride, dr_stride, col[None, :], live)
+            products = g * s
+            if TAIL:
+                g_tail = dy_tail * gamma_tail
+                products = tl.sum(tl.reshape(products, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + g_tail * s_tail
+            pull = tl.sum(products, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
+            _store_input_grads(
+                ds_ptr, dx_ptr, dr_ptr, g, s, pull, rstd, scale, row_in, col, live, ds_stride, dx_stride, dr_stride
+            )
+            if TAIL:
+                _store_input_grads(
+                    ds_ptr, dx_ptr, dr_ptr, g_tail, s_tail, pull, rstd, scale, row_in, col_tail, live_tail,
+                    ds_stride, dx_stride, dr_stride,
+                )  # fmt: skip
     if dw_ptr is not None:
-        tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
+        _store_share(dw_ptr, program, dw, col, N)
+        if TAIL:
+            _store_share(dw_ptr, program, dw_tail, col_tail, N)
         if arrived_ptr is not None:
             tl.debug_barrier()  # all of this program's share is stored before it counts as arrived
             if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-                total = sum_of_shares(dw_ptr, tl.num_programs(0), col, N, SHARE_ROWS)
-                tl.store(total_ptr + col, round_to(total, total_ptr.dtype.element_ty), mask=in_row)
+                _store_sum(total_ptr, dw_ptr, tl.num_programs(0), col, N, SHARE_ROWS)
+                if TAIL:
+                    _store_sum(total_ptr, dw_ptr, tl.num_programs(0), col_tail, N, SHARE_ROWS)
                 tl.store(arrived_ptr, 0)
 
 
@@ -185,19 +237,19 @@ def _backward_columns_kernel(
         row = rows_of(tile, ROWS, LONG)
         live = (row < M)[:, None] & in_row[None, :]
         row_in = row[:, None]
-        s = tl.load(s_ptr + row_in * s_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row_in * dy_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        s = _load(s_ptr, row_in, s_stride, col, live)
+        dy = _load(dy_ptr, row_in, dy_stride, col, live)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
         if dw_ptr is not None:
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             pull = tl.load(pull_ptr + row, mask=row < M, other=0.0)[:, None]
-            grad = rstd * (dy * gamma - s * pull)
-            if ds_ptr is not None:
-                grad += tl.load(ds_ptr + row_in * ds_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-            _store_input_grads(dx_ptr, dr_ptr, grad, scale, row_in, dx_stride, dr_stride, col[None, :], live)
+            _store_input_grads(
+                ds_ptr, dx_ptr, dr_ptr, dy * gamma, s, pull, rstd, scale, row_in, col, live,
+                ds_stride, dx_stride, dr_stride,
+            )  # fmt: skip
     if dw_ptr is not None:
-        tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
+        _store_share(dw_ptr, program, dw, col, N)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -258,7 +310,7 @@ def launch_backward(
         planned = _backwards[key] = _plan_backward(tensors, width, casting, zero_centered, long, small, plan)
     plan, launch, pulling, summing = planned
     tiles = -(-rows // plan.rows)
-    blocks = -(-width // plan.block)
+    blocks = -(-width // plan.columns)
     programs = tiles
     if dw is not None or plan.chunked:
         programs = min(tiles, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
@@ -308,11 +360,12 @@ def _plan_backward(
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     summing = None
     if dw is not None and (plan.chunked or not small):
-        shares = next_power_of_2(-(-plan.programs // -(-width // plan.block)))
+        shares = next_power_of_2(-(-plan.programs // -(-width // plan.columns)))
         warps = device.warps(max(1, min(16, shares // 64)))
         summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS})
     if not plan.chunked:
-        constants |= {"RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block), "LONG": long, **semantics}
+        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block)}
+        constants |= {"LONG": long, **semantics}
         return plan, Launch(_backward_kernel, plan.warps, constants, lazy=2), None, summing
     pulling = Launch(_backward_pull_kernel, plan.warps, {"N": width, "BLOCK": 4 * plan.block, **semantics}, lazy=1)
     constants |= {"LONG": long, **semantics}

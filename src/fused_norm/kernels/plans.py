@@ -79,6 +79,8 @@ class BackwardPlan:
         programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile.
         reload: read the weight again for every tile instead of keeping it in registers.
         chunked: the row does not fit; its sums come first, then blocks of ``block`` columns.
+        tail: columns in a second piece of each tile, where ``block`` alone does not hold a row: a power of two, so that
+            5120 = 4096 + 1024 leaves no lane idle. 0 is none.
     """
 
     rows: int
@@ -88,6 +90,12 @@ class BackwardPlan:
     programs: int
     reload: bool = False
     chunked: bool = False
+    tail: int = 0
+
+    @property
+    def columns(self) -> int:
+        """All columns in a tile."""
+        return self.block + self.tail
 
 
 @lru_cache(maxsize=1024)
@@ -145,7 +153,7 @@ def backward_plan(
 
 def _fitting(plan: BackwardPlan, column_bytes: int, device: Device) -> BackwardPlan:
     """The plan with as many tiles in flight as shared memory holds."""
-    tile_bytes = plan.rows * plan.block * column_bytes
+    tile_bytes = plan.rows * plan.columns * column_bytes
     fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
     return replace(plan, stages=min(plan.stages, fitting))
 
