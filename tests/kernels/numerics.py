@@ -18,7 +18,10 @@ from fused_norm.kernels.plans import WIDEST_FORWARD
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 
-WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560, 3571, 5120, 7001, 12289, 17001)
+WIDTHS = (
+    1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560, 3571, 5120, 5121, 7001, 12288, 12289,
+    17001,
+)  # fmt: skip
 """Widths of rows that one program holds: on, above and below every limit of the launch plans, odd ones among them."""
 
 CHUNKED = WIDEST_FORWARD + 617

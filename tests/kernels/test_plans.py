@@ -50,29 +50,32 @@ FORWARD_ROWS = {
 }
 SUMMED_FORWARD_ROWS = FORWARD_ROWS - {("multi_wave_reload", 1, 16)} | {("multi_wave_cached", 1, 32)}
 BACKWARD_ROWS = {
-    # rows, warps, stages, programs per processor, reload, chunked
-    (64, 4, 3, 2, False, False),
-    (32, 4, 3, 2, False, False),
-    (16, 4, 3, 2, False, False),
-    (8, 4, 3, 2, False, False),
-    (4, 4, 3, 2, False, False),
-    (2, 4, 3, 2, False, False),
-    (1, 4, 3, 3, False, False),
-    (1, 4, 3, 2, True, False),
-    (1, 8, 3, 1, False, False),
-    (1, 16, 1, 1, True, False),
-    (2, 4, 2, 4, False, True),
+    # rows, warps, stages, programs per processor, reload, chunked, tail
+    (64, 4, 3, 2, False, False, 0),
+    (32, 4, 3, 2, False, False, 0),
+    (16, 4, 3, 2, False, False, 0),
+    (8, 4, 3, 2, False, False, 0),
+    (4, 4, 3, 2, False, False, 0),
+    (2, 4, 3, 2, False, False, 0),
+    (1, 4, 3, 3, False, False, 0),
+    (1, 4, 3, 2, True, False, 0),
+    (1, 4, 3, 2, True, False, 1024),
+    (1, 8, 3, 2, True, False, 2048),
+    (1, 8, 3, 1, False, False, 0),
+    (1, 16, 3, 1, False, False, 0),
+    (1, 16, 1, 1, True, False, 0),
+    (2, 4, 2, 4, False, True, 0),
 }
 SUMMED_BACKWARD_ROWS = {
-    (64, 4, 3, 2, False, False),
-    (32, 4, 3, 2, False, False),
-    (16, 4, 3, 2, False, False),
-    (8, 4, 3, 2, False, False),
-    (4, 4, 3, 2, False, False),
-    (1, 4, 3, 2, False, False),
-    (1, 8, 3, 1, False, False),
-    (1, 32, 1, 1, True, False),
-    (2, 4, 2, 4, False, True),
+    (64, 4, 3, 2, False, False, 0),
+    (32, 4, 3, 2, False, False, 0),
+    (16, 4, 3, 2, False, False, 0),
+    (8, 4, 3, 2, False, False, 0),
+    (4, 4, 3, 2, False, False, 0),
+    (1, 4, 3, 2, False, False, 0),
+    (1, 8, 3, 1, False, False, 0),
+    (1, 32, 1, 1, True, False, 0),
+    (2, 4, 2, 4, False, True, 0),
 }
 
 
@@ -83,7 +86,7 @@ def forward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[objec
 
 def backward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[object, ...]]:
     plans = {backward_plan(width, 6, H200, summed=summed) for width in widths}
-    return {(p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload, p.chunked) for p in plans}
+    return {(p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload, p.chunked, p.tail) for p in plans}
 
 
 def test_the_tables_have_exactly_these_rows() -> None:
@@ -106,7 +109,8 @@ def test_blocks_hold_a_row_unless_chunked(device: Device) -> None:
         forward, backward = forward_plan(width, device), backward_plan(width, 8, device)
         assert (forward.mode == "multi_wave_reload") == backward.chunked == (width > WIDEST_BACKWARD)
         for plan in (forward, backward, forward_plan(width, device, summed=True)):
-            assert width <= plan.block or width > WIDEST_BACKWARD
+            tail = plan.tail if isinstance(plan, BackwardPlan) else 0
+            assert width <= plan.block + tail or width > WIDEST_BACKWARD
             assert plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
             assert plan.rows * plan.block <= WIDEST_FORWARD
@@ -146,13 +150,14 @@ def test_fp32_rows_of_8192_with_a_residual_lose_a_stage_on_an_h200() -> None:
 
 SANDWICH_BACKWARD_ROWS = {
     # rows, warps, stages, programs per processor, reload
-    (32, 4, 3, 2, False),
-    (16, 4, 3, 2, False),
-    (8, 4, 3, 2, False),
-    (4, 4, 3, 2, False),
-    (2, 4, 3, 2, False),
+    (64, 4, 3, 2, True),
+    (32, 4, 3, 2, True),
+    (16, 4, 3, 2, True),
+    (8, 4, 3, 2, True),
+    (4, 4, 3, 2, True),
+    (2, 4, 3, 2, True),
     (1, 4, 3, 2, True),
-    (1, 8, 3, 2, True),
+    (1, 4, 3, 1, False),
     (1, 16, 3, 1, True),
 }
 
@@ -177,12 +182,17 @@ def test_a_sandwich_holds_its_rows_and_fits_in_shared_memory(column_bytes: int, 
             assert backward.rows == next_power_of_2(backward.rows)
             assert backward.stages >= 1
             assert (backward.stages - 1) * tile_bytes < device.shared_memory
-            assert backward.rows * backward.block <= 16 * backward.warps * device.warp_size
+            assert backward.rows * backward.block <= 32 * backward.warps * device.warp_size
+
+
+def test_fp32_rows_of_a_sandwich_are_held_by_twice_the_warps() -> None:
+    assert sandwich_backward_plan(4096, 12, H200).warps == 4
+    assert sandwich_backward_plan(4096, 24, H200).warps == 8
 
 
 def test_two_programs_of_a_sandwich_share_a_processor() -> None:
-    """bf16 rows of 4096: four tensors and both weights, two tiles ahead, twice."""
-    plan = sandwich_backward_plan(4096, 12, H200)
+    """bf16 rows of 2560: four tensors and both weights, two tiles ahead, twice."""
+    plan = sandwich_backward_plan(2560, 12, H200)
     assert plan.programs == 2 * H200.processors
     assert 2 * (plan.stages - 1) * plan.block * 12 <= H200.shared_memory
 

@@ -37,7 +37,9 @@ def check_norm(
         forward_plan(x.shape[-1], mode=mode)
     if weight is None:
         if zero_centered:
-            raise ValueError(f"{name}: zero_centered needs {weight_name}; pass zero_centered=False for a norm without one")
+            raise ValueError(
+                f"{name}: zero_centered needs {weight_name}; pass zero_centered=False for a norm without one"
+            )
         return
     _check_float(name, weight_name, weight)
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:

@@ -180,40 +180,47 @@ def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
     if block == 4096:
         # At 32768x4096 5 % faster than with the weight kept in registers; at 8192x4096 the same.
         return BackwardPlan(1, block, device.warps(4), stages=3, programs=2 * sms, reload=not summed)
+    if block == 8192 and width <= 6144 and not summed:
+        # Two pieces leave room for a second program: at 8192x5120 and x5376 7 % faster than a piece of 8192, at x6144
+        # 1 %. With a residual's gradient there is enough in flight without.
+        tail, warps = (1024, 4) if width <= 5120 else (2048, 8)
+        return BackwardPlan(1, 4096, device.warps(warps), stages=3, programs=2 * sms, reload=True, tail=tail)
     if block == 8192:
-        # One program a processor: 8 warps with the weight in registers fill it. At 8192x5120 5 % faster than two.
+        # One program a processor: 8 warps with the weight in registers fill it.
         return BackwardPlan(1, block, device.warps(8), stages=3, programs=sms)
+    if width <= 12288 and not summed:
+        # The unused lanes leave room for more rows in flight: at 4096x12288 6 % faster.
+        return BackwardPlan(1, block, device.warps(16), stages=3, programs=sms)
     return BackwardPlan(1, block, device.warps(32 if summed else 16), stages=1, programs=sms, reload=True)
 
 
+@lru_cache(maxsize=1024)
 def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
-    """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``.
-
-    It moves the bytes of an add and a norm and holds no more at a time: compiled for sm_90, 32 to 75 registers and no
-    spill in bf16, up to 100 in fp32. In a prototype tiles like these reached .86 of a copy's bandwidth at 8192x2560,
-    .91 at x3840 and .92 at x5376.
-    """
-    return forward_plan(width, device, "multi_wave_cached", summed=True)
+    """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``."""
+    plan = forward_plan(width, device, "multi_wave_cached", summed=True)
+    if plan.block < 2048:
+        return plan
+    # 32 elements a lane: .95 of a copy's bandwidth at 1152 wide, .91 at 2560, .93 at 3840, .94 at 5376; with half as
+    # many .90 at 1152 and .89 at 2560.
+    return replace(plan, warps=device.warps(min(plan.block // 1024, 32)))
 
 
 @lru_cache(maxsize=1024)
 def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = Device()) -> BackwardPlan:
-    """A sandwich's backward, for rows up to ``WIDEST_SANDWICH_BACKWARD``; ``column_bytes`` as in ``backward_plan``.
-
-    16 elements a lane, for two accumulators go with them: compiled for sm_90 that is 128 registers and no spill from
-    1025 wide on, with 32 a lane 250. (fp32 weights on bf16 rows take up to 160, and above 4096 wide spill 28 bytes.)
-    In a prototype one row an iteration with both weights reloaded reached .83 of a copy's bandwidth at 8192x2560, .88
-    at x3840 and .91 at x5376.
-    """
+    """A sandwich's backward, for rows up to ``WIDEST_SANDWICH_BACKWARD``; ``column_bytes`` as in ``backward_plan``."""
     block = next_power_of_2(width)
     sms = device.processors
-    if block <= 1024:
-        # A tile of 2048 elements whose rows share the weights: 128 to 200 registers, and no fewer with them reloaded.
-        plan = BackwardPlan(2048 // max(block, 64), block, device.warps(4), stages=3, programs=2 * sms)
+    if block <= 2048:
+        # 4096 elements, the weights read again: .94 of a copy's bandwidth at 1152 wide, half a tile .75 to .90.
+        plan = BackwardPlan(4096 // max(block, 64), block, device.warps(4), stages=3, programs=2 * sms, reload=True)
+    elif block == 4096 and column_bytes <= 12:
+        # Two accumulators and 32 elements a lane, 250 registers. From 3840 wide on one program keeps enough in flight
+        # and has room for the weights: .94, with a second one .84. At 2560 two make .88.
+        narrow = width <= 3072
+        plan = BackwardPlan(1, block, device.warps(4), stages=3, programs=(1 + narrow) * sms, reload=narrow)
     else:
-        # Held in registers the weights take 45 more, and a second program of 8 warps finds no room. A third or fourth
-        # of 4 warps would, but the first two keep 64 KiB in flight, and every program adds a share of both dw.
-        programs = (2 if block <= 4096 else 1) * sms
+        # 16 elements a lane, 128 registers: .94 at 5376 wide.
+        programs = (2 if block == 4096 else 1) * sms
         plan = BackwardPlan(1, block, device.warps(block // 512), stages=3, programs=programs, reload=True)
     return _fitting(plan, column_bytes, device)
 
@@ -225,12 +232,10 @@ class HeadsTile:
     Attributes:
         tokens: powers of two, both.
         heads: of each token.
-        once: cos and sin are loaded once for a token, not again, from cache, for each of its heads.
     """
 
     tokens: int
     heads: int
-    once: bool
 
 
 @dataclass(frozen=True)
@@ -263,11 +268,11 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
     ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do.
     """
     block, rest, padded = _pieces(width, rotary)
-    # 16 elements a lane, as in forward_plan; RoPE has twice the lanes, so that more heads meet the same cos and sin.
-    elements, warps = (4096, 8) if rotary else (2048, 4)
-    warps = device.warps(warps if padded <= 4096 else 16)
-    lanes = warps * device.warp_size
-    q, k = (_heads_tile(heads, elements // padded, block, lanes, bool(rotary)) for heads in (q_heads, k_heads))
+    # 16 elements a lane in 2 warps are 2 % faster than in 4, at 128 wide. With RoPE eight rows share a token's cos and
+    # sin in cache: .92 of a copy's bandwidth at 128 wide, .89 at 256, where tiles of 4096 elements make .86 and .84.
+    elements = min(max(1024, 8 * padded), 2048) if rotary else 1024
+    warps = device.warps(2 if padded <= 1024 else 4 if padded <= 4096 else 16)
+    q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
     return HeadsPlan(q, k, block, rest, warps)
 
 
@@ -287,17 +292,14 @@ def heads_backward_plan(
     stages are cut as in ``backward_plan``.
     """
     block, rest, padded = _pieces(width, rotary)
-    # 4096 elements, as in backward_plan. RoPE holds halves of cos and sin as well: 8 warps, 16 elements a lane.
-    warps = device.warps((8 if rotary else 4) if padded <= 4096 else 16)
-    lanes = warps * device.warp_size
-    q, k = (_heads_tile(heads, 4096 // padded, block, lanes, bool(rotary)) for heads in (q_heads, k_heads))
-    # Compiled for sm_90, 148 registers at 128 wide leave room for three programs, with RoPE 128 for two of eight warps.
-    programs = (2 if rotary else 3) * device.processors
-    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // max(
-        tile.tokens * padded * (tile.heads * column_bytes + (1 if tile.once else tile.heads) * angle_bytes)
-        for tile in (q, k)
-    )
-    return HeadsPlan(q, k, block, rest, warps, max(1, min(3, fitting)), programs)
+    # 4096 elements: .95 of a copy's bandwidth at 128 wide, with a third program a processor .84. RoPE holds cos and sin
+    # as well: with half the elements three programs fit, .93 at 128 wide and .86 at 256.
+    elements, programs = (2048, 3) if rotary else (4096, 2)
+    warps = device.warps(4 if padded <= 4096 else 16)
+    q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
+    tile_bytes = max(tile.tokens * tile.heads for tile in (q, k)) * padded * (column_bytes + angle_bytes)
+    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
+    return HeadsPlan(q, k, block, rest, warps, max(1, min(3, fitting)), programs * device.processors)
 
 
 def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
@@ -310,12 +312,8 @@ def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
     return block, rest, 2 * block + rest
 
 
-def _heads_tile(heads: int, rows: int, block: int, lanes: int, rotated: bool) -> HeadsTile:
-    """Up to ``rows`` rows, with as many heads of a token as waste few; each block loads cos and sin, half a head.
-
-    Triton lays a load out like what it is multiplied with only where it has fewer elements than there are lanes. Beyond
-    that the whole tile would change its layout, which costs more than loads of the same cos and sin from cache.
-    """
+def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:
+    """Up to ``rows`` rows, with as many heads of a token as waste few; each block of heads reads cos and sin again."""
 
     def cost(block: int) -> float:
         wasted = -(-heads // block) * block / heads
@@ -323,8 +321,7 @@ def _heads_tile(heads: int, rows: int, block: int, lanes: int, rotated: bool) ->
 
     most = max(1, rows.bit_length()) - 1
     best = min((1 << power for power in range(most, -1, -1) if 1 << power < 2 * heads), key=cost)
-    tokens = (1 << most) // best
-    return HeadsTile(tokens, best, once=tokens * block < lanes)
+    return HeadsTile((1 << most) // best, best)
 
 
 def next_power_of_2(value: int) -> int:

@@ -40,10 +40,10 @@ def _head_of(tile, H, HEADS: tl.constexpr, LONG: tl.constexpr):
 
 
 @triton.jit
-def _angles_of(angles_ptr, batch, position, batch_stride, token_stride, HEADS: tl.constexpr, ONCE: tl.constexpr):
-    """Where the tokens' rows of cos or sin begin: ``ONCE`` for each token, else again for each head."""
+def _angles_of(angles_ptr, batch, position, batch_stride, token_stride, HEADS: tl.constexpr):
+    """Where the tokens' rows of cos or sin begin, for each head: read again from cache, they need no other layout."""
     rows = angles_ptr + (batch * batch_stride + position * token_stride)
-    return rows if ONCE else rows + tl.zeros([1, HEADS, 1], tl.int32)
+    return rows + tl.zeros([1, HEADS, 1], tl.int32)
 
 
 @triton.jit
@@ -109,7 +109,6 @@ def _forward_tile(
     eps,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    ONCE: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -135,8 +134,8 @@ def _forward_tile(
         b = _load(x_rows, HALF, col, R, live)
         squares += square(b, x_dtype, CASTING)
         # In flight together with x: behind its sum they would be a second wait.
-        cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS, ONCE)
-        sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS, ONCE)
+        cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS)
+        sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS)
         cos_a, cos_b = _load(cos_rows, 0, col, HALF, token < T), _load(cos_rows, HALF, col, R, token < T)
         sin_a, sin_b = _load(sin_rows, 0, col, HALF, token < T), _load(sin_rows, HALF, col, R, token < T)
     total = tl.sum(squares, axis=2)
@@ -195,10 +194,8 @@ def _qk_forward_kernel(
     eps,
     Q_TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,
-    Q_ONCE: tl.constexpr,
     K_TOKENS: tl.constexpr,
     K_HEADS: tl.constexpr,
-    K_ONCE: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -214,13 +211,13 @@ def _qk_forward_kernel(
         _forward_tile(
             q_ptr, q_w_ptr, cos_ptr, sin_ptr, q_y_ptr, program, q_T, q_LENGTH, q_H,
             q_batch, q_token, q_head, q_y_batch, q_y_token, q_y_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-            Q_TOKENS, Q_HEADS, Q_ONCE, N, R, BLOCK, REST, LONG, Q_NORMED, CASTING, ZERO_CENTERED,
+            Q_TOKENS, Q_HEADS, N, R, BLOCK, REST, LONG, Q_NORMED, CASTING, ZERO_CENTERED,
         )  # fmt: skip
     else:
         _forward_tile(
             k_ptr, k_w_ptr, cos_ptr, sin_ptr, k_y_ptr, program - q_programs, k_T, k_LENGTH, k_H,
             k_batch, k_token, k_head, k_y_batch, k_y_token, k_y_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-            K_TOKENS, K_HEADS, K_ONCE, N, R, BLOCK, REST, LONG, K_NORMED, CASTING, ZERO_CENTERED,
+            K_TOKENS, K_HEADS, N, R, BLOCK, REST, LONG, K_NORMED, CASTING, ZERO_CENTERED,
         )  # fmt: skip
 
 
@@ -259,7 +256,6 @@ def _backward_tiles(
     eps,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
@@ -302,8 +298,8 @@ def _backward_tiles(
         if R:
             b = _load(x_rows, HALF, col, R, live)
             d_a, d_b = dn_a, _load(d_rows, HALF, col, R, live)
-            cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS, ONCE)
-            sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS, ONCE)
+            cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS)
+            sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS)
             present = token < T
             dn_a = d_a * _load(cos_rows, 0, col, HALF, present) + d_b * _load(sin_rows, HALF, col, R, present)
             dn_b = d_b * _load(cos_rows, HALF, col, R, present) - d_a * _load(sin_rows, 0, col, HALF, present)
@@ -393,10 +389,8 @@ def _qk_backward_kernel(
     eps,
     Q_TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,
-    Q_ONCE: tl.constexpr,
     K_TOKENS: tl.constexpr,
     K_HEADS: tl.constexpr,
-    K_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     SHARE_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -419,7 +413,7 @@ def _qk_backward_kernel(
                 q_ptr, q_d_ptr, q_w_ptr, cos_ptr, sin_ptr, q_dx_ptr, share_ptr, program, q_programs,
                 q_T, q_LENGTH, q_H, q_batch, q_token, q_head, q_d_batch, q_d_token, q_d_head,
                 q_dx_batch, q_dx_token, q_dx_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-                Q_TOKENS, Q_HEADS, Q_ONCE, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
+                Q_TOKENS, Q_HEADS, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
                 q_dw_ptr is not None,
             )  # fmt: skip
     else:
@@ -429,7 +423,7 @@ def _qk_backward_kernel(
                 program - q_programs, programs - q_programs,
                 k_T, k_LENGTH, k_H, k_batch, k_token, k_head, k_d_batch, k_d_token, k_d_head,
                 k_dx_batch, k_dx_token, k_dx_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-                K_TOKENS, K_HEADS, K_ONCE, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
+                K_TOKENS, K_HEADS, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
                 k_dw_ptr is not None,
             )  # fmt: skip
     if arrived_ptr is not None:
@@ -724,7 +718,7 @@ def _plan_forward(inputs: Inputs, casting: str, zero_centered: bool, unsqueeze_d
     constants["K_NORMED"] = _TRITON_DTYPES[_normed_dtype(k, k_weight, casting)]
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
     return _Forward(
-        _launch_of(_qk_forward_kernel, inputs, plan.warps, constants),
+        _launch_of(_qk_forward_kernel, inputs, plan.warps, constants, fuse=cos is None),
         q_tiles + k_tiles,
         _counts(layouts, q_tiles),
         _strides(layouts, inputs, unsqueeze_dim),
@@ -797,10 +791,8 @@ def _constants(
     return {
         "Q_TOKENS": plan.q.tokens,
         "Q_HEADS": plan.q.heads,
-        "Q_ONCE": plan.q.once,
         "K_TOKENS": plan.k.tokens,
         "K_HEADS": plan.k.heads,
-        "K_ONCE": plan.k.once,
         "N": inputs[0].shape[-1],
         "R": 0 if cos is None else cos.shape[-1],
         "BLOCK": plan.block,
@@ -825,11 +817,13 @@ def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> 
     return tuple(strides)
 
 
-def _launch_of(kernel: Any, arguments: Sequence[Any], warps: int, constants: dict[str, Any], lazy: int = 0) -> Launch:
+def _launch_of(
+    kernel: Any, arguments: Sequence[Any], warps: int, constants: dict[str, Any], lazy: int = 0, fuse: bool = True
+) -> Launch:
     """The launch of a kernel with these constants, for arguments of the same dtypes and the same ones of them None."""
     present = tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)
     key = kernel, present, warps, tuple(constants.values())
     launch = _launches.get(key)
     if launch is None:
-        launch = _launches[key] = Launch(kernel, warps, constants, lazy)
+        launch = _launches[key] = Launch(kernel, warps, constants, lazy, fuse=fuse)
     return launch

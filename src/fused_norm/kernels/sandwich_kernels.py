@@ -343,7 +343,7 @@ def _launch_forward(
         plan = plan or sandwich_forward_plan(width, facts_of(x.device))
         constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
         constants |= {"CASTING": casting, "ZERO_CENTERED": zero_centered}
-        planned = _forwards[key] = plan, Launch(_sandwich_forward_kernel, plan.warps, constants)
+        planned = _forwards[key] = plan, Launch(_sandwich_forward_kernel, plan.warps, constants, fuse=False)
     plan, launch = planned
     launch((-(-rows // plan.rows), 1), tensors, rows, strides, (float(eps),))
 
