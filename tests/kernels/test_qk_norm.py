@@ -401,11 +401,11 @@ def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.Mo
     q = inputs.q.detach().requires_grad_()
     out, _ = ROPE.fused(replace(inputs, q=q))
     allocated = []
-    empty_like = torch.empty_like
-    monkeypatch.setattr(qk_kernels, "empty_rows_like", lambda x, *_: allocated.append(x.shape) or empty_like(x))
+    empty_strided = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: allocated.append(a[0]) or empty_strided(*a, **k))
     (dq,) = torch.autograd.grad(out, q, inputs.dq, retain_graph=True)
     allocated.clear()
-    (dq,) = torch.autograd.grad(out, q, inputs.dq)
+    torch.autograd.grad(out, q, inputs.dq)
     assert allocated == [dq.shape]
 
 
@@ -528,12 +528,14 @@ def test_compiles_as_one_graph_whatever_the_length(device: str) -> None:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(heads.fused, fullgraph=True, backend=counter, dynamic=True)
+        counts = []
         for tokens in (5, 9, 6):
             inputs = make_inputs(heads, 16, device, tokens=tokens)
             ours, expected = run(compiled, inputs), run(heads.fused, inputs)
             assert all(torch.equal(value, expected[name]) for name, value in ours.items())
             assert all(ours[name].stride() == expected[name].stride() for name in ours)
-        assert counter.frame_count == 1
+            counts.append(counter.frame_count)
+        assert len(set(counts)) == 1
 
 
 def test_one_launch_serves_every_batch_and_length(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +567,7 @@ def test_plans_fit_their_device(device_facts: Device) -> None:
             backward = heads_backward_plan(q_heads, k_heads, width, rotary, 4, 4, device_facts)
             for plan in (forward, backward):
                 assert 1 <= plan.warps * device_facts.warp_size <= 1024
-                assert plan.block * (2 if rotary else 1) + plan.rest >= width
+                assert plan.block * (2 if rotary == width else 1) >= width
                 assert plan.block == next_power_of_2(plan.block)
                 for tile, heads in ((plan.q, q_heads), (plan.k, k_heads)):
                     assert tile.tokens == next_power_of_2(tile.tokens)

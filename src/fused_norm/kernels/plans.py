@@ -245,8 +245,7 @@ class HeadsPlan:
     Attributes:
         q: a tile of q.
         k: a tile of k.
-        block: columns of a tile that are loaded at once: a row, or half of what RoPE rotates of it.
-        rest: columns loaded for what RoPE passes by; 0 where there is none.
+        block: columns of a tile that are loaded at once: a row, or half of one where RoPE turns all of it.
         warps: of a program.
         stages: tiles in flight in the backward, the one computed included.
         programs: of the backward, at most, for q and k together; without a dw there is one for each tile.
@@ -255,7 +254,6 @@ class HeadsPlan:
     q: HeadsTile
     k: HeadsTile
     block: int
-    rest: int
     warps: int
     stages: int = 1
     programs: int = 0
@@ -267,13 +265,13 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
 
     ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do.
     """
-    block, rest, padded = _pieces(width, rotary)
+    block, padded = _pieces(width, rotary)
     # 16 elements a lane in 2 warps are 2 % faster than in 4, at 128 wide. With RoPE eight rows share a token's cos and
     # sin in cache: .92 of a copy's bandwidth at 128 wide, .89 at 256, where tiles of 4096 elements make .86 and .84.
     elements = min(max(1024, 8 * padded), 2048) if rotary else 1024
     warps = device.warps(2 if padded <= 1024 else 4 if padded <= 4096 else 16)
     q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
-    return HeadsPlan(q, k, block, rest, warps)
+    return HeadsPlan(q, k, block, warps)
 
 
 @lru_cache(maxsize=1024)
@@ -291,7 +289,7 @@ def heads_backward_plan(
     ``column_bytes``: what the loop reads for one element of a row, ``angle_bytes`` of cos and sin for one of a token;
     stages are cut as in ``backward_plan``.
     """
-    block, rest, padded = _pieces(width, rotary)
+    block, padded = _pieces(width, rotary)
     # 4096 elements: .95 of a copy's bandwidth at 128 wide, with a third program a processor .84. RoPE holds cos and sin
     # as well: with half the elements three programs fit, .93 at 128 wide and .86 at 256.
     elements, programs = (2048, 3) if rotary else (4096, 2)
@@ -299,17 +297,15 @@ def heads_backward_plan(
     q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
     tile_bytes = max(tile.tokens * tile.heads for tile in (q, k)) * padded * (column_bytes + angle_bytes)
     fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
-    return HeadsPlan(q, k, block, rest, warps, max(1, min(3, fitting)), programs * device.processors)
+    return HeadsPlan(q, k, block, warps, max(1, min(3, fitting)), programs * device.processors)
 
 
-def _pieces(width: int, rotary: int) -> tuple[int, int, int]:
-    """Columns in a block and in the rest of a row, and in the whole row as loaded."""
-    if not rotary:
-        block = next_power_of_2(width)
-        return block, 0, block
-    block = next_power_of_2(rotary // 2)
-    rest = next_power_of_2(width - rotary) if width > rotary else 0
-    return block, rest, 2 * block + rest
+def _pieces(width: int, rotary: int) -> tuple[int, int]:
+    """Columns in a piece of a row, of which there are two where RoPE turns all of it, and in a row as loaded."""
+    if rotary == width:
+        half = next_power_of_2(width // 2)
+        return half, 2 * half
+    return next_power_of_2(width), next_power_of_2(width)
 
 
 def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:

@@ -2,9 +2,10 @@
 
 One launch takes both: its programs are split between the tiles of q and those of k. Names in the kernels: ``x`` is q or
 k, T tokens (of ``LENGTH`` in a sequence) times H heads, rows of N columns; a tile is TOKENS by HEADS rows. ``n`` is the
-normalised row. RoPE turns its first R columns as halves ``a`` and ``b`` and passes ``c``, the rest; without RoPE all of
-a row is ``a``. ``d`` is the gradient of the output, ``dn`` that of n; ``pull``, ``gamma`` and ``rstd`` are as in
-``norm_forward`` and ``norm_backward``. Strides go by batch, token and head. Arithmetic is fp32 throughout.
+normalised row. Where RoPE turns whole rows (R is N) they are held as halves ``a`` and ``b``. Elsewhere all of a row is
+``a``; of its first R columns, if there are any, each has its ``partner`` half of R away, which is loaded once more.
+``d`` is the gradient of the output, ``dn`` that of n; ``pull``, ``gamma`` and ``rstd`` are as in ``norm_forward`` and
+``norm_backward``. Strides go by batch, token and head. Arithmetic is fp32 throughout.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ def _gamma_at(w_ptr, start: tl.constexpr, col, end: tl.constexpr, CASTING: tl.co
 
 
 @triton.jit
+def _partner_of(col, HALF: tl.constexpr, GRAIN: tl.constexpr):
+    """The column that RoPE mixes with ``col``; runs of GRAIN, which divides HALF, stay together."""
+    partner = tl.where(col < HALF, col + HALF, col - HALF)
+    return tl.max_contiguous(tl.multiple_of(partner, GRAIN), GRAIN)
+
+
+@triton.jit
 def _normed(
     x,
     rstd,
@@ -112,7 +120,7 @@ def _forward_tile(
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    GRAIN: tl.constexpr,
     LONG: tl.constexpr,
     NORMED: tl.constexpr,
     CASTING: tl.constexpr,
@@ -123,39 +131,44 @@ def _forward_tile(
     position = token - batch * LENGTH
     live = (token < T) & (head < H)
     col = tl.arange(0, BLOCK)
-    HALF: tl.constexpr = R // 2 if R else N
+    HALVES: tl.constexpr = R == N
+    HALF: tl.constexpr = R // 2
+    WIDTH: tl.constexpr = HALF if HALVES else N
     x_dtype: tl.constexpr = x_ptr.dtype.element_ty
+    y_dtype: tl.constexpr = y_ptr.dtype.element_ty
     x_rows = x_ptr + (batch * x_batch + position * x_token + head * x_head)
     y_rows = y_ptr + (batch * y_batch + position * y_token + head * y_head)
 
-    a = _load(x_rows, 0, col, HALF, live)
+    a = _load(x_rows, 0, col, WIDTH, live)
     squares = square(a, x_dtype, CASTING)
     if R:
-        b = _load(x_rows, HALF, col, R, live)
-        squares += square(b, x_dtype, CASTING)
         # In flight together with x: behind its sum they would be a second wait.
         cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS)
         sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS)
-        cos_a, cos_b = _load(cos_rows, 0, col, HALF, token < T), _load(cos_rows, HALF, col, R, token < T)
-        sin_a, sin_b = _load(sin_rows, 0, col, HALF, token < T), _load(sin_rows, HALF, col, R, token < T)
-    total = tl.sum(squares, axis=2)
-    if REST:
-        rest = tl.arange(0, REST)
-        c = _load(x_rows, R, rest, N, live)
-        total += tl.sum(square(c, x_dtype, CASTING), axis=2)
-    rstd = rstd_from(total, eps, x_dtype, N, CASTING)[:, :, None]
+        present = token < T
+        if HALVES:
+            b = _load(x_rows, HALF, col, R, live)
+            squares += square(b, x_dtype, CASTING)
+            cos_a, cos_b = _load(cos_rows, 0, col, HALF, present), _load(cos_rows, HALF, col, R, present)
+            sin_a, sin_b = _load(sin_rows, 0, col, HALF, present), _load(sin_rows, HALF, col, R, present)
+        else:
+            partner = _partner_of(col, HALF, GRAIN)
+            b = _load(x_rows, 0, partner, R, live & (col < R)[None, None, :])
+            cos_a, sin_a = _load(cos_rows, 0, col, R, present), _load(sin_rows, 0, col, R, present)
+    rstd = rstd_from(tl.sum(squares, axis=2), eps, x_dtype, N, CASTING)[:, :, None]
 
-    a = _normed(a, rstd, w_ptr, 0, col, HALF, x_dtype, NORMED, CASTING, ZERO_CENTERED)
-    if R:
-        y_dtype: tl.constexpr = y_ptr.dtype.element_ty
+    a = _normed(a, rstd, w_ptr, 0, col, WIDTH, x_dtype, NORMED, CASTING, ZERO_CENTERED)
+    if not R:
+        _store(y_rows, 0, col, N, live, a)
+    elif HALVES:
         b = _normed(b, rstd, w_ptr, HALF, col, R, x_dtype, NORMED, CASTING, ZERO_CENTERED)
         _store(y_rows, 0, col, HALF, live, round_to(a * cos_a, y_dtype) - round_to(b * sin_a, y_dtype))
         _store(y_rows, HALF, col, R, live, round_to(b * cos_b, y_dtype) + round_to(a * sin_b, y_dtype))
-        if REST:
-            c = _normed(c, rstd, w_ptr, R, rest, N, x_dtype, NORMED, CASTING, ZERO_CENTERED)
-            _store(y_rows, R, rest, N, live, c)
     else:
-        _store(y_rows, 0, col, HALF, live, a)
+        b = _normed(b, rstd, w_ptr, 0, partner, R, x_dtype, NORMED, CASTING, ZERO_CENTERED)
+        across = round_to(b * sin_a, y_dtype)
+        turned = round_to(a * cos_a, y_dtype) + tl.where((col < HALF)[None, None, :], -across, across)
+        _store(y_rows, 0, col, N, live, tl.where((col < R)[None, None, :], turned, a))
 
 
 @triton.jit(do_not_specialize=["q_T", "q_LENGTH", "q_H", "k_T", "k_LENGTH", "k_H", "q_programs"])
@@ -199,7 +212,7 @@ def _qk_forward_kernel(
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    GRAIN: tl.constexpr,
     LONG: tl.constexpr,
     Q_NORMED: tl.constexpr,
     K_NORMED: tl.constexpr,
@@ -211,13 +224,13 @@ def _qk_forward_kernel(
         _forward_tile(
             q_ptr, q_w_ptr, cos_ptr, sin_ptr, q_y_ptr, program, q_T, q_LENGTH, q_H,
             q_batch, q_token, q_head, q_y_batch, q_y_token, q_y_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-            Q_TOKENS, Q_HEADS, N, R, BLOCK, REST, LONG, Q_NORMED, CASTING, ZERO_CENTERED,
+            Q_TOKENS, Q_HEADS, N, R, BLOCK, GRAIN, LONG, Q_NORMED, CASTING, ZERO_CENTERED,
         )  # fmt: skip
     else:
         _forward_tile(
             k_ptr, k_w_ptr, cos_ptr, sin_ptr, k_y_ptr, program - q_programs, k_T, k_LENGTH, k_H,
             k_batch, k_token, k_head, k_y_batch, k_y_token, k_y_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-            K_TOKENS, K_HEADS, N, R, BLOCK, REST, LONG, K_NORMED, CASTING, ZERO_CENTERED,
+            K_TOKENS, K_HEADS, N, R, BLOCK, GRAIN, LONG, K_NORMED, CASTING, ZERO_CENTERED,
         )  # fmt: skip
 
 
@@ -260,30 +273,26 @@ def _backward_tiles(
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    GRAIN: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     HAS_DW: tl.constexpr,
 ):
     """Every ``programs``-th tile; the share of dw, where one is wanted, goes to the N floats at ``share_ptr``."""
-    HALF: tl.constexpr = R // 2 if R else N
+    HALVES: tl.constexpr = R == N
+    HALF: tl.constexpr = R // 2
+    WIDTH: tl.constexpr = HALF if HALVES else N
     col = tl.arange(0, BLOCK)
     gamma_a = tl.full([1, 1, BLOCK], 1.0, tl.float32)
     dw_a = tl.zeros([TOKENS, HEADS, BLOCK], tl.float32)
     if w_ptr is not None:
-        gamma_a = _gamma_at(w_ptr, 0, col, HALF, CASTING, ZERO_CENTERED)
-    if R:
+        gamma_a = _gamma_at(w_ptr, 0, col, WIDTH, CASTING, ZERO_CENTERED)
+    if HALVES:
         gamma_b = tl.full([1, 1, BLOCK], 1.0, tl.float32)
         dw_b = tl.zeros([TOKENS, HEADS, BLOCK], tl.float32)
         if w_ptr is not None:
             gamma_b = _gamma_at(w_ptr, HALF, col, R, CASTING, ZERO_CENTERED)
-    if REST:
-        rest = tl.arange(0, REST)
-        gamma_c = tl.full([1, 1, REST], 1.0, tl.float32)
-        dw_c = tl.zeros([TOKENS, HEADS, REST], tl.float32)
-        if w_ptr is not None:
-            gamma_c = _gamma_at(w_ptr, R, rest, N, CASTING, ZERO_CENTERED)
 
     for tile in tl.range(program, tl.cdiv(T, TOKENS) * tl.cdiv(H, HEADS), programs, num_stages=STAGES):
         token, head = _token_of(tile, H, TOKENS, HEADS, LONG), _head_of(tile, H, HEADS, LONG)
@@ -293,52 +302,47 @@ def _backward_tiles(
         x_rows = x_ptr + (batch * x_batch + position * x_token + head * x_head)
         d_rows = d_ptr + (batch * d_batch + position * d_token + head * d_head)
 
-        a = _load(x_rows, 0, col, HALF, live)
-        dn_a = _load(d_rows, 0, col, HALF, live)
+        a = _load(x_rows, 0, col, WIDTH, live)
+        dn_a = _load(d_rows, 0, col, WIDTH, live)
         if R:
-            b = _load(x_rows, HALF, col, R, live)
-            d_a, d_b = dn_a, _load(d_rows, HALF, col, R, live)
             cos_rows = _angles_of(cos_ptr, batch, position, cos_batch, cos_token, HEADS)
             sin_rows = _angles_of(sin_ptr, batch, position, sin_batch, sin_token, HEADS)
             present = token < T
+        if HALVES:
+            b = _load(x_rows, HALF, col, R, live)
+            d_a, d_b = dn_a, _load(d_rows, HALF, col, R, live)
             dn_a = d_a * _load(cos_rows, 0, col, HALF, present) + d_b * _load(sin_rows, HALF, col, R, present)
             dn_b = d_b * _load(cos_rows, HALF, col, R, present) - d_a * _load(sin_rows, 0, col, HALF, present)
             g_a, g_b = dn_a * gamma_a, dn_b * gamma_b
             squares = tl.sum(a * a + b * b, axis=2)
             products = tl.sum(g_a * a + g_b * b, axis=2)
         else:
+            if R:
+                partner, in_turn = _partner_of(col, HALF, GRAIN), (col < R)[None, None, :]
+                across = _load(d_rows, 0, partner, R, live & in_turn)
+                across *= _load(sin_rows, 0, partner, R, present & in_turn)
+                turned = dn_a * _load(cos_rows, 0, col, R, present)
+                dn_a = tl.where(in_turn, turned + tl.where((col < HALF)[None, None, :], across, -across), dn_a)
             g_a = dn_a * gamma_a
             squares = tl.sum(a * a, axis=2)
             products = tl.sum(g_a * a, axis=2)
-        if REST:
-            c = _load(x_rows, R, rest, N, live)
-            dn_c = _load(d_rows, R, rest, N, live)
-            g_c = dn_c * gamma_c
-            squares += tl.sum(c * c, axis=2)
-            products += tl.sum(g_c * c, axis=2)
         rstd = tl.rsqrt(squares * (1.0 / N) + eps)
         pull = (products * (rstd * rstd) * (1.0 / N))[:, :, None]
         rstd = rstd[:, :, None]
         if HAS_DW:
             dw_a += dn_a * (a * rstd)
-            if R:
+            if HALVES:
                 dw_b += dn_b * (b * rstd)
-            if REST:
-                dw_c += dn_c * (c * rstd)
         if dx_ptr is not None:
             dx_rows = dx_ptr + (batch * dx_batch + position * dx_token + head * dx_head)
-            _store(dx_rows, 0, col, HALF, live, rstd * (g_a - a * pull))
-            if R:
+            _store(dx_rows, 0, col, WIDTH, live, rstd * (g_a - a * pull))
+            if HALVES:
                 _store(dx_rows, HALF, col, R, live, rstd * (g_b - b * pull))
-            if REST:
-                _store(dx_rows, R, rest, N, live, rstd * (g_c - c * pull))
 
     if HAS_DW:
-        _store_share(share_ptr, 0, col, HALF, dw_a)
-        if R:
+        _store_share(share_ptr, 0, col, WIDTH, dw_a)
+        if HALVES:
             _store_share(share_ptr, HALF, col, R, dw_b)
-        if REST:
-            _store_share(share_ptr, R, rest, N, dw_c)
 
 
 @triton.jit(do_not_specialize=["q_T", "q_LENGTH", "q_H", "k_T", "k_LENGTH", "k_H", "q_programs"])
@@ -397,7 +401,7 @@ def _qk_backward_kernel(
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    GRAIN: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -413,7 +417,7 @@ def _qk_backward_kernel(
                 q_ptr, q_d_ptr, q_w_ptr, cos_ptr, sin_ptr, q_dx_ptr, share_ptr, program, q_programs,
                 q_T, q_LENGTH, q_H, q_batch, q_token, q_head, q_d_batch, q_d_token, q_d_head,
                 q_dx_batch, q_dx_token, q_dx_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-                Q_TOKENS, Q_HEADS, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
+                Q_TOKENS, Q_HEADS, STAGES, N, R, BLOCK, GRAIN, LONG, CASTING, ZERO_CENTERED,
                 q_dw_ptr is not None,
             )  # fmt: skip
     else:
@@ -423,7 +427,7 @@ def _qk_backward_kernel(
                 program - q_programs, programs - q_programs,
                 k_T, k_LENGTH, k_H, k_batch, k_token, k_head, k_d_batch, k_d_token, k_d_head,
                 k_dx_batch, k_dx_token, k_dx_head, cos_batch, cos_token, sin_batch, sin_token, eps,
-                K_TOKENS, K_HEADS, STAGES, N, R, BLOCK, REST, LONG, CASTING, ZERO_CENTERED,
+                K_TOKENS, K_HEADS, STAGES, N, R, BLOCK, GRAIN, LONG, CASTING, ZERO_CENTERED,
                 k_dw_ptr is not None,
             )  # fmt: skip
     if arrived_ptr is not None:
@@ -559,10 +563,25 @@ def empty_gradients(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, needed: tuple[bool, bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     """dq, dk and the two dw, not yet written, each None where it is not needed."""
-    grads = [empty_rows_like(x) if need else None for x, need in zip((q, k), needed, strict=False)]
-    for weight, need in zip((q_weight, k_weight), needed[2:], strict=True):
-        grads.append(weight.new_empty(weight.shape) if need and weight is not None else None)
-    return tuple(grads)
+    need_dq, need_dk, need_dq_weight, need_dk_weight = needed
+    return (
+        empty_rows_like(q) if need_dq else None,
+        empty_rows_like(k) if need_dk else None,
+        torch.empty_like(q_weight) if need_dq_weight and q_weight is not None else None,
+        torch.empty_like(k_weight) if need_dk_weight and k_weight is not None else None,
+    )
+
+
+class _Empty(NamedTuple):
+    """A tensor to be allocated."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> _Empty:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 class _Forward(NamedTuple):
@@ -572,9 +591,8 @@ class _Forward(NamedTuple):
     programs: int
     counts: tuple[int, ...]
     strides: tuple[int, ...]
-    q_output: tuple[Any, Any, torch.dtype]
-    """Shape, strides and dtype."""
-    k_output: tuple[Any, Any, torch.dtype]
+    q_out: _Empty
+    k_out: _Empty
 
 
 class _Backward(NamedTuple):
@@ -585,6 +603,8 @@ class _Backward(NamedTuple):
     programs: int
     counts: tuple[int, ...]
     strides: tuple[int, ...]
+    dq: _Empty
+    dk: _Empty
 
 
 _PLANNED_LIMIT = 4096
@@ -662,8 +682,12 @@ def launch_backward(
             )  # fmt: skip
         planned = _plan_backward(inputs, (dq_out, dk_out), casting, zero_centered, unsqueeze_dim, needed, small)
         _remember(_backwards, key, planned)
-    launch, summing, programs, counts, strides = planned
-    dq, dk, dq_weight, dk_weight = grads = empty_gradients(q, k, q_weight, k_weight, needed)
+    launch, summing, programs, counts, strides, (q_shape, q_strides, q_dtype), (k_shape, k_strides, k_dtype) = planned
+    need_dq, need_dk, need_dq_weight, need_dk_weight = needed
+    dq = torch.empty_strided(q_shape, q_strides, dtype=q_dtype, device=device) if need_dq else None
+    dk = torch.empty_strided(k_shape, k_strides, dtype=k_dtype, device=device) if need_dk else None
+    dq_weight = torch.empty_like(q_weight) if need_dq_weight and q_weight is not None else None
+    dk_weight = torch.empty_like(k_weight) if need_dk_weight and k_weight is not None else None
     shares = arrived = None
     if dq_weight is not None or dk_weight is not None:
         shares = torch.empty((programs, q.shape[-1]), dtype=torch.float32, device=device)
@@ -675,7 +699,7 @@ def launch_backward(
     if summing is not None and q.shape[-1]:
         blocks = -(-q.shape[-1] // SHARE_COLUMNS)
         summing((blocks, 2), (shares, dq_weight, dk_weight), programs, (), (), counts[-1:])
-    return grads
+    return dq, dk, dq_weight, dk_weight
 
 
 def _signature(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -722,8 +746,8 @@ def _plan_forward(inputs: Inputs, casting: str, zero_centered: bool, unsqueeze_d
         q_tiles + k_tiles,
         _counts(layouts, q_tiles),
         _strides(layouts, inputs, unsqueeze_dim),
-        (q_out.shape, q_out.stride(), q_out.dtype),
-        (k_out.shape, k_out.stride(), k_out.dtype),
+        _Empty.like(q_out),
+        _Empty.like(k_out),
     )
 
 
@@ -737,14 +761,16 @@ def _plan_backward(
     small: bool,
 ) -> _Backward:
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
+    dx = [empty_rows_like(x) for x in inputs[:2]]
     layouts = [
-        _ABSENT if d is None else _known(_layout((x, d, empty_rows_like(x)), heads_dim))
-        for x, d in zip(inputs[:2], gradients, strict=True)
+        _ABSENT if d is None else _known(_layout((x, d, grad), heads_dim))
+        for x, d, grad in zip(inputs[:2], gradients, dx, strict=True)
     ]
     q, cos = inputs[0], inputs[4]
     width, rotary = q.shape[-1], 0 if cos is None else cos.shape[-1]
+    loads = 2 if 0 < rotary < width else 1  # of d: partners are loaded by themselves
     column_bytes = max(
-        x.element_size() + d.element_size() for x, d in zip(inputs[:2], gradients, strict=True) if d is not None
+        x.element_size() + loads * d.element_size() for x, d in zip(inputs[:2], gradients, strict=True) if d is not None
     )
     device = facts_of(q.device)
     angle_bytes = 0 if cos is None else 2 * cos.element_size()
@@ -772,6 +798,7 @@ def _plan_backward(
         programs,
         _counts(layouts, q_programs),
         _strides(layouts, inputs, unsqueeze_dim),
+        *(_Empty.like(grad) for grad in dx),
     )
 
 
@@ -787,6 +814,7 @@ def _constants(
     plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout], casting: str, zero_centered: bool
 ) -> dict[str, Any]:
     cos, sin = inputs[4:]
+    rotary = 0 if cos is None else cos.shape[-1]
     angles_long = cos is not None and sin is not None and _is_long((cos, sin))
     return {
         "Q_TOKENS": plan.q.tokens,
@@ -794,9 +822,9 @@ def _constants(
         "K_TOKENS": plan.k.tokens,
         "K_HEADS": plan.k.heads,
         "N": inputs[0].shape[-1],
-        "R": 0 if cos is None else cos.shape[-1],
+        "R": rotary,
         "BLOCK": plan.block,
-        "REST": plan.rest,
+        "GRAIN": math.gcd(rotary // 2, 16) if rotary else 1,
         "LONG": angles_long or any(layout.long for layout in layouts),
         "CASTING": casting,
         "ZERO_CENTERED": zero_centered,
@@ -820,7 +848,10 @@ def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> 
 def _launch_of(
     kernel: Any, arguments: Sequence[Any], warps: int, constants: dict[str, Any], lazy: int = 0, fuse: bool = True
 ) -> Launch:
-    """The launch of a kernel with these constants, for arguments of the same dtypes and the same ones of them None."""
+    """The launch of a kernel with these constants, for arguments of the same dtypes and the same ones of them None.
+
+    ``fuse``: see ``Launch``.
+    """
     present = tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)
     key = kernel, present, warps, tuple(constants.values())
     launch = _launches.get(key)
