@@ -79,9 +79,9 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 
 @dataclass(frozen=True)
 class _Next:
-    """The norm after a layer: its path, the layer that it belongs to, if any, and how the layer before finds it."""
+    """The norm after a layer, the layer that it belongs to, if any, and how the layer before finds it."""
 
-    path: str
+    norm: nn.Module
     layer: nn.Module | None
     successor: Successor
 
@@ -100,6 +100,7 @@ class _Block:
         self.path, self.modules, self.norm_sites, self.options = path, modules, norm_sites, options
         self.following = following
         self.module = modules[path]
+        self._paths = {id(module): path for path, module in modules.items()}
         self.changes: list[Change] = []
         self._is_layer = path.rpartition(".")[2].isdigit()
         self._origin = _own_class(self.module)
@@ -157,7 +158,7 @@ class _Block:
         """The add that ends a layer and the norm that begins the next."""
         if self.following is None:
             return self._kept(self.path, "residual", "the sum at its end does not go straight to a norm")
-        path = self.following.path
+        path = self._paths[id(self.following.norm)]
         if already:
             return self._row(path, "residual", "across", True)
         layers = [self.module, *([self.following.layer] if self.following.layer is not None else [])]
@@ -226,14 +227,20 @@ class _Block:
         return Site(path, kind, type(self.module).__name__, reason=reason, cause="formula")
 
     def _path_of(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        """Where the norm is reported: its first place, where several modules share it."""
+        return self._paths[id(getattr(self.module, name))]
 
     def _holds_norm(self, name: str) -> bool:
-        """Whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
+        """Whether an attribute is a norm or wraps one."""
         norm = getattr(self.module, name, None)
-        if not isinstance(norm, nn.Module):
-            return False
-        return all(looks_like_norm(leaf) for leaf in norm.modules() if not leaf._modules)
+        return id(norm) in self._paths and _is_norm(norm)
+
+
+def _is_norm(module: Any) -> bool:
+    """Whether it is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
+    return isinstance(module, nn.Module) and all(
+        looks_like_norm(leaf) for leaf in module.modules() if not leaf._modules
+    )
 
 
 def _alike(one: Site, other: Site) -> bool:
@@ -285,12 +292,12 @@ def _successors_in(path: str, stack: nn.Module, name: str, final_norm: str | Non
     prefix = f"{path}." if path else ""
     layers: Any = stack._modules[name]
     for index in range(len(layers)):
-        following, first_norm, norm = None, None, final_norm and f"{prefix}{final_norm}"
+        following, first_norm, norm = None, None, stack._modules.get(final_norm or "")
         if index + 1 < len(layers):
             following = layers[index + 1]
             first_norm = _first_norm(following)
-            norm = first_norm and f"{prefix}{name}.{index + 1}.{first_norm}"
-        if norm:
+            norm = following._modules.get(first_norm or "")
+        if norm is not None and _is_norm(norm):
             successor = Successor(stack, name, index, first_norm, final_norm)
             yield f"{prefix}{name}.{index}", _Next(norm, following, successor)
 
