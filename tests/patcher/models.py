@@ -24,10 +24,15 @@ def returns_tuples(model_type: str) -> bool:
 def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
     """What ``apply_fused_norm`` fuses in a family's tiny model, with every kind."""
     layers = FAMILIES[model_type].tiny["num_hidden_layers"] if layers is None else layers
-    counts = dict.fromkeys(KINDS, 0) | FAMILIES[model_type].sites(layers)
+    expected = counts(**FAMILIES[model_type].sites(layers))
     if returns_tuples(model_type):
-        counts["residual"] -= layers
-    return counts
+        expected["residual"] -= layers
+    return expected
+
+
+def counts(**fused: int) -> dict[Kind, int]:
+    """The counts of a report: these, and none of the other kinds."""
+    return dict.fromkeys(KINDS, 0) | fused
 
 
 def tokens(device: str = "cpu", batch: int = 2, length: int = 19) -> torch.Tensor:

@@ -22,14 +22,20 @@ from fused_norm.patcher import adapters
 from fused_norm.patcher.blocks import FusedBlock
 from fused_norm.patcher.runtime import FusedNorm
 
-from .models import MODEL_TYPES, relative, snapshot, step, tokens
+from .models import MODEL_TYPES, counts, relative, returns_tuples, sites, snapshot, step, tokens
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     report = fused_norm.apply_fused_norm(build(model_type, seed=0))
-    assert report.counts == {"qk": 0, **FAMILIES[model_type].sites()}
-    assert report.kept == ()
+    assert report.counts == sites(model_type)
+    if returns_tuples(model_type):
+        layers = FAMILIES[model_type].tiny["num_hidden_layers"]
+        assert [(site.kind, site.reason) for site in report.kept] == [
+            ("residual", "it does not return the sum of its last add")
+        ] * layers
+    else:
+        assert report.kept == ()
     assert {site.spec for site in report.fused} == {FAMILIES[model_type].spec}
     assert len({(site.path, site.kind) for site in report.fused}) == len(report.fused)
     assert (report.model_type, report.model) == (model_type, report.model)
@@ -76,9 +82,11 @@ def test_undo_restores_every_class_and_attribute(model_type: str) -> None:
     fused_norm.apply_fused_norm(model)
     fused = snapshot(model)
     assert [kind for kind, _ in fused] != [kind for kind, _ in before]
-    assert fused_norm.remove_fused_norm(model) == sum(
-        FAMILIES[model_type].sites()[kind] for kind in FAMILIES[model_type].sites()
-    )
+    counts = sites(model_type)
+    layers = len(model.model.layers)
+    # Every norm, every layer and every attention.
+    assert fused_norm.remove_fused_norm(model) == counts["norm"] + counts["qk"] + 2 * layers
+    assert not any("fused_norm_successor" in vars(layer) for layer in model.model.layers)
     assert snapshot(model) == before
     assert fused_norm.remove_fused_norm(model) == 0
 
@@ -96,30 +104,45 @@ def test_twice_changes_nothing_and_reports_the_same() -> None:
 def test_more_can_be_fused_later() -> None:
     model = build("qwen3", seed=0)
     first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
-    assert first.counts == {"norm": 5, "qk": 0, "residual": 0}
-    assert {site.reason for site in first.kept} == {"switched off: qk=False", "switched off: residual=False"}
-    assert fused_norm.apply_fused_norm(model).counts == {"norm": 5, "qk": 4, "residual": 2}
-    assert fused_norm.apply_fused_norm(model, qk=False).counts == {"norm": 5, "qk": 4, "residual": 2}
+    assert first.counts == counts(norm=5)
+    assert {site.reason for site in first.kept} == {
+        "switched off: qk=False",
+        "its norm is kept: switched off: qk=False",
+        "switched off: residual=False",
+    }
+    second = fused_norm.apply_fused_norm(model, rope=False, across=False)
+    assert second.counts == counts(norm=5, qk=4, residual=2)
+    assert {site.reason for site in second.kept} == {"switched off: rope=False", "switched off: across=False"}
+    everything = fused_norm.apply_fused_norm(model)
+    assert everything.counts == sites("qwen3")
+    before = snapshot(model)
+    again = fused_norm.apply_fused_norm(model, qk=False, residual=False)
+    assert again.counts == everything.counts
+    assert snapshot(model) == before
+    assert fused_norm.remove_fused_norm(model) == 13
 
 
 @pytest.mark.parametrize(
-    ("options", "counts"),
+    ("options", "expected"),
     [
-        ({"norms": False}, {"norm": 0, "qk": 4, "residual": 0}),
-        ({"residual": False}, {"norm": 5, "qk": 4, "residual": 0}),
-        ({"modules": "model.layers.0.*"}, {"norm": 2, "qk": 2, "residual": 1}),
-        ({"modules": ["*.q_norm", "model.norm"]}, {"norm": 1, "qk": 2, "residual": 0}),
-        ({"modules": lambda path, module: "layers.1" in path}, {"norm": 2, "qk": 2, "residual": 1}),
-        ({"modules": "*.input_layernorm", "qk": False}, {"norm": 2, "qk": 0, "residual": 0}),
+        ({"norms": False}, counts(qk=4, rope=2)),
+        ({"residual": False}, counts(norm=5, qk=4, rope=2)),
+        ({"across": False}, counts(norm=5, qk=4, rope=2, residual=2)),
+        ({"rope": False}, counts(norm=5, qk=4, residual=4)),
+        ({"qk": False}, counts(norm=5, residual=4)),
+        ({"modules": "model.layers.0.*"}, counts(norm=2, qk=2, rope=1, residual=1)),
+        ({"modules": ["*.q_norm", "model.norm"]}, counts(norm=1, qk=2, residual=1)),
+        ({"modules": lambda path, module: "layers.1" in path}, counts(norm=2, qk=2, rope=1, residual=2)),
+        ({"modules": "*.input_layernorm", "qk": False}, counts(norm=2, residual=1)),
     ],
 )
-def test_options_choose_kinds_and_modules(options: dict, counts: dict) -> None:
+def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None:
     model = build("qwen3", seed=0)
     report = fused_norm.apply_fused_norm(model, **options)
-    assert report.counts == counts
-    assert len(report.fused) + len(report.kept) == 11
+    assert report.counts == expected
+    assert len(report.fused) + len(report.kept) == 15
     fused = {path for path, module in model.named_modules() if isinstance(module, FusedNorm)}
-    assert fused == {site.path for site in report.fused if site.kind != "residual"}
+    assert fused == {site.path for site in report.fused if site.kind in ("norm", "qk")}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +152,10 @@ def test_options_choose_kinds_and_modules(options: dict, counts: dict) -> None:
         ({"norms": "yes"}, TypeError, "norms must be True, False or None, not 'yes'"),
         ({"strict": 1}, TypeError, "strict must be"),
         ({"norms": False, "residual": True}, ValueError, "residual=True needs norms"),
+        ({"norms": False, "sandwich": True}, ValueError, "sandwich=True needs norms"),
+        ({"norms": False, "across": True}, ValueError, "across=True needs norms"),
+        ({"qk": False, "rope": True}, ValueError, "rope=True needs qk"),
+        ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
         ({"norms": False, "qk": False}, ValueError, "leave nothing to fuse"),
         ({"modules": 3}, TypeError, "modules must be"),
         ({"modules": ["a", 3]}, TypeError, "modules must be"),
@@ -175,7 +202,7 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
         "cause": "option",
     }
     table = str(report)
-    assert "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 residual; kept 1" in table
+    assert "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 3 residual; kept 2" in table
     assert "model.layers.*.self_attn.q_norm" in table
     assert "not selected by modules" in table
     assert hash(report) == hash(copy.deepcopy(report))
@@ -232,15 +259,18 @@ def test_fused_classes_keep_what_others_go_by() -> None:
 def test_models_on_meta_and_without_a_head_are_fused() -> None:
     with torch.device("meta"):
         model = LlamaModel(tiny_config("llama"))
-    assert fused_norm.apply_fused_norm(model).counts == {"norm": 5, "qk": 0, "residual": 2}
+    assert fused_norm.apply_fused_norm(model).counts == sites("llama")
     assert model.norm.weight.is_meta
 
 
 def test_other_sites_of_one_instance_share_its_row() -> None:
     model = build("qwen3", seed=0)
     model.model.layers[1].self_attn.k_norm = model.model.layers[0].self_attn.k_norm
+    model.model.layers[1].post_attention_layernorm = model.model.layers[0].post_attention_layernorm
+    stock = copy.deepcopy(model)
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts["qk"] == 3
+    assert report.counts == counts(norm=4, qk=3, rope=2, residual=4)
+    assert relative(step(model, tokens())[0], step(stock, tokens())[0]) < 1e-6
 
 
 def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() -> None:
@@ -256,9 +286,9 @@ def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() ->
         fused_norm.apply_fused_norm(model)
     assert snapshot(model) == before
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == {"norm": 4, "qk": 0, "residual": 2}
-    (kept,) = report.kept
-    assert (kept.path, kept.cause) == ("model.layers.1.input_layernorm", "formula")
+    assert report.counts == counts(norm=4, residual=3)
+    assert {(kept.path, kept.cause) for kept in report.kept} == {("model.layers.1.input_layernorm", "formula")}
+    assert [kept.kind for kept in report.kept] == ["norm", "residual"]
 
 
 def test_a_family_that_lost_a_site_or_its_meaning_is_an_error(monkeypatch) -> None:
@@ -283,7 +313,7 @@ def test_a_layer_whose_source_cannot_be_read_is_an_error_or_kept() -> None:
     with pytest.raises(FusedNormError, match="the source of its forward cannot be read"):
         fused_norm.apply_fused_norm(model)
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == {"norm": 5, "qk": 0, "residual": 0}
+    assert report.counts == counts(norm=5)
     assert [(site.path, site.kind) for site in report.kept] == [
         ("model.layers.0", "residual"),
         ("model.layers.1", "residual"),
@@ -297,11 +327,11 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch) -> None
     before = snapshot(model)
     real, calls = apply.change_class, []
 
-    def failing(module, new):
+    def failing(module, new, successor):
         calls.append(module)
         if len(calls) == 5:
             raise RuntimeError("no more")
-        return real(module, new)
+        return real(module, new, successor)
 
     monkeypatch.setattr(apply, "change_class", failing)
     with pytest.raises(RuntimeError, match="no more"):
@@ -310,8 +340,20 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch) -> None
 
 
 def test_options_are_a_value() -> None:
-    assert FuseOptions() == FuseOptions(None, None, None, None, True)
-    assert FuseOptions(norms=False).wants("residual") is False
+    assert FuseOptions() == FuseOptions(norms=None, across=None, modules=None, strict=True)
+    wanted = {"norm", "qk", "rope", "residual", "sandwich", "across"}
+
+    def left_out(options: FuseOptions) -> set[str]:
+        return {what for what in wanted if not options.wants(what)}
+
+    assert left_out(FuseOptions()) == set()
+    assert left_out(FuseOptions(norms=False)) == {"norm", "residual", "sandwich", "across"}
+    assert left_out(FuseOptions(residual=False)) == {"residual", "sandwich", "across"}
+    assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual", "across"}
+    assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
+    assert FuseOptions(norms=False).because("across") == "norms=False"
+    assert FuseOptions(residual=False).because("sandwich") == "residual=False"
+    assert FuseOptions(across=False).because("across") == "across=False"
     assert FuseOptions(modules="a.*").patterns == ("a.*",)
 
 
@@ -338,7 +380,7 @@ def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
     layer.__class__ = sharded
     report = fused_norm.apply_fused_norm(model)
     assert type(layer) is sharded
-    assert report.counts == {"norm": 2, "qk": 0, "residual": 1}
-    (kept,) = report.kept
-    assert (kept.path, kept.cause) == ("0.second", "owner")
+    assert report.counts == counts(norm=2, residual=1)
+    kept = {site.path: site for site in report.kept}["0.second"]
+    assert kept.cause == "owner"
     assert "built on its layer" in kept.reason

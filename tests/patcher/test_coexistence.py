@@ -18,10 +18,10 @@ from transformers import Trainer, TrainingArguments
 
 import fused_norm
 from fused_norm import FusedNormError
-from fused_norm.model_configs import FAMILIES, build
+from fused_norm.model_configs import build
 from fused_norm.patcher.runtime import FusedNorm
 
-from .models import relative, snapshot, step, tokens, twins
+from .models import counts, relative, sites, snapshot, step, tokens, twins
 
 
 def test_a_forward_replaced_on_a_norm_stays_in_place() -> None:
@@ -29,7 +29,7 @@ def test_a_forward_replaced_on_a_norm_stays_in_place() -> None:
     norm = model.model.layers[0].post_attention_layernorm
     norm.forward = types.MethodType(lambda self, hidden_states: hidden_states * 2, norm)
     report = fused_norm.apply_fused_norm(model)
-    assert report.counts == {"norm": 4, "qk": 0, "residual": 1}
+    assert report.counts == counts(norm=4, residual=3)
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
         ("model.layers.0.post_attention_layernorm", "norm", "owner"),
         ("model.layers.0.post_attention_layernorm", "residual", "owner"),
@@ -44,9 +44,10 @@ def test_a_forward_replaced_on_a_layer_keeps_its_block() -> None:
     layer = model.model.layers[1]
     layer.forward = functools.partial(type(layer).forward, layer)
     report = fused_norm.apply_fused_norm(model)
-    assert report.counts == {"norm": 5, "qk": 0, "residual": 1}
+    assert report.counts == counts(norm=5, residual=2)
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
-        ("model.layers.1.post_attention_layernorm", "residual", "owner")
+        ("model.layers.1.post_attention_layernorm", "residual", "owner"),
+        ("model.norm", "residual", "owner"),
     ]
 
 
@@ -73,7 +74,7 @@ def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
         report = fused_norm.apply_fused_norm(fused)
         fused = peft.get_peft_model(fused, config)
         fused.load_state_dict(stock.state_dict())
-    assert report.counts == FAMILIES["qwen3"].sites()
+    assert report.counts == sites("qwen3")
     ids = tokens(device)
     (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
     assert relative(logits, expected) < 1e-5
@@ -83,14 +84,15 @@ def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "wrapped"),
     [
-        peft.LNTuningConfig(target_modules=["post_attention_layernorm", "norm"]),
-        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["post_attention_layernorm", "norm"]),
+        (peft.LNTuningConfig(target_modules=["post_attention_layernorm", "norm"]), 3),
+        # It goes by the ends of names, and wraps the norm that begins a layer too.
+        (peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["post_attention_layernorm", "norm"]), 4),
     ],
     ids=["ln_tuning", "modules_to_save"],
 )
-def test_norms_wrapped_by_peft_are_called_through_their_wrappers(config, device: str) -> None:
+def test_norms_wrapped_by_peft_are_called_through_their_wrappers(config, wrapped: int, device: str) -> None:
     stock = peft.get_peft_model(build("llama", seed=0, device=device), config)
     with torch.no_grad():
         for parameter in stock.parameters():
@@ -99,7 +101,7 @@ def test_norms_wrapped_by_peft_are_called_through_their_wrappers(config, device:
     fused = copy.deepcopy(stock)
     report = fused_norm.apply_fused_norm(fused)
     residual = [site for site in report.kept if site.kind == "residual"]
-    assert len(residual) == 2
+    assert len(residual) == wrapped
     assert all("is wrapped in a" in site.reason for site in residual)
     ids = tokens(device)
     (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
@@ -140,7 +142,7 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
     assert fused.model.norm.weight.is_meta
     before = snapshot(fused)
     if order == "offload, patch":
-        assert fused_norm.apply_fused_norm(fused).counts == FAMILIES["qwen3"].sites()
+        assert fused_norm.apply_fused_norm(fused).counts == sites("qwen3")
     assert isinstance(fused.model.norm, FusedNorm)
     with torch.no_grad():
         assert relative(fused(ids, use_cache=False).logits, expected) < 1e-5
@@ -201,7 +203,7 @@ def sharded_steps(rank: int, port: int, results: Path) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if order == "shard, patch":
-            assert fused_norm.apply_fused_norm(model).counts == FAMILIES["qwen3"].sites()
+            assert fused_norm.apply_fused_norm(model).counts == sites("qwen3")
         if order == "patch, shard":
             with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):
                 fused_norm.remove_fused_norm(model)

@@ -25,8 +25,10 @@ from transformers import (
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
+from .models import sites
+
 HOOKED = ("from_pretrained", "_from_config")
-SITES = FAMILIES["qwen3"].sites()
+SITES = sites("qwen3")
 
 
 def descriptors() -> list[object]:
