@@ -14,25 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_norm
 from fused_norm.model_configs import build
-from fused_norm.patcher import ahead, blocks, runtime
+from fused_norm.patcher import ahead, blocks
 from fused_norm.patcher.ahead import Successor, leave, take
 from fused_norm.patcher.runtime import FusedNorm
 
 from .models import relative, sites, step, tokens, twins
-
-
-@pytest.fixture
-def taken(monkeypatch) -> list[bool]:
-    """For every call of a norm of one tensor: whether it was there already."""
-    calls: list[bool] = []
-
-    def spy(norm, x):
-        y = take(norm, x)
-        calls.append(y is not None)
-        return y
-
-    monkeypatch.setattr(runtime, "take", spy)
-    return calls
 
 
 class Layer(nn.Module):
