@@ -1,0 +1,284 @@
+"""Blocks of several modules in one call: made where nobody could tell, and otherwise one module after the other."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fused_norm
+from fused_norm.model_configs import build
+from fused_norm.patcher import blocks
+
+from .models import relative, returns_tuples, sites, step, tokens, twins
+
+
+def assert_trains_as_stock(stock: nn.Module, fused: nn.Module, ids: torch.Tensor) -> None:
+    (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
+    assert relative(logits, expected) < 2e-6
+    assert fused_gradients.keys() == gradients.keys()
+    worst = max((relative(fused_gradients[name], value), name) for name, value in gradients.items())
+    assert worst[0] < 1e-5, worst
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", ["patch, enable", "enable, patch"])
+def test_gradient_checkpointing_keeps_layers_apart(
+    order: str, reentrant: bool, device: str, taken: list[bool], launches: list[str]
+) -> None:
+    stock = build("qwen3", seed=0, device=device)
+    fused = copy.deepcopy(stock)
+    if order == "patch, enable":
+        fused_norm.apply_fused_norm(fused)
+    for model in (stock, fused):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    if order == "enable, patch":
+        report = fused_norm.apply_fused_norm(fused)
+        assert {site.reason for site in report.kept} == {"gradient checkpointing is on"}
+        assert report.counts == {**sites("qwen3"), "residual": 2}
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert True not in taken
+    assert launches.count("add_rms_norm") == launches.count("qk_norm_rope") == 4  # of two layers, each twice
+    taken.clear()
+    fused.gradient_checkpointing_disable()
+    fused.disable_input_require_grads()
+    step(fused, tokens(device))
+    assert taken == ([False, True, True] if order == "patch, enable" else [False] * 3)
+
+
+def reads(module: nn.Module, args: tuple, output: object) -> None:
+    (output[0] if isinstance(output, tuple) else output).sum()
+
+
+def replaces(module: nn.Module, args: tuple, output: object) -> object:
+    return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
+
+
+def edits(module: nn.Module, args: tuple, output: object) -> None:
+    (output[0] if isinstance(output, tuple) else output).mul_(2)
+
+
+@pytest.mark.parametrize("hook", [reads, replaces, edits])
+def test_hooks_on_layers_are_heard(hook: Callable, device: str, taken: list[bool]) -> None:
+    stock, fused = twins("gemma2", device)
+    for model in (stock, fused):
+        model.model.layers[0].register_forward_hook(hook)
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert taken[:2] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    [
+        ("qwen3", "model.layers.1.self_attn.q_norm"),
+        ("gemma3_text", "model.layers.0.self_attn.k_norm"),
+        ("gemma2", "model.layers.0.post_attention_layernorm"),
+        ("gemma2", "model.layers.1.post_feedforward_layernorm"),
+        ("gemma2", "model.layers.1.input_layernorm"),
+        ("qwen3", "model.norm"),
+    ],
+)
+def test_hooks_on_norms_see_what_they_see_on_stock(model_type: str, path: str, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device)
+    seen: dict[str, dict[str, list]] = {"stock": {}, "fused": {}}
+    for name, model in (("stock", stock), ("fused", fused)):
+        norm = model.get_submodule(path)
+
+        def record(kind: str, *tensors: torch.Tensor, name: str = name) -> None:
+            assert kind not in seen[name]
+            seen[name][kind] = [tensor.detach().clone() for tensor in tensors]
+
+        handles = [
+            norm.register_forward_pre_hook(lambda _, args, record=record: record("input", *args)),
+            norm.register_forward_hook(lambda _, args, output, record=record: record("output", *args, output)),
+            norm.register_full_backward_hook(lambda _, grads, out, record=record: record("gradient", *grads, *out)),
+        ]
+        step(model, ids)
+        for handle in handles:
+            handle.remove()
+    assert list(seen["fused"]) == list(seen["stock"]) == ["input", "output", "gradient"]
+    for kind, theirs in seen["stock"].items():
+        for a, b in zip(seen["fused"][kind], theirs, strict=True):
+            assert a.shape == b.shape
+            assert relative(a, b) < 1e-5
+    # A hook that changes what the norm returns.
+    for model in (stock, fused):
+        model.get_submodule(path).register_forward_hook(lambda _, args, output: output * 1.5)
+    assert_trains_as_stock(stock, fused, ids)
+
+
+def test_global_hooks_see_every_module(device: str, launches: list[str]) -> None:
+    stock, fused = twins("gemma3_text", device)
+    calls: dict[str, list[str]] = {"stock": [], "fused": []}
+    for name, model in (("stock", stock), ("fused", fused)):
+        paths = {module: path for path, module in model.named_modules()}
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output, name=name, paths=paths: calls[name].append(paths[module])
+        )
+        with torch.no_grad():
+            model(tokens(device), use_cache=False)
+        handle.remove()
+    assert calls["fused"] == calls["stock"]
+    assert set(launches) == {"rms_norm"}
+
+
+def test_a_forward_replaced_on_a_norm_after_patching_is_called_as_stock_calls_it(device: str) -> None:
+    stock, fused = twins("gemma3_text", device)
+    for model in (stock, fused):
+        layer = model.model.layers[1]
+        for norm in (
+            layer.input_layernorm,
+            layer.pre_feedforward_layernorm,
+            layer.post_feedforward_layernorm,
+            layer.self_attn.q_norm,
+        ):
+            norm.forward = types.MethodType(lambda self, x: x * self.weight, norm)
+    assert_trains_as_stock(stock, fused, tokens(device))
+
+
+def test_a_rotation_replaced_in_its_module_is_called(device: str, monkeypatch, launches: list[str]) -> None:
+    """As other patchers do. The norms are still made together, and what replaced the rotation is called."""
+    stock, fused = twins("qwen3", device)
+    module = sys.modules[type(stock.model.layers[0].self_attn).__module__]
+    real, calls = module.apply_rotary_pos_emb, []
+
+    def rotate(q, k, cos, sin, *args, **kwargs):
+        calls.append(q.shape)
+        return real(q * 2, k, cos, sin, *args, **kwargs)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", rotate)
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert calls == [(2, 4, 19, 24)] * 4
+    assert launches.count("qk_norm") == 2
+    assert "qk_norm_rope" not in launches
+    fresh = copy.deepcopy(stock)
+    report = fused_norm.apply_fused_norm(fresh, strict=False)
+    assert report.counts == {**sites("qwen3"), "rope": 0}
+    assert {site.reason for site in report.kept} == {"rotate does not compute the half rotation of q and k"}
+    assert_trains_as_stock(stock, fresh, tokens(device))
+
+
+def test_angles_that_are_trained_get_their_gradients(device: str, launches: list[str]) -> None:
+    stock, fused = twins("qwen3", device)
+    x = torch.randn(2, 5, 72, device=device)
+    results = []
+    for model in (stock, fused):
+        attention = model.model.layers[0].self_attn
+        angles = tuple(torch.linspace(-1, 1, 120, device=device).view(1, 5, 24).requires_grad_() for _ in range(2))
+        output = attention(x, position_embeddings=angles, attention_mask=None)[0]
+        output.square().sum().backward()
+        results.append([output.detach(), *(angle.grad for angle in angles)])
+    assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(*reversed(results), strict=True))
+    assert set(launches) == {"qk_norm"}
+
+
+@pytest.mark.parametrize("case", ["of all batches", "of each batch", "wider", "other dtype"])
+def test_angles_of_other_shapes_rotate_as_in_stock(case: str, device: str, launches: list[str]) -> None:
+    stock, fused = twins("qwen3", device, dtype=torch.bfloat16 if case == "other dtype" else torch.float32)
+    module = sys.modules[type(stock.model.layers[0].self_attn).__module__]
+    q, k = (torch.randn(2, 5, heads, 24, device=device, dtype=stock.dtype).transpose(1, 2) for heads in (4, 2))
+    batch, width = (1 if case == "of all batches" else 2), (1 if case == "wider" else 24)
+    cos, sin = (torch.randn(batch, 5, width, device=device) for _ in range(2))
+    a, b = (model.model.layers[0].self_attn for model in (stock, fused))
+    expected = module.apply_rotary_pos_emb(a.q_norm(q), a.k_norm(k), cos, sin)
+    actual = b.fused_norm_rotated(True, b.q_norm, b.k_norm, module.apply_rotary_pos_emb, q, k, cos, sin)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative(mine, theirs) < 1e-6 if mine.dtype == torch.float32 else 2**-8
+    assert launches == (["qk_norm"] if case == "wider" else ["qk_norm_rope"])
+
+
+def test_fp32_head_norms_in_a_16_bit_model_keep_the_stock_dtypes(device: str) -> None:
+    stock = build("qwen3", seed=0, dtype=torch.bfloat16, device=device)
+    for layer in stock.model.layers:
+        layer.self_attn.q_norm.float()
+        layer.self_attn.k_norm.float()
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    module = sys.modules[type(stock.model.layers[0].self_attn).__module__]
+    q, k = (torch.randn(2, 5, heads, 24, device=device, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 5, 24, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (model.model.layers[0].self_attn for model in (stock, fused))
+    expected = module.apply_rotary_pos_emb(a.q_norm(q), a.k_norm(k), cos, sin)
+    actual = b.fused_norm_rotated(True, b.q_norm, b.k_norm, module.apply_rotary_pos_emb, q, k, cos, sin)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.dtype == theirs.dtype == torch.float32
+        assert relative(mine, theirs) < 1e-6
+
+
+def test_norms_that_became_different_are_called_apart(device: str, launches: list[str]) -> None:
+    stock, fused = twins("gemma3_text", device)
+    for model in (stock, fused):
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.eps = 0.5
+            layer.pre_feedforward_layernorm.eps = 0.25
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert "qk_norm_rope" not in launches
+    layers = len(stock.model.layers)
+    ends = 0 if returns_tuples("gemma3_text") else layers
+    assert launches.count("norm_add_norm") == ends
+
+
+def test_generation_with_a_growing_cache_gives_the_stock_tokens(device: str) -> None:
+    stock, fused = twins("gemma3_text", device)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    ids = tokens(device, length=5)
+    assert torch.equal(fused.eval().generate(ids, **options), stock.eval().generate(ids, **options))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_autograd_results_are_those_of_stock(mode: Callable, device: str) -> None:
+    for model_type in ("qwen3", "gemma2"):
+        stock, fused = twins(model_type, device)
+        with mode():
+            logits = fused(tokens(device), use_cache=False).logits
+            assert relative(logits, stock(tokens(device), use_cache=False).logits) < 2e-6
+
+
+def test_two_models_take_turns_in_two_threads(device: str, taken: list[bool], monkeypatch) -> None:
+    """Whenever one has left a norm, the other runs on; Triton's interpreter cannot run both at once."""
+    stock, fused = twins("qwen3", device)
+    models = [fused, copy.deepcopy(fused)]
+    inputs = [tokens(device), tokens(device).flip(1)]
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+    results: dict[str, torch.Tensor] = {}
+    real = blocks.leave
+
+    def leave_and_yield(*left: object) -> None:
+        real(*left)
+        mine = int(threading.current_thread().name)
+        turns[1 - mine].release()
+        assert turns[mine].acquire(timeout=60)
+
+    def run(mine: int) -> None:
+        assert turns[mine].acquire(timeout=60)
+        results[mine] = models[mine](inputs[mine], use_cache=False).logits
+        turns[1 - mine].release()
+
+    monkeypatch.setattr(blocks, "leave", leave_and_yield)
+    threads = [threading.Thread(target=run, args=(mine,), name=str(mine)) for mine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, ids in enumerate(inputs):
+        assert relative(results[mine], stock(ids, use_cache=False).logits) < 2e-6
+    assert sorted(taken) == [False] * 2 + [True] * 4
+
+
+def test_disabled_blocks_run_stock_code_bit_for_bit(device: str, launches: list[str]) -> None:
+    stock, fused = twins("qwen3", device)
+    ids = tokens(device)
+    with fused_norm.disabled():
+        (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
+    assert launches == []
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(fused_gradients[name], value) for name, value in gradients.items())

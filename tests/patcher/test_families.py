@@ -1,0 +1,111 @@
+"""Models of families that no adapter describes: what is fused in each, and results that are those of stock."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import fused_norm
+from fused_norm.convergence.equality import compare
+from fused_norm.model_configs import build
+
+from .models import TRANSFORMERS_4, counts, relative
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Norms of branches only: the sum at a layer's end goes to an attention, or to the norm after all layers.
+POST_NORM = counts(norm=5, qk=4, residual=1, sandwich=4)
+
+FAMILIES = {
+    "mistral": ({}, counts(norm=5, residual=4)),
+    "glm4": ({}, counts(norm=9, residual=4, sandwich=4)),
+    "olmo2": ({}, POST_NORM),
+    "exaone4": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, POST_NORM),
+    "granite": ({"residual_multiplier": 0.22}, counts(norm=5, residual=2 if TRANSFORMERS_4 else 4)),
+    "glm4_moe": (
+        {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
+        counts(norm=5, qk=4, residual=4),
+    ),
+    "hunyuan_v1_dense": ({}, counts(norm=5, qk=4, residual=4)),
+    "qwen3_next": (
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        counts(norm=5, qk=2, rope=1, residual=4),
+    ),
+}
+# Which operators run in a forward, by hand from the layers of each family.
+LAUNCHES = {
+    "mistral": {"rms_norm": 1, "add_rms_norm": 4},
+    "glm4": {"rms_norm": 1, "norm_add_norm": 4},
+    # The norms of q and k are over all heads, and differ in width: no heads, and two norms in each layer.
+    "olmo2": {"rms_norm": 4, "norm_add": 3, "norm_add_norm": 1},
+    "exaone4": {"qk_norm": 2, "norm_add": 3, "norm_add_norm": 1},
+    "granite": {"rms_norm": 3 if TRANSFORMERS_4 else 1, "add_rms_norm": 2 if TRANSFORMERS_4 else 4},
+    "glm4_moe": {"rms_norm": 1, "add_rms_norm": 4, "qk_norm": 2},
+    "hunyuan_v1_dense": {"rms_norm": 1, "add_rms_norm": 4, "qk_norm": 2},
+    "qwen3_next": {"rms_norm": 1, "add_rms_norm": 4, "qk_norm_rope": 1},
+}
+
+
+def model_of(model_type: str, **kwargs) -> torch.nn.Module:
+    return build(AutoConfig.for_model(model_type, **SIZES | FAMILIES[model_type][0]), seed=0, **kwargs)
+
+
+def ids(device: str) -> torch.Tensor:
+    return torch.randint(2, 64, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str]) -> None:
+    model = model_of(model_type, device=device)
+    result = compare(model, ids(device), options={"strict": False})
+    assert result.report.counts == FAMILIES[model_type][1]
+    assert {name: launches.count(name) for name in set(launches)} == LAUNCHES[model_type]
+    assert result.ok, str(result)
+    model.eval()
+    with torch.no_grad():
+        stock = model(ids(device), use_cache=False).logits
+        fused_norm.apply_fused_norm(model)
+        assert relative(model(ids(device), use_cache=False).logits, stock) < 2e-6
+
+
+@pytest.mark.parametrize("model_type", ["glm4", "granite", "qwen3_next"])
+def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device: str) -> None:
+    model = model_of(model_type, dtype=torch.bfloat16, device=device)
+    result = compare(model, ids(device).repeat(1, 3))
+    assert result.ok, str(result)
+
+
+def test_a_scale_that_is_a_tensor_is_multiplied_as_in_stock(device: str) -> None:
+    stock = model_of("granite", device=device)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    for model in (stock, fused):
+        model.model.layers[0].residual_multiplier = torch.nn.Parameter(torch.tensor(0.3, device=device))
+        model.model.layers[1].residual_multiplier = 1
+        model(ids(device), labels=ids(device), use_cache=False).loss.backward()
+    pairs = list(zip(fused.parameters(), stock.parameters(), strict=True))
+    assert all(relative(mine.grad, theirs.grad) < 1e-5 for mine, theirs in pairs)
+    assert fused.model.layers[0].residual_multiplier.grad != 0
