@@ -69,8 +69,8 @@ class FusedBlock(nn.Module):
         return residual + (branch if type(scale) is float and scale == 1.0 else branch * scale)
 
     def fused_norm_free(self, q_norm: Any, k_norm: Any) -> bool:
-        """Whether the two norms may be made in one call."""
-        return is_free(q_norm) and is_free(k_norm) and same_norms(q_norm, k_norm)
+        """Whether the two norms may be made in one call; one module for both is called twice."""
+        return q_norm is not k_norm and is_free(q_norm) and is_free(k_norm) and same_norms(q_norm, k_norm)
 
     def fused_norm_unless(self, free: bool, norm: Any, x: Any) -> Any:
         """``norm(x)``, or x for later where ``free``."""
