@@ -53,8 +53,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cha
     rows = list(norm_sites.values())
     holders = _holders(norm_sites)
     successors = _successors(modules, holders)
+    known = _Model(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
     for path in holders:
-        block = _Block(path, modules, norm_sites, options, successors.get(path))
+        block = _Block(path, known, successors.get(path))
         rows += block.survey()
         changes += block.changes
     return rows, changes
@@ -86,21 +87,22 @@ class _Next:
     successor: Successor
 
 
+@dataclass(frozen=True)
+class _Model:
+    """What is known of a model: its modules by path, their paths by identity, the rows of its norms, the options."""
+
+    modules: dict[str, nn.Module]
+    paths: dict[int, str]
+    norm_sites: dict[str, Site]
+    options: FuseOptions
+
+
 class _Block:
     """One module whose forward may be rewritten, and what becomes of each site in it."""
 
-    def __init__(
-        self,
-        path: str,
-        modules: dict[str, nn.Module],
-        norm_sites: dict[str, Site],
-        options: FuseOptions,
-        following: _Next | None,
-    ) -> None:
-        self.path, self.modules, self.norm_sites, self.options = path, modules, norm_sites, options
-        self.following = following
-        self.module = modules[path]
-        self._paths = {id(module): path for path, module in modules.items()}
+    def __init__(self, path: str, model: _Model, following: _Next | None) -> None:
+        self.path, self.model, self.following = path, model, following
+        self.module = model.modules[path]
         self.changes: list[Change] = []
         self._is_layer = path.rpartition(".")[2].isdigit()
         self._origin = _own_class(self.module)
@@ -158,7 +160,7 @@ class _Block:
         """The add that ends a layer and the norm that begins the next."""
         if self.following is None:
             return self._kept(self.path, "residual", "the sum at its end does not go straight to a norm")
-        path = self._paths[id(self.following.norm)]
+        path = self.model.paths[id(self.following.norm)]
         if already:
             return self._row(path, "residual", "across", True)
         layers = [self.module, *([self.following.layer] if self.following.layer is not None else [])]
@@ -202,8 +204,8 @@ class _Block:
     def _row(self, path: str, kind: Kind, choice: Choice, already: bool) -> Site:
         """The row of a site that takes in the norm at ``path``, fused unless something is in its way."""
         row = Site(path, kind, type(self.module).__name__)
-        site = self.norm_sites.get(path)
-        norm = self.modules[path]
+        site = self.model.norm_sites.get(path)
+        norm = self.model.modules[path]
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
             return replace(row, reason=reason, cause="owner")
@@ -219,7 +221,7 @@ class _Block:
             return replace(row, reason=reason, cause="owner")
         if owner := foreign_forward(self.module):
             return replace(row, reason=owner, cause="owner")
-        if choice_ := _deselected(choice, path, norm, self.options):
+        if choice_ := _deselected(choice, path, norm, self.model.options):
             return replace(row, reason=choice_, cause="option")
         return row
 
@@ -228,12 +230,12 @@ class _Block:
 
     def _path_of(self, name: str) -> str:
         """Where the norm is reported: its first place, where several modules share it."""
-        return self._paths[id(getattr(self.module, name))]
+        return self.model.paths[id(getattr(self.module, name))]
 
     def _holds_norm(self, name: str) -> bool:
         """Whether an attribute is a norm or wraps one."""
         norm = getattr(self.module, name, None)
-        return id(norm) in self._paths and _is_norm(norm)
+        return id(norm) in self.model.paths and _is_norm(norm)
 
 
 def _is_norm(module: Any) -> bool:
