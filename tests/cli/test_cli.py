@@ -21,7 +21,7 @@ from fused_norm.convergence import equality
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 SITES = FAMILIES["qwen3"].sites()
-SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual"
+SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['rope']} rope, {SITES['residual']} residual"
 
 
 def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

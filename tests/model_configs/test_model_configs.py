@@ -33,7 +33,12 @@ def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
     assert model.config.model_type == model_type
     assert len(heads) == sites.get("qk", 0)
     assert len(names) - len(heads) == sites["norm"]
-    assert sites["residual"] == len(model.model.layers) == model.config.num_hidden_layers
+    layers = len(model.model.layers)
+    # Two adds in each layer: each has a norm after it, at the layer's end that of the next layer or of the stack.
+    assert sites["residual"] / 2 == layers == model.config.num_hidden_layers
+    assert sites.get("rope", 0) == len(heads) / 2
+    # A layer of four norms has two that are for its branches.
+    assert sites.get("sandwich", 0) == (sites["norm"] - 1) - 2 * layers
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
@@ -124,7 +129,7 @@ def test_overrides_reach_the_config_and_not_the_table():
     assert config.layer_types.count("full_attention") == 2
     tiny_config("qwen3_moe").mlp_only_layers.append(1)
     assert {name: dict(family.tiny) for name, family in FAMILIES.items()} == before
-    assert FAMILIES["gemma3_text"].sites(7) == {"norm": 29, "qk": 14, "residual": 7}
+    assert FAMILIES["gemma3_text"].sites(7) == {"norm": 29, "qk": 14, "rope": 7, "residual": 14, "sandwich": 14}
 
 
 def test_building_leaves_the_config_as_it_was():

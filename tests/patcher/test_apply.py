@@ -208,7 +208,7 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
     assert hash(report) == hash(copy.deepcopy(report))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_copies_pickles_and_checkpoints_keep_working(model_type: str, device: str, tmp_path) -> None:
     model = build(model_type, seed=0, device=device)
     stock_keys = list(model.state_dict())

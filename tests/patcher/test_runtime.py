@@ -124,7 +124,7 @@ def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> N
         torch.testing.assert_close(inside, stock(ids, use_cache=False).logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_autocast_sees_the_dtypes_of_stock(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device)
