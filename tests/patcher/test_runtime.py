@@ -88,7 +88,7 @@ def test_gradient_checkpointing_still_recomputes(model_type: str, reentrant: boo
     assert all(relative(gradients[name], value) < 1e-5 for name, value in expected_gradients.items())
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_generation_with_a_static_cache_gives_the_stock_tokens(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device, length=5)
@@ -99,7 +99,7 @@ def test_generation_with_a_static_cache_gives_the_stock_tokens(model_type: str, 
     assert torch.equal(fused.eval().generate(ids, **options), expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
 def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> None:
     torch._dynamo.reset()
     _, fused = twins(model_type, device)
