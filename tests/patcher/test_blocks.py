@@ -196,6 +196,14 @@ def test_angles_of_other_shapes_rotate_as_in_stock(case: str, device: str, launc
     assert launches == (["qk_norm"] if case == "wider" else ["qk_norm_rope"])
 
 
+def test_angles_of_a_part_of_the_head_are_the_error_that_they_are_in_stock(device: str) -> None:
+    stock, fused = twins("qwen3", device)
+    x, angles = torch.randn(2, 5, 72, device=device), (torch.randn(1, 5, 12, device=device),) * 2
+    for model in (stock, fused):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            model.model.layers[0].self_attn(x, position_embeddings=angles, attention_mask=None)
+
+
 def test_fp32_head_norms_in_a_16_bit_model_keep_the_stock_dtypes(device: str) -> None:
     stock = build("qwen3", seed=0, dtype=torch.bfloat16, device=device)
     for layer in stock.model.layers:
