@@ -11,6 +11,7 @@ from transformers import AutoConfig
 import fused_norm
 from fused_norm.convergence.equality import compare
 from fused_norm.model_configs import build
+from fused_norm.patcher.blocks import FusedBlock
 
 from .models import TRANSFORMERS_4, counts, relative
 
@@ -109,3 +110,10 @@ def test_a_scale_that_is_a_tensor_is_multiplied_as_in_stock(device: str) -> None
     pairs = list(zip(fused.parameters(), stock.parameters(), strict=True))
     assert all(relative(mine.grad, theirs.grad) < 1e-5 for mine, theirs in pairs)
     assert fused.model.layers[0].residual_multiplier.grad != 0
+
+
+def test_an_attention_whose_q_and_k_norms_differ_in_width_is_left_as_it_is() -> None:
+    model = model_of("olmo2")
+    fused_norm.apply_fused_norm(model)
+    assert isinstance(model.model.layers[0], FusedBlock)
+    assert not isinstance(model.model.layers[0].self_attn, FusedBlock)
