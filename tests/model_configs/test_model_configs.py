@@ -68,12 +68,13 @@ def test_the_tiny_model_trains_on_bytes(model_type, dtype):
 
 
 def test_tiny_models_keep_what_is_special_about_their_family():
-    llama, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in FAMILY_NAMES)
-    for model in (llama, qwen3, moe, gemma, gemma2, gemma3):
+    llama, mistral, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in FAMILY_NAMES)
+    for model in (llama, mistral, qwen3, moe, gemma, gemma2, gemma3):
         config = model.config
         assert config.num_key_value_heads < config.num_attention_heads
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        assert tied == config.tie_word_embeddings == (model not in (llama, moe))
+        assert tied == config.tie_word_embeddings == (model not in (llama, mistral, moe))
+    assert mistral.config.sliding_window < 32
     assert qwen3.config.head_dim * qwen3.config.num_attention_heads != qwen3.config.hidden_size
     dense, sparse = (layer.mlp for layer in moe.model.layers)
     assert not hasattr(dense, "experts")
@@ -140,13 +141,14 @@ def test_building_leaves_the_config_as_it_was():
 
 
 def test_an_unknown_type_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"no tiny model of type 'qwen4'; there are llama, qwen3,"):
+    with pytest.raises(ValueError, match=r"no tiny model of type 'qwen4'; there are llama, mistral, qwen3,"):
         tiny_config("qwen4")
 
 
 PUBLISHED_PARAMETERS = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "google/gemma-2b": 2_506_172_416,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .layers import layers_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class TrainingOptions:
     Attributes:
         steps: optimizer steps.
         batch_size: sequences in a step, on each process.
+        accumulation: micro-batches that a step's sequences are taken in.
         learning_rate: AdamW's, after the warm-up.
         warmup_steps: steps over which the learning rate rises linearly from 0; it stays constant afterwards.
         weight_decay: AdamW's.
@@ -33,14 +35,17 @@ class TrainingOptions:
     steps: int
     batch_size: int
     learning_rate: float = 1e-3
+    accumulation: int = 1
     warmup_steps: int = 5
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
+        for name in ("steps", "batch_size", "accumulation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"{self.batch_size} sequences cannot be split into {self.accumulation} micro-batches")
 
 
 @dataclass(frozen=True)
@@ -62,60 +67,104 @@ class TrainingResult:
     memory_measure: str
 
 
+def accelerator_for(*, mixed: bool = False, accumulation: int = 1, cpu: bool = False) -> Accelerator:
+    """An ``Accelerator`` whatever the one before it was set to; what the launcher asked for stays.
+
+    Args:
+        mixed: bf16 mixed precision.
+        accumulation: micro-batches in a step.
+        cpu: stay on the CPU even where there is a GPU.
+    """
+    # The state is the process's, and refuses another precision until it is made anew.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(
+        mixed_precision="bf16" if mixed else "no", gradient_accumulation_steps=accumulation, cpu=cpu or None
+    )
+
+
 def train(
-    model: PreTrainedModel,
+    model: nn.Module,
     sequences: Tensor,
     options: TrainingOptions,
     *,
     accelerator: Accelerator | None = None,
     on_step: Callable[[int, float], object] | None = None,
+    on_gradients: Callable[[int, nn.Module], object] | None = None,
+    on_end: Callable[[nn.Module], object] | None = None,
 ) -> TrainingResult:
     """Trains a causal language model in place, on the device that ``accelerator`` picks.
+
+    Training ends early at a loss or gradient norm that is not finite, which is recorded.
 
     Args:
         model: trained in the dtype it has.
         sequences: token ids in training order, (steps * batch_size * processes or more, length), int64; nothing is
             shuffled here.
         options: how to train.
-        accelerator: a plain ``Accelerator()`` when None: a GPU if there is one, else the CPU.
-        on_step: called after each step with its index and loss.
+        accelerator: made for ``options.accumulation`` when None: a GPU if there is one, else the CPU.
+        on_step: called after each step with its index and loss, the mean over all processes.
+        on_gradients: called in each step, with its index and the prepared model, before gradients are clipped.
+        on_end: called with the prepared model after the last step.
 
     Raises:
         ValueError: there are fewer sequences than ``options`` ask for.
     """
-    accelerator = accelerator or Accelerator()
+    accelerator = accelerator or Accelerator(gradient_accumulation_steps=options.accumulation)
     wanted = options.steps * options.batch_size * accelerator.num_processes
     if len(sequences) < wanted:
         raise ValueError(
             f"{options.steps} steps of {options.batch_size} sequences on {accelerator.num_processes} process(es) take "
             f"{wanted} sequences, and there are {len(sequences)}; draw them with data.schedule"
         )
-    model, optimizer, batches = accelerator.prepare(
-        model.train(),
-        torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay),
-        torch.utils.data.DataLoader(sequences[:wanted], batch_size=options.batch_size),  # type: ignore[arg-type]
+    model = model.train()
+    shards_here = _shards_here(accelerator)
+    if shards_here:
+        _shard(model, accelerator.num_processes)
+    optimizer = torch.optim.AdamW(
+        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
     )
+    batches = torch.utils.data.DataLoader(sequences[:wanted], batch_size=options.batch_size // options.accumulation)  # type: ignore[arg-type]
+    if shards_here:
+        # In this mode a model is given mixed precision and nothing else.
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer, batches = accelerator.prepare(optimizer, batches)
+    else:
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     warmup = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / max(1, options.warmup_steps))
     )
     meter = _GpuPeak(accelerator.device) if accelerator.device.type == "cuda" else _SavedForBackward(model)
     losses, gradient_norms, seconds = [], [], []
-    for step, batch in enumerate(batches):
-        began = time.perf_counter()
-        # Counting costs time, so it is done in the step whose time is left out.
-        with meter.forward() if step == 0 else contextlib.nullcontext():
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(model.parameters(), options.max_gradient_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        warmup.step()
+    began, total = None, torch.zeros((), device=accelerator.device)
+    for batch in batches:
+        began = time.perf_counter() if began is None else began
+        with accelerator.accumulate(model):
+            # Counting costs time, so it is done in the step whose time is left out.
+            with contextlib.nullcontext() if losses else meter.forward():
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            accelerator.backward(loss)
+            total += loss.detach().float() / options.accumulation
+            if not accelerator.sync_gradients:
+                continue
+            if on_gradients is not None:
+                on_gradients(len(losses), model)
+            norm = accelerator.clip_grad_norm_(model.parameters(), options.max_gradient_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            warmup.step()
         # Reading the numbers waits for the device, so the clock stops when the step is done.
-        losses.append(loss.item())
-        gradient_norms.append(norm.item())
+        losses.append(accelerator.reduce(total, "mean").item())
+        gradient_norms.append(getattr(norm, "full_tensor", lambda whole=norm: whole)().item())
         seconds.append(time.perf_counter() - began)
         if on_step is not None:
-            on_step(step, losses[-1])
+            on_step(len(losses) - 1, losses[-1])
+        if not (math.isfinite(losses[-1]) and math.isfinite(gradient_norms[-1])):
+            break
+        began, total = None, torch.zeros_like(total)
+    if on_end is not None:
+        on_end(model)
     accelerator.free_memory()
     return TrainingResult(
         losses=tuple(losses),
@@ -124,6 +173,22 @@ def train(
         memory_bytes=meter.bytes(),
         memory_measure=meter.measure,
     )
+
+
+def _shards_here(accelerator: Accelerator) -> bool:
+    """Whether FSDP2 was asked for where accelerate ignores that and would take DDP: on CPUs."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return asked and accelerator.distributed_type == DistributedType.MULTI_CPU
+
+
+def _shard(model: nn.Module, processes: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (processes,))
+    for layer in layers_of(model).values():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class _GpuPeak:

@@ -102,6 +102,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 ),
             ),
             Family(
+                model_type="mistral",
+                spec=NormSpec("llama", eps=1e-5),
+                sites_per_layer=_PRE_NORM,
+                tiny=_tiny(
+                    hidden_size=72,
+                    head_dim=20,
+                    intermediate_size=136,
+                    sliding_window=16,
+                    tie_word_embeddings=False,
+                    rms_norm_eps=1e-5,
+                ),
+                shapes=(
+                    Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),
+                    Shape("mistralai/Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768, False),
+                ),
+            ),
+            Family(
                 model_type="qwen3",
                 spec=NormSpec("llama", eps=1e-6),
                 sites_per_layer=_PRE_NORM_QK,

@@ -1,0 +1,88 @@
+"""Harmless perturbations of the stock run: the same mathematics in another order, which is what sets the noise floor.
+
+A fused norm may differ from the stock one in the order of its sums and in what it does not round on the way back. A
+control does both to a stock model without any kernel: its norms add up their rows in a random order, with the roundings
+of the stock forward, and differentiate the formula in a wider dtype, rounded once. Its steps also take their sequences
+in another order and in smaller micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import reference
+from ..patcher import Site
+from ..spec import NormSpec
+from .training import TrainingOptions
+
+
+def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None:
+    """Makes the stock norms at ``sites`` compute in another order, on the instances.
+
+    Args:
+        model: not patched.
+        sites: norms with their specs; residual adds among them are passed over.
+        seed: of the order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for site in sites:
+        if site.kind != "residual" and site.spec is not None:
+            norm: Any = model.get_submodule(site.path)
+            norm.forward = _Reordered(norm, site.spec, generator)
+
+
+class _Reordered:
+    """The forward of one norm."""
+
+    def __init__(self, norm: nn.Module, spec: NormSpec, generator: torch.Generator) -> None:
+        self._norm, self._spec = norm, spec
+        self._seed = int(torch.randint(2**31, (), generator=generator))
+        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._norm.weight if self._spec.weighted else None
+        order, back = self._order(x)
+        with torch.no_grad():
+            shuffled = None if weight is None else weight[order]
+            value = self._formula(x[..., order], shuffled)[..., back]
+        wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+        smooth = self._formula(x.to(wide), None if weight is None else weight.to(wide)).to(value.dtype)
+        # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
+        return smooth + (value - smooth).detach()
+
+    def _formula(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return reference.rms_norm(x, weight, self._spec.eps, self._spec.casting, self._spec.zero_centered)
+
+    def _order(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        key = x.shape[-1], x.device
+        if key not in self._orders:
+            order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self._seed))
+            self._orders[key] = order.to(x.device), order.argsort().to(x.device)
+        return self._orders[key]
+
+
+def regroup(
+    sequences: Tensor, options: TrainingOptions, *, processes: int, seed: int
+) -> tuple[Tensor, TrainingOptions]:
+    """The same sequences in each step, in another order and in twice as many micro-batches.
+
+    Args:
+        sequences: (steps * batch_size * processes or more, length), in training order.
+        options: of the stock run.
+        processes: that share a step.
+        seed: of the order within a step.
+
+    Returns:
+        The sequences and the options of the control run.
+    """
+    step = options.batch_size * processes
+    generator = torch.Generator().manual_seed(seed)
+    orders = [start + torch.randperm(step, generator=generator) for start in range(0, options.steps * step, step)]
+    halved = options.accumulation * 2
+    finer = replace(options, accumulation=halved) if options.batch_size % halved == 0 else options
+    return sequences[torch.cat(orders)], finer

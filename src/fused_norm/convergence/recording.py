@@ -1,0 +1,177 @@
+"""What is kept of a run: tensors while it is compared with its stock twin, numbers afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+ZERO_SHARE = 1e-3
+"""A tensor that is zero in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance. Each
+counts as at least this share of the rms of its kind."""
+
+
+@dataclass(frozen=True)
+class NormReplay:
+    """One norm called on what the stock run handed to it.
+
+    Attributes:
+        x: [..., N], its input in the stock run, a few rows of it.
+        dy: like its output, the gradient of that.
+        y: what it returns now.
+        dx: gradient of the input.
+        dw: gradient of the weight; None where there is none.
+    """
+
+    x: Tensor
+    dy: Tensor
+    y: Tensor
+    dx: Tensor
+    dw: Tensor | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run, with its tensors, on the CPU.
+
+    Attributes:
+        losses: of each step.
+        gradient_norms: of each step, before clipping.
+        seconds_per_step: median.
+        memory_bytes: as ``TrainingResult`` has it.
+        outputs: of each layer and of the model, for one micro-batch at the initial weights, in the order they run in.
+        output_gradients: of the loss with respect to them.
+        replays: of each norm.
+        gradients: of each trained parameter in the first step, before clipping.
+        initial: the trained parameters before the first step.
+        final: the same after the last.
+        norm_weights: names of the trained norm weights.
+        sites: how many sites of each kind were fused.
+    """
+
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
+    seconds_per_step: float
+    memory_bytes: int
+    outputs: Mapping[str, Tensor]
+    output_gradients: Mapping[str, Tensor]
+    replays: Mapping[str, NormReplay]
+    gradients: Mapping[str, Tensor]
+    initial: Mapping[str, Tensor]
+    final: Mapping[str, Tensor]
+    norm_weights: tuple[str, ...] = ()
+    sites: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.losses + self.gradient_norms))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What remains of a run as numbers: what it did, and how far it was from the stock run.
+
+    Attributes:
+        losses, gradient_norms, seconds_per_step, memory_bytes, sites: as in ``Trace``.
+        moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
+        flat: norm weights that started as one number throughout, which hides a wrong cast.
+        outputs, output_gradients, gradients: relative distances from the stock run's.
+        drifts: distance of the final parameters from the stock run's, relative to how far those had moved.
+        bits: share of a norm's outputs that differ from the stock norm's, on equal inputs.
+        input_gradients, weight_gradients: relative distances of a norm's gradients, on equal inputs.
+    """
+
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
+    seconds_per_step: float
+    memory_bytes: int
+    sites: Mapping[str, int]
+    moved: Mapping[str, float]
+    flat: tuple[str, ...] = ()
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    output_gradients: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    drifts: Mapping[str, float] = field(default_factory=dict)
+    bits: Mapping[str, float] = field(default_factory=dict)
+    input_gradients: Mapping[str, float] = field(default_factory=dict)
+    weight_gradients: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.losses + self.gradient_norms))
+
+
+def record(trace: Trace, stock: Trace) -> Recording:
+    """The numbers of ``trace``, compared with those of ``stock``, which may be the same."""
+    went = {name: value - stock.initial[name] for name, value in stock.final.items()}
+    drifted = {name: value - stock.initial[name] for name, value in trace.final.items()}
+    replays, stock_replays = trace.replays, {path: stock.replays[path] for path in trace.replays}
+    weights = [path for path, replay in replays.items() if replay.dw is not None]
+    return Recording(
+        losses=trace.losses,
+        gradient_norms=trace.gradient_norms,
+        seconds_per_step=trace.seconds_per_step,
+        memory_bytes=trace.memory_bytes,
+        sites=trace.sites,
+        moved={
+            name: _ratio((trace.final[name] - trace.initial[name]).norm().item(), trace.initial[name].norm().item())
+            for name in trace.norm_weights
+        },
+        flat=tuple(name for name in trace.norm_weights if trace.initial[name].unique().numel() == 1),
+        outputs=distances(trace.outputs, stock.outputs),
+        output_gradients=distances(trace.output_gradients, stock.output_gradients),
+        gradients=distances(trace.gradients, stock.gradients),
+        drifts=distances(drifted, went),
+        bits={path: unequal(replay.y, stock_replays[path].y) for path, replay in replays.items()},
+        input_gradients=_each_distance({path: (replays[path].dx, stock_replays[path].dx) for path in replays}),
+        weight_gradients=_each_distance({path: (replays[path].dw, stock_replays[path].dw) for path in weights}),
+    )
+
+
+def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """The norm of each difference over the norm of ``other``'s, which counts as at least ``ZERO_SHARE`` of the rms of
+    all of them. Infinite where a tensor is not finite, or is missing on one side."""
+    squares = sum(value.double().square().sum().item() for value in other.values())
+    rms = math.sqrt(squares / max(1, sum(value.numel() for value in other.values())))
+    found = {}
+    for name, truth in other.items():
+        scale = max(truth.double().norm().item(), ZERO_SHARE * rms * truth.numel() ** 0.5)
+        gap = (one[name].double() - truth.double()).norm().item() if name in one else math.inf
+        found[name] = _ratio(gap, scale)
+    return found
+
+
+def _each_distance(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    return {
+        path: _ratio((one.double() - other.double()).norm().item(), other.double().norm().item())
+        for path, (one, other) in pairs.items()
+    }
+
+
+def unequal(one: Tensor, other: Tensor) -> float:
+    """The share of elements that differ; all of them where the dtypes do."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return 1.0
+    return (one != other).double().mean().item()
+
+
+def _ratio(gap: float, scale: float) -> float:
+    if not (math.isfinite(gap) and math.isfinite(scale)):
+        return math.inf
+    return gap / scale if scale else math.inf if gap else 0.0
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that are trained, under the names they have without wrappers."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix("module."), parameter
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy on the CPU in fp32, of the whole of a sharded tensor; every process has to ask for it."""
+    whole = getattr(tensor, "full_tensor", lambda: tensor)()
+    return whole.detach().to("cpu", torch.float32, copy=True)

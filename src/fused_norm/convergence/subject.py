@@ -1,0 +1,78 @@
+"""A model to train, built the same way every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import model_configs
+from .plan import Case
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family's small model, or one of the user's.
+
+    Attributes:
+        name: in tables and file names.
+        config: of a causal language model.
+        weights: what ``from_pretrained`` takes; None for random weights, with norm weights moved away from one.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    weights: str | None = None
+
+    def build(self, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """The model in training mode, on ``device``.
+
+        Raises:
+            OSError, ValueError: its weights cannot be loaded, or there is no causal language model for the config.
+        """
+        if self.weights is None:
+            return model_configs.build(self.config, seed=seed, dtype=dtype, device=device)
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(self.weights, config=self.config, dtype=dtype)
+        return model.to(device).train()
+
+
+def of_family(model_type: str, overrides: Mapping[str, Any]) -> Subject:
+    """The small model of a family in ``model_configs``, with other sizes where ``overrides`` has them."""
+    return Subject(model_type, model_configs.tiny_config(model_type, **overrides))
+
+
+def prepare(model: nn.Module, case: Case, compile_backend: str) -> nn.Module:
+    """The model set up for the case's execution; patched or not, it is the same call.
+
+    Raises:
+        ModuleNotFoundError: LoRA without peft.
+    """
+    if case.execution == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif case.execution == "lora":
+        model = _with_adapters(model, case.seed)
+    elif case.execution == "compile":
+        torch._dynamo.reset()
+        model.compile(backend=compile_backend)
+    return model
+
+
+def _with_adapters(model: Any, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        # Both factors random: the usual zeros would leave the other factor without a gradient in the first step.
+        adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    for parameter in vectors:
+        parameter.requires_grad_(True)
+    return adapted
