@@ -16,6 +16,7 @@ from .. import __version__
 _COMMANDS = {
     "inspect": (".inspect", "what would be fused in a model, and why not: no weights, no GPU"),
     "check": (".check", "one training step, stock against fused, on this machine"),
+    "converge": (".converge", "train models stock and fused, and compare them against a measured noise floor"),
     "run": (".run", "run an unchanged script with every model it loads fused"),
     "demo": ("..convergence.demo", "train tiny models, stock and fused, and plot both curves"),
     "bench": (".bench", "kernels, host time and whole models, side by side with their peers"),

@@ -1,9 +1,9 @@
 """Harmless perturbations of the stock run: the same mathematics in another order, which is what sets the noise floor.
 
-A fused norm may differ from the stock one in the order of its sums and in what it does not round on the way back. A
-control does both to a stock model without any kernel: its norms add up their rows in a random order, with the roundings
-of the stock forward, and differentiate the formula in a wider dtype, rounded once. Its steps also take their sequences
-in another order and in smaller micro-batches.
+A fused norm may differ from the stock one in the order of its sums and in what it rounds on the way back. A control does
+both to a stock model without any kernel: its norms add up their rows in a random order, with the roundings of the stock
+forward; they differentiate the formula in a wider dtype, and round the gradient they pass on at random, up or down. Its
+steps also take their sequences in another order and in micro-batches of another size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Reordered:
             shuffled = None if weight is None else weight[order]
             value = self._formula(x[..., order], shuffled)[..., back]
         wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-        smooth = self._formula(x.to(wide), None if weight is None else weight.to(wide)).to(value.dtype)
+        smooth = self._formula(_RoundedAtRandom.apply(x, wide), None if weight is None else weight.to(wide)).to(value.dtype)
         # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
         return smooth + (value - smooth).detach()
 
@@ -66,10 +66,24 @@ class _Reordered:
         return self._orders[key]
 
 
+class _RoundedAtRandom(torch.autograd.Function):
+    """A cast to a wider dtype. Its gradient is off by up to half a rounding before it is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wide: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(wide)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        up_or_down = torch.rand_like(gradient) - 0.5
+        return (gradient * (1 + torch.finfo(ctx.dtype).eps * up_or_down)).to(ctx.dtype), None
+
+
 def regroup(
     sequences: Tensor, options: TrainingOptions, *, processes: int, seed: int
 ) -> tuple[Tensor, TrainingOptions]:
-    """The same sequences in each step, in another order and in twice as many micro-batches.
+    """The same sequences in each step, in another order and in twice or half as many micro-batches.
 
     Args:
         sequences: (steps * batch_size * processes or more, length), in training order.
@@ -83,6 +97,6 @@ def regroup(
     step = options.batch_size * processes
     generator = torch.Generator().manual_seed(seed)
     orders = [start + torch.randperm(step, generator=generator) for start in range(0, options.steps * step, step)]
-    halved = options.accumulation * 2
-    finer = replace(options, accumulation=halved) if options.batch_size % halved == 0 else options
-    return sequences[torch.cat(orders)], finer
+    finer, coarser = 2 * options.accumulation, max(1, options.accumulation // 2)
+    accumulation = coarser if options.batch_size % finer else finer
+    return sequences[torch.cat(orders)], replace(options, accumulation=accumulation)

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ..patcher import Site
 
+SOUND = "none"
+"""In place of a mutation's name: the fused twin as it is, for as many steps as those with faults. It must be green."""
+
 
 @dataclass
 class Planted:
@@ -32,6 +35,23 @@ class Planted:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a stock run shows of one norm, which decides the faults that can be seen in it.
+
+    Attributes:
+        dtype: of its input.
+        mean_square: the median over rows of its input.
+        eps: its own.
+        shares_gradient: the gradient that it is handed is also its layer's, so somebody else still needs it.
+    """
+
+    dtype: torch.dtype
+    mean_square: float
+    eps: float
+    shares_gradient: bool
+
+
+@dataclass(frozen=True)
 class Mutation:
     """A fault that can be planted.
 
@@ -39,14 +59,16 @@ class Mutation:
         name: its key in ``MUTATIONS``.
         what: is wrong, in words.
         plant: puts it into one norm and returns what takes it out again.
-        shows: whether it can be seen at all in a norm whose input has this dtype.
-        kind: of the sites it goes to.
+        shows: whether it changes a single number in such a norm.
+        hidden: why not, in words.
+        kind: ``residual`` for a fault of residual adds, ``norm`` for one that any norm can have.
     """
 
     name: str
     what: str
     plant: Callable[[Any, Planted], Callable[[], None]]
-    shows: Callable[[torch.dtype], bool] = lambda dtype: True
+    shows: Callable[[Seen], bool] = lambda seen: True
+    hidden: str = ""
     kind: str = "norm"
 
 
@@ -61,16 +83,16 @@ def planted(mutation: Mutation, model: nn.Module, path: str) -> Iterator[Planted
         remove()
 
 
-def site_for(mutation: Mutation, fused: Iterable[Site], dtypes: Mapping[str, torch.dtype]) -> str | None:
+def site_for(mutation: Mutation, fused: Iterable[Site], seen: Mapping[str, Seen]) -> str | None:
     """Where to plant a fault: the last fused norm in the layers that can show it; None where none can.
 
     Args:
         mutation: the fault.
         fused: sites of the model it goes to.
-        dtypes: of the norms' inputs, by path.
+        seen: what the stock run showed of each norm, by path.
     """
-    kinds = (mutation.kind,) if mutation.kind == "residual" else ("norm", "qk")
-    paths = [site.path for site in fused if site.kind in kinds and mutation.shows(dtypes[site.path])]
+    kinds = ("residual",) if mutation.kind == "residual" else ("norm", "qk")
+    paths = [site.path for site in fused if site.kind in kinds and mutation.shows(seen[site.path])]
     inside = [path for path in paths if any(part.isdigit() for part in path.split("."))]
     return (inside or paths or [None])[-1]
 
@@ -166,8 +188,8 @@ MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
                 "casting",
                 "x_hat is rounded before gamma where stock rounds after it, or the other way round",
                 _wrong_spec(casting=lambda spec: "gemma" if spec.casting == "llama" else "llama"),
-                # In fp32 there is nothing to round.
-                shows=lambda dtype: dtype != torch.float32,
+                shows=lambda seen: seen.dtype != torch.float32,
+                hidden="every norm takes fp32, where there is nothing to round",
             ),
             Mutation(
                 "centering",
@@ -179,9 +201,18 @@ MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
                 "in-place",
                 "backward writes into the gradient it was handed, which belongs to others too",
                 _gradient_in_place,
+                shows=lambda seen: seen.shares_gradient,
+                hidden="no norm is handed a gradient that anybody else needs",
             ),
             Mutation("dw", "the gradient of the weight is zero", _frozen_dw),
-            Mutation("eps", "eps is ten times too large", _wrong_eps),
+            Mutation(
+                "eps",
+                "eps is ten times too large",
+                _wrong_eps,
+                # A relative change of the outputs by two roundings.
+                shows=lambda seen: 4.5 * seen.eps / seen.mean_square > torch.finfo(seen.dtype).eps,
+                hidden="every input is so large that eps vanishes in its rounding",
+            ),
         )
     }
 )

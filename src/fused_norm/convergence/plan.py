@@ -87,7 +87,7 @@ class Settings:
     """What all cases of a plan have in common.
 
     Attributes:
-        options: how to train. The controls take twice as many micro-batches, where that is possible.
+        options: how to train.
         length: tokens in a sequence.
         controls: control runs for each stock run.
         compile_backend: of ``torch.compile``.
@@ -124,7 +124,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         "quick": Tier(
             Settings(
                 # So large a rate because a bf16 weight near one does not move by less than 1/256.
-                TrainingOptions(steps=5, batch_size=4, accumulation=2, learning_rate=1e-2, warmup_steps=2),
+                TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-2, warmup_steps=2),
                 length=20,
                 controls=4,
                 compile_backend="aot_eager",

@@ -80,8 +80,8 @@ class Recording:
         flat: norm weights that started as one number throughout, which hides a wrong cast.
         outputs, output_gradients, gradients: relative distances from the stock run's.
         drifts: distance of the final parameters from the stock run's, relative to how far those had moved.
-        bits: share of a norm's outputs that differ from the stock norm's, on equal inputs.
-        input_gradients, weight_gradients: relative distances of a norm's gradients, on equal inputs.
+        norm_outputs, input_gradients, weight_gradients: relative distances of a norm's results, on equal inputs.
+        bits: share of a norm's outputs that differ at all, where they have 16 bits or another dtype than stock's.
     """
 
     losses: tuple[float, ...]
@@ -95,6 +95,7 @@ class Recording:
     output_gradients: Mapping[str, float] = field(default_factory=dict)
     gradients: Mapping[str, float] = field(default_factory=dict)
     drifts: Mapping[str, float] = field(default_factory=dict)
+    norm_outputs: Mapping[str, float] = field(default_factory=dict)
     bits: Mapping[str, float] = field(default_factory=dict)
     input_gradients: Mapping[str, float] = field(default_factory=dict)
     weight_gradients: Mapping[str, float] = field(default_factory=dict)
@@ -125,7 +126,13 @@ def record(trace: Trace, stock: Trace) -> Recording:
         output_gradients=distances(trace.output_gradients, stock.output_gradients),
         gradients=distances(trace.gradients, stock.gradients),
         drifts=distances(drifted, went),
-        bits={path: unequal(replay.y, stock_replays[path].y) for path, replay in replays.items()},
+        norm_outputs=_each_distance({path: (replays[path].y, stock_replays[path].y) for path in replays}),
+        bits={
+            path: unequal(replay.y, stock_replays[path].y)
+            for path, replay in replays.items()
+            # The last bit of an fp32 hangs on the order of a sum.
+            if replay.y.dtype != torch.float32 or stock_replays[path].y.dtype != torch.float32
+        },
         input_gradients=_each_distance({path: (replays[path].dx, stock_replays[path].dx) for path in replays}),
         weight_gradients=_each_distance({path: (replays[path].dw, stock_replays[path].dw) for path in weights}),
     )

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..patcher import Site, apply_fused_norm, remove_fused_norm
+from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
 from . import controls
-from .mutations import MUTATIONS, Planted, planted, site_for
+from .mutations import MUTATIONS, SOUND, Planted, Seen, planted, site_for
 from .plan import FEATURES, PRECISIONS, Case, Settings
-from .probe import probe, replay
+from .probe import ROWS, probe, replay
 from .recording import Trace, snapshot, trained_parameters
 from .subject import Subject, prepare
 from .training import TrainingOptions, accelerator_for, train
@@ -54,10 +54,13 @@ class Bench:
         """The sites that can be fused in this model.
 
         Raises:
-            FusedNormError: there is none, or a known family lacks one.
+            FusedNormError: there is none.
         """
         model = self.subject.build(seed=self.case.seed, dtype=torch.float32, device=torch.device("cpu"))
-        return apply_fused_norm(model).fused
+        report = apply_fused_norm(model, strict=False)
+        if not report.fused:
+            raise FusedNormError(f"{report.model} has no norm that can be fused; fused-norm inspect says why")
+        return report.fused
 
     def stock(self, sites: Sequence[Site], *, on_step: OnStep | None = None) -> Trace:
         """The run that all others are compared with.
@@ -80,7 +83,7 @@ class Bench:
             controls.reorder_norms(model, sites, seed=seed)
             yield sites
 
-        return self._run(perturbed, sequences, options, (), stock, on_step)
+        return self._run(perturbed, sequences, options, (), stock, on_step, seed)
 
     def fused(self, case: Case, stock: Trace, *, on_step: OnStep | None = None) -> tuple[Trace, Planted | None]:
         """The fused model, with the case's feature and, if it has one, its fault.
@@ -94,14 +97,13 @@ class Bench:
         @contextlib.contextmanager
         def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
             report = apply_fused_norm(model, **FEATURES[case.feature])
-            if case.mutation is None:
+            if case.mutation in (None, SOUND):
                 yield report.fused
                 return
             mutation = MUTATIONS[case.mutation]
-            dtypes = {path: heard.x.dtype for path, heard in stock.replays.items()}
-            path = site_for(mutation, report.fused, dtypes)
+            path = site_for(mutation, report.fused, _seen(stock, report.fused))
             if path is None:
-                raise InvisibleError(f"no norm of {self.subject.name} shows it in {case.precision}")
+                raise InvisibleError(mutation.hidden or "nothing of the kind is fused here")
             with planted(mutation, model, path) as fault:
                 faults.append(fault)
                 yield report.fused
@@ -117,12 +119,14 @@ class Bench:
         listened: Sequence[str],
         stock: Trace | None,
         on_step: OnStep | None,
+        seed: int = 0,
     ) -> Trace:
-        gc.collect()  # The model before would count as memory of this one.
         precision = PRECISIONS[self.case.precision]
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
         device = accelerator.device
-        torch.manual_seed(self.case.seed)
+        if device.type == "cuda":
+            gc.collect()  # The model before would count as memory of this one.
+        torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
         model = self.subject.build(seed=self.case.seed, dtype=precision.weights, device=device)
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[: self.options.batch_size // self.options.accumulation].to(device)
@@ -175,6 +179,25 @@ def _as_it_is(model: nn.Module) -> Iterator[Sequence[Site]]:
 
 def _heard(stock: Trace, paths: Sequence[str], device: torch.device) -> Mapping[str, tuple[Tensor, Tensor]]:
     return {path: (stock.replays[path].x.to(device), stock.replays[path].dy.to(device)) for path in paths}
+
+
+def _seen(stock: Trace, sites: Sequence[Site]) -> dict[str, Seen]:
+    return {
+        site.path: Seen(
+            dtype=stock.replays[site.path].x.dtype,
+            mean_square=stock.replays[site.path].x.float().square().mean(-1).median().item(),
+            eps=site.spec.eps,
+            shares_gradient=_shares_gradient(stock, site.path),
+        )
+        for site in sites
+        if site.spec is not None
+    }
+
+
+def _shares_gradient(stock: Trace, path: str) -> bool:
+    """Whether a norm's output goes into its layer's last add, which hands one gradient to both of its terms."""
+    of_layer = next((value for layer, value in stock.output_gradients.items() if path.startswith(f"{layer}.")), None)
+    return of_layer is not None and torch.equal(of_layer[:1, :ROWS], stock.replays[path].dy.float())
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:

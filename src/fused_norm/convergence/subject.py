@@ -31,17 +31,26 @@ class Subject:
     weights: str | None = None
 
     def build(self, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """The model in training mode, on ``device``.
+        """The model in training mode, on ``device``, without dropout, which would hide everything else.
 
         Raises:
             OSError, ValueError: its weights cannot be loaded, or there is no causal language model for the config.
         """
         if self.weights is None:
-            return model_configs.build(self.config, seed=seed, dtype=dtype, device=device)
+            return _without_dropout(model_configs.build(self.config, seed=seed, dtype=dtype, device=device))
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(self.weights, config=self.config, dtype=dtype)
-        return model.to(device).train()
+        return _without_dropout(model.to(device).train())
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
 
 
 def of_family(model_type: str, overrides: Mapping[str, Any]) -> Subject:
