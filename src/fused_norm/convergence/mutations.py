@@ -42,13 +42,11 @@ class Seen:
         dtype: of its input.
         mean_square: the median over rows of its input.
         eps: its own.
-        shares_gradient: the gradient that it is handed is also its layer's, so somebody else still needs it.
     """
 
     dtype: torch.dtype
     mean_square: float
     eps: float
-    shares_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -201,8 +199,6 @@ MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
                 "in-place",
                 "backward writes into the gradient it was handed, which belongs to others too",
                 _gradient_in_place,
-                shows=lambda seen: seen.shares_gradient,
-                hidden="no norm is handed a gradient that anybody else needs",
             ),
             Mutation("dw", "the gradient of the weight is zero", _frozen_dw),
             Mutation(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import layers_of
-from .recording import NormReplay, snapshot
+from .recording import NormReplay, snapshot, unequal
 
 ROWS = 32
 """Positions of the first sequence that a norm is called on again."""
@@ -78,9 +78,9 @@ def probe(model: nn.Module, tokens: Tensor, norms: Iterable[str] = (), *, mixed:
     )
 
 
-def replay(model: nn.Module, norms: Mapping[str, tuple[Tensor, Tensor]], *, mixed: bool = False) -> Iterator[
-    tuple[str, NormReplay]
-]:
+def replay(
+    model: nn.Module, norms: Mapping[str, tuple[Tensor, Tensor]], *, mixed: bool = False
+) -> Iterator[tuple[str, NormReplay]]:
     """Calls norms of ``model`` on what a stock run handed to them, forward and backward.
 
     Args:
@@ -94,10 +94,21 @@ def replay(model: nn.Module, norms: Mapping[str, tuple[Tensor, Tensor]], *, mixe
         x = heard.clone().requires_grad_()
         with _autocast(x.device, mixed):
             y = norm(x)
+        handed = dy.to(y.dtype, copy=True)
         dx, *dw = torch.autograd.grad(
-            y, [x] if weight is None else [x, weight], dy.to(y.dtype), allow_unused=True, materialize_grads=True
+            y, [x] if weight is None else [x, weight], handed, allow_unused=True, materialize_grads=True
         )
-        yield path, NormReplay(heard.cpu(), dy.cpu(), y.detach().cpu(), snapshot(dx), snapshot(dw[0]) if dw else None)
+        yield (
+            path,
+            NormReplay(
+                x=heard.cpu(),
+                dy=dy.cpu(),
+                y=y.detach().cpu(),
+                dx=snapshot(dx),
+                dw=snapshot(dw[0]) if dw else None,
+                overwritten=unequal(handed, dy.to(y.dtype)),
+            ),
+        )
 
 
 def _retained(output: Tensor) -> Tensor:

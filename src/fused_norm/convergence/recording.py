@@ -13,6 +13,10 @@ ZERO_SHARE = 1e-3
 """A tensor that is zero in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance. Each
 counts as at least this share of the rms of its kind."""
 
+TRIM = 0.01
+"""AdamW moves a weight by the sign of its gradient, more or less. Where the gradient is all but zero the sign is luck, and
+a few such weights would be all that a distance is made of. A wrong kernel moves more than the hundredth part of them."""
+
 
 @dataclass(frozen=True)
 class NormReplay:
@@ -24,6 +28,7 @@ class NormReplay:
         y: what it returns now.
         dx: gradient of the input.
         dw: gradient of the weight; None where there is none.
+        overwritten: share of the elements of ``dy`` that its backward changed, though they may be somebody else's.
     """
 
     x: Tensor
@@ -31,6 +36,7 @@ class NormReplay:
     y: Tensor
     dx: Tensor
     dw: Tensor | None
+    overwritten: float
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,12 @@ class Recording:
         moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
         flat: norm weights that started as one number throughout, which hides a wrong cast.
         outputs, output_gradients, gradients: relative distances from the stock run's.
-        drifts: distance of the final parameters from the stock run's, relative to how far those had moved.
+        drifts: distance of the final parameters from the stock run's, relative to how far those had moved, the share
+            ``TRIM`` that is farthest apart left out.
         norm_outputs, input_gradients, weight_gradients: relative distances of a norm's results, on equal inputs.
         bits: share of a norm's outputs that differ at all, where they have 16 bits or another dtype than stock's.
+        overwritten: share of the gradient handed to a norm that its backward changed.
+        roundings: half an eps of the coarser dtype of a norm's input and output.
     """
 
     losses: tuple[float, ...]
@@ -97,6 +106,8 @@ class Recording:
     drifts: Mapping[str, float] = field(default_factory=dict)
     norm_outputs: Mapping[str, float] = field(default_factory=dict)
     bits: Mapping[str, float] = field(default_factory=dict)
+    overwritten: Mapping[str, float] = field(default_factory=dict)
+    roundings: Mapping[str, float] = field(default_factory=dict)
     input_gradients: Mapping[str, float] = field(default_factory=dict)
     weight_gradients: Mapping[str, float] = field(default_factory=dict)
 
@@ -125,7 +136,7 @@ def record(trace: Trace, stock: Trace) -> Recording:
         outputs=distances(trace.outputs, stock.outputs),
         output_gradients=distances(trace.output_gradients, stock.output_gradients),
         gradients=distances(trace.gradients, stock.gradients),
-        drifts=distances(drifted, went),
+        drifts=distances(drifted, went, trim=TRIM),
         norm_outputs=_each_distance({path: (replays[path].y, stock_replays[path].y) for path in replays}),
         bits={
             path: unequal(replay.y, stock_replays[path].y)
@@ -133,22 +144,40 @@ def record(trace: Trace, stock: Trace) -> Recording:
             # The last bit of an fp32 hangs on the order of a sum.
             if replay.y.dtype != torch.float32 or stock_replays[path].y.dtype != torch.float32
         },
+        overwritten={path: replay.overwritten for path, replay in replays.items()},
+        roundings={
+            path: max(torch.finfo(replay.x.dtype).eps, torch.finfo(replay.y.dtype).eps) / 2
+            for path, replay in replays.items()
+        },
         input_gradients=_each_distance({path: (replays[path].dx, stock_replays[path].dx) for path in replays}),
         weight_gradients=_each_distance({path: (replays[path].dw, stock_replays[path].dw) for path in weights}),
     )
 
 
-def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: float = 0.0) -> dict[str, float]:
     """The norm of each difference over the norm of ``other``'s, which counts as at least ``ZERO_SHARE`` of the rms of
-    all of them. Infinite where a tensor is not finite, or is missing on one side."""
+    all of them. Infinite where a tensor is not finite, or is missing on one side.
+
+    Args:
+        one: tensors by name.
+        other: those they are compared with.
+        trim: share of the elements that are left out of a difference, the largest of it.
+    """
     squares = sum(value.double().square().sum().item() for value in other.values())
     rms = math.sqrt(squares / max(1, sum(value.numel() for value in other.values())))
     found = {}
     for name, truth in other.items():
         scale = max(truth.double().norm().item(), ZERO_SHARE * rms * truth.numel() ** 0.5)
-        gap = (one[name].double() - truth.double()).norm().item() if name in one else math.inf
+        gap = _gap(one[name], truth, trim) if name in one else math.inf
         found[name] = _ratio(gap, scale)
     return found
+
+
+def _gap(one: Tensor, other: Tensor, trim: float) -> float:
+    apart = (one.double() - other.double()).abs().flatten()
+    if trim and apart.isfinite().all():
+        apart = apart.sort().values[: apart.numel() - math.ceil(trim * apart.numel())]
+    return apart.norm().item()
 
 
 def _each_distance(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:

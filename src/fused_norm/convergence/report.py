@@ -12,10 +12,11 @@ from .mutations import MUTATIONS, SOUND
 from .store import FAILED, Result, to_json
 from .verdict import MEASURES, Verdict
 
-_HEADS = {
+HEADS = {
     "outputs": "layers",
     "norm_outputs": "norms",
     "bits": "bits",
+    "overwritten": "in place",
     "output_gradients": "d layers",
     "input_gradients": "d inputs",
     "weight_gradients": "d weights",
@@ -55,7 +56,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _sound_table(results: Iterable[Result]) -> str:
-    rows = [["", "case", *_HEADS.values()]]
+    rows = [["", "case", *HEADS.values()]]
     for result in results:
         if result.case.mutation is None:
             rows.append([result.outcome, result.case.name, *_shares(result.verdict)])

@@ -16,7 +16,7 @@ from ..spec import KINDS, FusedNormError
 from . import controls
 from .mutations import MUTATIONS, SOUND, Planted, Seen, planted, site_for
 from .plan import FEATURES, PRECISIONS, Case, Settings
-from .probe import ROWS, probe, replay
+from .probe import probe, replay
 from .recording import Trace, snapshot, trained_parameters
 from .subject import Subject, prepare
 from .training import TrainingOptions, accelerator_for, train
@@ -187,17 +187,10 @@ def _seen(stock: Trace, sites: Sequence[Site]) -> dict[str, Seen]:
             dtype=stock.replays[site.path].x.dtype,
             mean_square=stock.replays[site.path].x.float().square().mean(-1).median().item(),
             eps=site.spec.eps,
-            shares_gradient=_shares_gradient(stock, site.path),
         )
         for site in sites
         if site.spec is not None
     }
-
-
-def _shares_gradient(stock: Trace, path: str) -> bool:
-    """Whether a norm's output goes into its layer's last add, which hands one gradient to both of its terms."""
-    of_layer = next((value for layer, value in stock.output_gradients.items() if path.startswith(f"{layer}.")), None)
-    return of_layer is not None and torch.equal(of_layer[:1, :ROWS], stock.replays[path].dy.float())
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def run(plan: Plan, store: Store | None, progress: Progress) -> Iterator[Result]
             yield kept
         missing = [case for case, kept in zip(cases, found, strict=True) if kept is None]
         for result in _run_group(plan, group, missing, progress) if missing else ():
-            if store:
+            if store and not result.trouble:  # what went wrong is tried again
                 store.save(result, plan.settings_of(result.case))
             progress.done(result, kept=False)
             yield result

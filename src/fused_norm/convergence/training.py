@@ -213,7 +213,9 @@ class _SavedForBackward:
     measure = "tensors kept for the backward pass"
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        # A sharded parameter has no storage of its own, only its shard has.
+        shards = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
+        self._parameters = {shard.untyped_storage().data_ptr() for shard in shards}
         self._sizes: dict[int, int] = {}
 
     @contextlib.contextmanager
