@@ -76,9 +76,11 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"results cannot be written to {args.out}: {error}") from error
     say = print if first else _nothing
-    say(f"device: {backend(device)}" + (f", {whole.facts['processes']} processes, {whole.facts['spread']}"))
+    spread = f"{whole.facts['processes']} processes ({whole.facts['spread']})"
+    say(f"device: {backend(device)}, {spread if whole.facts['processes'] > 1 else 'one process'}")
     say(f"text:   {whole.facts['text']}")
-    say(f"plan:   {len(whole.cases)} comparisons, {len(plan.groups(whole.cases))} groups, {tier.settings.controls} controls")
+    shared = f"{len(plan.groups(whole.cases))} stock runs with {tier.settings.controls} controls each"
+    say(f"plan:   {len(whole.cases)} comparisons, {shared}")
     results: list[Result] = []
     progress = _Progress(len(whole.cases), say)
     stopped = False
@@ -147,8 +149,8 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
             raise UsageError(error) from error
         if len(packed[each.name]) < step:
             raise UsageError(
-                f"the text fills {len(packed[each.name])} sequences of {tier.settings.length} tokens, and one step takes "
-                f"{step}; use more text or a smaller --length"
+                f"the text fills {len(packed[each.name])} sequences of {tier.settings.length} tokens, and one step "
+                f"takes {step}; use more text or a smaller --length"
             )
         if int(packed[each.name].max()) >= each.config.get_text_config().vocab_size:
             raise UsageError(f"{each.name} has {each.config.get_text_config().vocab_size} tokens, too few for {words}")
@@ -205,9 +207,8 @@ def _tokenizer(name: str | None, subject: Subject) -> tuple[Callable[[str], Sequ
     """A tokenizer, and what it makes, in words."""
     from ..convergence.data import utf8_bytes
 
-    has_own = subject.weights is not None and any(
-        (Path(subject.weights) / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    )
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    has_own = subject.weights is not None and any((Path(subject.weights) / file).is_file() for file in files)
     if name == "bytes" or (name is None and not has_own):
         return utf8_bytes, "bytes"
     from transformers import AutoTokenizer

@@ -1,9 +1,9 @@
 """Harmless perturbations of the stock run: the same mathematics in another order, which is what sets the noise floor.
 
-A fused norm may differ from the stock one in the order of its sums and in what it rounds on the way back. A control does
-both to a stock model without any kernel: its norms add up their rows in a random order, with the roundings of the stock
-forward; they differentiate the formula in a wider dtype, and round the gradient they pass on at random, up or down. Its
-steps also take their sequences in another order and in micro-batches of another size.
+A fused norm may differ from the stock one in the order of its sums and in what it rounds on the way back. A control
+does both to a stock model without any kernel: its norms add up their rows in a random order, with the roundings of the
+stock forward; they differentiate the formula in a wider dtype, and round the gradient they pass on at random, up or
+down. Its steps also take their sequences in another order and in micro-batches of another size.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None
 class _Reordered:
     """The forward of one norm."""
 
-    def __init__(self, norm: nn.Module, spec: NormSpec, generator: torch.Generator) -> None:
+    def __init__(self, norm: Any, spec: NormSpec, generator: torch.Generator) -> None:
         self._norm, self._spec = norm, spec
         self._seed = int(torch.randint(2**31, (), generator=generator))
         self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self._norm.weight if self._spec.weighted else None
+        weight: Tensor | None = self._norm.weight if self._spec.weighted else None
         order, back = self._order(x)
         with torch.no_grad():
             shuffled = None if weight is None else weight[order]
             value = self._formula(x[..., order], shuffled)[..., back]
         wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-        smooth = self._formula(_RoundedAtRandom.apply(x, wide), None if weight is None else weight.to(wide)).to(value.dtype)
+        widened = None if weight is None else weight.to(wide)
+        smooth = self._formula(_RoundedAtRandom.apply(x, wide), widened).to(value.dtype)
         # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
         return smooth + (value - smooth).detach()
 

@@ -92,7 +92,8 @@ def site_for(mutation: Mutation, fused: Iterable[Site], seen: Mapping[str, Seen]
     kinds = ("residual",) if mutation.kind == "residual" else ("norm", "qk")
     paths = [site.path for site in fused if site.kind in kinds and mutation.shows(seen[site.path])]
     inside = [path for path in paths if any(part.isdigit() for part in path.split("."))]
-    return (inside or paths or [None])[-1]
+    candidates = inside or paths
+    return candidates[-1] if candidates else None
 
 
 def _wrong_spec(**changes: Any) -> Callable[[Any, Planted], Callable[[], None]]:

@@ -10,21 +10,14 @@ from . import svg
 from .mutations import MUTATIONS, SOUND
 from .report import HEADS, exit_code, summary
 from .store import Result
-from .verdict import (
-    BITS_BAR,
-    FIRST_STEPS,
-    FIRST_STEPS_BAR,
-    MEASURES,
-    Check,
-    loss_band,
-    relative_gaps,
-)
+from .verdict import BITS_BAR, FIRST_STEPS, FIRST_STEPS_BAR, MEASURES, Check, loss_band, relative_gaps
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #66707a; --paper: #fcfcfb; --card: #fff; --rule: #e2e5e8;
   --stock: #3b7dd8; --fused: #e07b1a; --noise: #8b949e; --green: #1a7f4b; --red: #c62f2f; --gray: #7a828a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #98a2ac; --paper: #14171a; --card: #1b1f23;
-  --rule: #2d333a; --stock: #6aa6f5; --fused: #f59e4c; --noise: #7d868f; --green: #4cc38a; --red: #ff6b6b; --gray: #98a2ac; } }
+  --rule: #2d333a; --stock: #6aa6f5; --fused: #f59e4c; --noise: #7d868f; --green: #4cc38a; --red: #ff6b6b;
+  --gray: #98a2ac; } }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 1180px; padding: 2rem 1.2rem 4rem; background: var(--paper); color: var(--ink);
   font: 15px/1.55 system-ui, sans-serif }
@@ -35,7 +28,8 @@ h1 { font-size: 1.7rem; margin: 0 0 .3rem } h2 { font-size: 1.15rem; margin: 2.4
 th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap }
 th { font-weight: 500; color: var(--soft) } th:first-child, td:first-child, td.words { text-align: left }
 td.words { white-space: normal } td.share { background: color-mix(in srgb, var(--tone) var(--fill), transparent) }
-code { font-size: .92em } .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem }
+code { font-size: .92em }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .8rem }
 .card h3 { margin: 0 0 .4rem; font-size: .9rem } svg { display: block; width: 100%; height: auto }
 .tick, .label { font: 9.5px system-ui, sans-serif; fill: var(--soft) } .grid { stroke: var(--rule); stroke-width: 1 }
@@ -44,7 +38,8 @@ polyline { fill: none } .stock { stroke: var(--stock); stroke-width: 5; opacity:
 .band { fill: var(--noise); opacity: .22 } .bound { stroke: var(--red); stroke-width: 1; stroke-dasharray: 4 3 }
 .ok { fill: var(--fused); opacity: .65 } .over { fill: var(--red) }
 .key { font-size: .8rem; color: var(--soft); margin: .2rem 0 } .key b { font-weight: 600 }
-.key .s { color: var(--stock) } .key .f { color: var(--fused) } .key .n { color: var(--noise) } .key .b { color: var(--red) }
+.key .s { color: var(--stock) } .key .f { color: var(--fused) } .key .n { color: var(--noise) }
+.key .b { color: var(--red) }
 details summary { cursor: pointer; color: var(--soft) }
 """
 
@@ -68,12 +63,14 @@ def render(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
     parts += [_bounds(), _facts(facts)]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     title = f"<title>fused_norm convergence: {escape(summary(results))}</title>"
-    return f'<!doctype html><html lang="en"><head>{head}{title}<style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>'
+    head = f"<head>{head}{title}<style>{_STYLE}</style></head>"
+    return f'<!doctype html><html lang="en">{head}<body>{"".join(parts)}</body></html>'
 
 
 def _headline(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
     colour = {0: "green", 1: "red", 2: "invalid"}[exit_code(results)]
-    where = f"{facts.get('kernels run in', '')}; torch {facts.get('torch', '?')}, transformers {facts.get('transformers', '?')}"
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "transformers") if name in facts)
+    where = f"{facts.get('kernels run in', 'kernels of unknown kind')}; {versions}"
     return f'<p class="headline {colour}">{escape(summary(results))}</p><p class="soft">{escape(where)}</p>'
 
 
@@ -94,7 +91,8 @@ def _troubles(results: Iterable[Result]) -> str:
             verdict = result.verdict
             first = f" It diverges first in <code>{escape(verdict.divergence)}</code>." if verdict.divergence else ""
             reasons = "; ".join(map(escape, verdict.reasons)) or "the planted fault was not seen"
-            items.append(f'<li><b class="{result.outcome}">{result.outcome}</b> {escape(result.case.name)}: {reasons}.{first}</li>')
+            outcome = f'<b class="{result.outcome}">{result.outcome}</b>'
+            items.append(f"<li>{outcome} {escape(result.case.name)}: {reasons}.{first}</li>")
     return f"<h2>What went wrong</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
@@ -109,8 +107,8 @@ def _shares(sound: Sequence[Result]) -> str:
         outcome = f'<td class="{result.outcome}">{result.outcome}</td>'
         rows.append(f"<tr><td>{escape(result.case.name)}</td>{outcome}{cells}</tr>")
     return (
-        "<h2>Comparisons</h2><p>How much of its bound the fused run takes, in the worst place: 1 is all of it. The heads "
-        "and the cells say more when pointed at.</p>"
+        "<h2>Comparisons</h2><p>How much of its bound the fused run takes, in the worst place: 1 is all of it. The "
+        "heads and the cells say more when pointed at.</p>"
         f'<div class="scroll"><table><tr><th>case</th><th></th>{heads}</tr>{"".join(rows)}</table></div>'
     )
 
@@ -139,8 +137,8 @@ def _faults(faults: Sequence[Result]) -> str:
         rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
     return (
         "<h2>Planted faults</h2><p>A suite that cannot fail proves nothing. Each fault sits in one single norm of the "
-        "fused model, and must turn the verdict red; without a fault it must be green. Point at a cell for where it was "
-        "planted and what saw it.</p>"
+        "fused model, and must turn the verdict red; without a fault it must be green. Point at a cell for where it "
+        "was planted and what saw it.</p>"
         f'<div class="scroll"><table><tr><th>case</th>{heads}</tr>{"".join(rows)}</table></div>'
     )
 
@@ -157,9 +155,10 @@ def _fault(result: Result | None) -> str:
 
 
 _KEY = (
-    '<p class="key"><b class="s">stock</b> and <b class="f">fused</b> losses over the steps; below, how far the fused loss '
-    'is from the stock loss, with the <b class="n">band of the controls</b>; last, every number that was compared, one dot '
-    'each, its distance over the noise there, with the <b class="b">bound</b> of a number that is granted no rounding.</p>'
+    '<p class="key"><b class="s">stock</b> and <b class="f">fused</b> losses over the steps; below, how far the fused '
+    'loss is from the stock loss, with the <b class="n">band of the controls</b>; last, every number compared, '
+    'one dot each, its distance over the noise there, with the <b class="b">bound</b> of a number that is granted no '
+    "rounding.</p>"
 )
 
 
@@ -174,7 +173,7 @@ def _charts(result: Result) -> Iterator[svg.Chart]:
     assert result.fused
     stock, fused = result.stock.losses, result.fused.losses
     steps = (0.0, max(1.0, len(stock) - 1.0))
-    losses = svg.Chart("losses", steps, svg.linear_range([*stock, *fused]), x_label="step", y_label="loss, nats per token")
+    losses = svg.Chart("losses", steps, svg.linear_range([*stock, *fused]), x_label="step", y_label="nats per token")
     losses.line(enumerate(stock), "stock")
     losses.line(enumerate(fused), "fused")
     yield losses
@@ -212,8 +211,8 @@ def _bounds() -> str:
         for measure in MEASURES
     )
     return (
-        "<h2>Bounds</h2><p>The noise is what the worst control does in that place, or in the median place where that is "
-        "more. A rounding is half an eps of bf16, or of fp32 where everything is fp32. Beside these, an fp32 run may "
+        "<h2>Bounds</h2><p>The noise is what the worst control does in that place, or in the median place where that "
+        "is more. A rounding is half an eps of bf16, or of fp32 where all is fp32. Beside these, an fp32 run may "
         f"differ by {FIRST_STEPS_BAR:g} of the loss in its first {FIRST_STEPS} steps, whatever the controls do.</p>"
         '<div class="scroll"><table><tr><th>measure</th><th>what</th><th>bound</th><th>granted besides</th></tr>'
         f"{rows}</table></div>"
@@ -225,7 +224,6 @@ def _granted(name: str, floor: float) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(str(name))}</td><td class="words">{escape(str(value))}</td></tr>' for name, value in facts.items()
-    )
+    pairs = ((escape(str(name)), escape(str(value))) for name, value in facts.items())
+    rows = "".join(f'<tr><td>{name}</td><td class="words">{value}</td></tr>' for name, value in pairs)
     return f"<h2>Settings and versions</h2><details><summary>show</summary><table>{rows}</table></details>"

@@ -36,7 +36,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     }
 )
 
-FEATURES: Mapping[str, Mapping[str, bool]] = MappingProxyType(
+FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "norms": {"qk": False, "residual": False},
         "norms+qk": {"residual": False},

@@ -14,8 +14,8 @@ ZERO_SHARE = 1e-3
 counts as at least this share of the rms of its kind."""
 
 TRIM = 0.01
-"""AdamW moves a weight by the sign of its gradient, more or less. Where the gradient is all but zero the sign is luck, and
-a few such weights would be all that a distance is made of. A wrong kernel moves more than the hundredth part of them."""
+"""AdamW moves a weight by the sign of its gradient, more or less. Where the gradient is all but zero the sign is luck,
+and a few such weights would be all that a distance is made of. A wrong kernel moves more than a hundredth of them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def record(trace: Trace, stock: Trace) -> Recording:
     went = {name: value - stock.initial[name] for name, value in stock.final.items()}
     drifted = {name: value - stock.initial[name] for name, value in trace.final.items()}
     replays, stock_replays = trace.replays, {path: stock.replays[path] for path in trace.replays}
-    weights = [path for path, replay in replays.items() if replay.dw is not None]
+    weights = {path: (replay.dw, stock_replays[path].dw) for path, replay in replays.items()}
     return Recording(
         losses=trace.losses,
         gradient_norms=trace.gradient_norms,
@@ -150,7 +150,7 @@ def record(trace: Trace, stock: Trace) -> Recording:
             for path, replay in replays.items()
         },
         input_gradients=_each_distance({path: (replays[path].dx, stock_replays[path].dx) for path in replays}),
-        weight_gradients=_each_distance({path: (replays[path].dw, stock_replays[path].dw) for path in weights}),
+        weight_gradients=_each_distance(weights),
     )
 
 
@@ -180,10 +180,11 @@ def _gap(one: Tensor, other: Tensor, trim: float) -> float:
     return apart.norm().item()
 
 
-def _each_distance(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+def _each_distance(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
     return {
         path: _ratio((one.double() - other.double()).norm().item(), other.double().norm().item())
         for path, (one, other) in pairs.items()
+        if one is not None and other is not None
     }
 
 

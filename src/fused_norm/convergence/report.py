@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .mutations import MUTATIONS, SOUND
-from .store import FAILED, Result, to_json
+from .store import FAILED, Result, plain, to_json
 from .verdict import MEASURES, Verdict
 
 HEADS = {
@@ -97,7 +97,8 @@ def _explanations(results: Iterable[Result]) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def as_json(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
@@ -109,14 +110,7 @@ def as_json(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
         rows.append(
             to_json(result)
             | {"name": result.case.name, "outcome": result.outcome, "reasons": list(verdict.reasons)}
-            | {"divergence": verdict.divergence, "checks": _finite(checks)}
+            | {"divergence": verdict.divergence, "checks": plain(checks)}
         )
     whole = {"summary": summary(results), "exit_code": exit_code(results), "facts": facts, "results": rows}
     return json.dumps(whole, indent=1, default=str)
-
-
-def _finite(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {key: str(value) if value in (float("inf"), float("-inf")) or value != value else value for key, value in row.items()}
-        for row in checks
-    ]

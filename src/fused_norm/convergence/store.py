@@ -17,7 +17,6 @@ from .plan import Case
 from .recording import Recording
 from .verdict import Verdict, judge
 
-
 Outcome = Literal["green", "red", "invalid", "caught", "missed", "hidden"]
 FAILED: tuple[Outcome, ...] = ("red", "missed")
 """Outcomes for which the command's exit code is 1."""
@@ -103,7 +102,7 @@ class Store:
 
 def to_json(result: Result) -> dict[str, Any]:
     """A result as JSON has it; numbers that are not finite are strings."""
-    return {name: _plain(value) for name, value in asdict(result).items()}
+    return {name: plain(value) for name, value in asdict(result).items()}
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -129,7 +128,7 @@ def _result(case: Case, kept: Mapping[str, Any]) -> Result:
         stock=_recording(kept["stock"]),
         controls=tuple(control for control in map(_recording, kept["controls"]) if control),
         fused=_recording(kept["fused"]),
-        planted=tuple(kept["planted"]) if kept["planted"] else None,  # type: ignore[arg-type]
+        planted=tuple(kept["planted"]) if kept["planted"] else None,
         hidden=kept["hidden"],
         trouble=kept["trouble"],
     )
@@ -142,11 +141,12 @@ def _recording(kept: Mapping[str, Any] | None) -> Recording | None:
     return Recording(**values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "flat")})
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: a number that is not finite becomes a string."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -45,6 +45,7 @@ class Subject:
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
+    module: Any
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -58,7 +59,7 @@ def of_family(model_type: str, overrides: Mapping[str, Any]) -> Subject:
     return Subject(model_type, model_configs.tiny_config(model_type, **overrides))
 
 
-def prepare(model: nn.Module, case: Case, compile_backend: str) -> nn.Module:
+def prepare(model: Any, case: Case, compile_backend: str) -> nn.Module:
     """The model set up for the case's execution; patched or not, it is the same call.
 
     Raises:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -125,7 +126,10 @@ def train(
         lr=options.learning_rate,
         weight_decay=options.weight_decay,
     )
-    batches = torch.utils.data.DataLoader(sequences[:wanted], batch_size=options.batch_size // options.accumulation)  # type: ignore[arg-type]
+    batches: Any = torch.utils.data.DataLoader(
+        sequences[:wanted],  # type: ignore[arg-type]
+        batch_size=options.batch_size // options.accumulation,
+    )
     if shards_here:
         # In this mode a model is given mixed precision and nothing else.
         model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -136,7 +140,9 @@ def train(
         optimizer, lambda step: min(1.0, (step + 1) / max(1, options.warmup_steps))
     )
     meter = _GpuPeak(accelerator.device) if accelerator.device.type == "cuda" else _SavedForBackward(model)
-    losses, gradient_norms, seconds = [], [], []
+    losses: list[float] = []
+    gradient_norms: list[float] = []
+    seconds: list[float] = []
     began, total = None, torch.zeros((), device=accelerator.device)
     for batch in batches:
         began = time.perf_counter() if began is None else began
