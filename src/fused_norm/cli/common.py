@@ -134,7 +134,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
         raise UsageError(f"no config can be read from {name!r}{hint}: {error}") from error
     if path.is_file():
         return Source(config, None, f"the config {name}")
-    if path.is_dir() and not any(path.glob(pattern) for pattern in ("*.safetensors", "*.bin")):
+    if path.is_dir() and not any(True for pattern in ("*.safetensors", "*.bin") for _ in path.glob(pattern)):
         return Source(config, None, f"the config in {name}")
     return Source(config, name, name)
 

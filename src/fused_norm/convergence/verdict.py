@@ -61,7 +61,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("loss", "rms over steps of the loss's relative gap", 3, 0.25),
     Measure("gradient_norm", "median over steps of the gradient norm's relative gap", 3, 2),
     # AdamW divides a gradient by its size: where the gradient is noise, so is the drift.
-    Measure("drifts", "distance of a parameter at the end, relative to its drift", 3, 16),
+    Measure("drifts", "distance of a parameter at the end, relative to its drift", 3, 4),
 )
 BY_NAME: Mapping[str, Measure] = {measure.name: measure for measure in MEASURES}
 

@@ -1,0 +1,110 @@
+"""``fused-norm converge`` names what it cannot use, keeps what it has, and ends with the exit code it promises."""
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from fused_norm.cli import main
+from fused_norm.convergence import suite
+from fused_norm.model_configs import build
+
+QUICK = ("--steps", "2", "--dtype", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen4"], "no family 'qwen4'; there are llama,"),
+        (["llama", "--data", "{}/absent"], "cannot load the dataset"),
+        (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 20"),
+        (["llama", "--data", "{}/short.txt", "--length", "12"], "fills 1 sequences of 12 tokens, and one step takes 2"),
+        (["--config", "{}/nothing"], "no config can be read from"),
+        (["--config", "t5"], "is no causal language model (t5)"),
+        (["llama", "--out", "{}/short.txt/below"], "results cannot be written to"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_exit_code_two(arguments, message, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("hello world\n")
+    line = [argument.format(tmp_path) for argument in arguments]
+    assert main(["converge", *QUICK, "--out", str(tmp_path / "out"), *line]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fused-norm converge: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("line", ["--device cuda", "--tier full"])
+def test_a_gpu_that_is_not_there_is_named(line, capsys):
+    assert main(["converge", "llama", *line.split()]) == 2
+    assert "device 'cuda' cannot be used" in (error := capsys.readouterr().err) or "is for a GPU" in error
+
+
+def test_a_config_without_norms_is_invalid(tmp_path, capsys):
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path / "gpt2")
+    assert main(["converge", "--config", str(tmp_path / "gpt2"), *QUICK, "--out", str(tmp_path / "out")]) == 2
+    assert "GPT2LMHeadModel has no norm that can be fused" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_a_number_is_invalid_and_what_was_finished_stays(tmp_path, capsys):
+    good = ["converge", "llama", *QUICK, "--out", str(tmp_path)]
+    assert main(good) == 0
+    assert main([*good, "--learning-rate", "1e30", "--seeds", "1"]) == 2
+    assert "the stock run is not finite in step 1: lower the learning rate" in capsys.readouterr().out
+    assert main([*good, "--seeds", "2"]) == 0
+
+
+def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
+    build("gemma", seed=5).save_pretrained(tmp_path / "mine")
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    arguments = ["--config", str(tmp_path / "mine"), "--data", str(text), "--out", str(tmp_path / "out")]
+    assert main(["converge", *arguments, *QUICK]) == 0
+    (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert row["name"] == "mine.fp32.eager.all.seed0"
+    assert row["fused"]["sites"] == {"norm": 5, "qk": 0, "residual": 2}
+
+
+def test_unit_weights_are_no_test(tmp_path, capsys):
+    build("llama", seed=0, norm_std=0.0).save_pretrained(tmp_path / "unit")
+    assert main(["converge", "--config", str(tmp_path / "unit"), *QUICK, "--out", str(tmp_path / "out")]) == 2
+    assert "started as one number throughout" in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path, capsys, monkeypatch):
+    run_group = suite._run_group
+
+    def stop(plan, group, cases, progress):
+        if group.model == "gemma":
+            raise KeyboardInterrupt
+        return run_group(plan, group, cases, progress)
+
+    arguments = ["converge", "llama", "gemma", *QUICK, "--out", str(tmp_path)]
+    monkeypatch.setattr(suite, "_run_group", stop)
+    assert main(arguments) == 130
+    assert "stopped with 1 of 2 comparisons done" in capsys.readouterr().out
+    assert (tmp_path / "report.html").is_file()
+    monkeypatch.setattr(suite, "_run_group", run_group)
+    assert main(arguments) == 0
+    assert "llama.fp32.eager.all.seed0  (from an earlier run)" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"cases", "curves.png", "report.html", "report.json"}
+
+
+def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
+    from fused_norm.convergence import runs
+    from fused_norm.patcher import apply_fused_norm
+
+    def wrong(model, **options):
+        made = apply_fused_norm(model, **options)
+        for name, parameter in model.named_parameters():
+            if name == "model.layers.0.input_layernorm.weight":
+                parameter.register_hook(lambda gradient: gradient * 1.001)
+        return made
+
+    monkeypatch.setattr(runs, "apply_fused_norm", wrong)
+    assert main(["converge", "llama", *QUICK, "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "red: llama.fp32.eager.all.seed0" in out
+    assert "diverges first in model.layers.0, backward: model.layers.0.input_layernorm" in out
