@@ -19,7 +19,10 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         (["qwen4"], "no family 'qwen4'; there are llama,"),
         (["llama", "--data", "{}/absent"], "cannot load the dataset"),
         (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 20"),
-        (["llama", "--data", "{}/short.txt", "--length", "12"], "fills 1 sequences of 12 tokens, and one step takes 2"),
+        (
+            ["llama", "--data", "{}/short.txt", "--length", "12"],
+            "fills 1 varied sequences of 12 tokens, and one step takes 2",
+        ),
         (["--config", "{}/nothing"], "no config can be read from"),
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--out", "{}/short.txt/below"], "results cannot be written to"),

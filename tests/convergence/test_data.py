@@ -101,6 +101,11 @@ def test_sizes_below_one_are_an_error(length, limit):
         data.pack(["abc"], length=length, limit=limit)
 
 
+def test_sequences_that_are_mostly_one_token_can_be_left_out():
+    sequences = torch.tensor([[7, 7, 7, 1], [7, 7, 1, 2], [1, 2, 3, 4], [0, 0, 0, 0]])
+    assert data.varied(sequences).tolist() == [[7, 7, 1, 2], [1, 2, 3, 4]]
+
+
 def test_the_schedule_is_fixed_by_its_seed_and_goes_through_all_sequences_before_any_again():
     sequences = torch.arange(6).view(6, 1)
     drawn = data.schedule(sequences, count=15, seed=1).flatten()

@@ -22,7 +22,9 @@ def test_every_family_runs_in_every_precision_and_some_run_everything(tier):
 
 
 def test_an_axis_that_is_named_is_taken_in_full():
-    cases = plan.cases(plan.TIERS["quick"], ["llama"], precisions=["fp32"], executions=["compile", "lora"], seeds=[0, 3])
+    cases = plan.cases(
+        plan.TIERS["quick"], ["llama"], precisions=["fp32"], executions=["compile", "lora"], seeds=[0, 3]
+    )
     assert [case.name for case in cases] == [
         "llama.fp32.compile.all.seed0",
         "llama.fp32.lora.all.seed0",

@@ -36,7 +36,7 @@ def tiny_plan(cases, **changes):
     settings = plan.TIERS["quick"].settings
     options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
     settings = dataclasses.replace(settings, options=options, controls=2)
-    packed = data.pack(data.read_files(data.standard_library()[:4]), length=settings.length, limit=16)
+    packed = data.varied(data.pack(data.read_files(data.standard_library()[:4]), length=settings.length, limit=16))
     whole = suite.Plan(
         cases=tuple(cases),
         subjects={case.model: of_family(case.model, {}) for case in cases},

@@ -1,4 +1,4 @@
-"""A verdict is a value: what is within the noise is green, each thing that leaves it is red, what says nothing invalid."""
+"""What is within the noise is green, each thing that leaves it is red, and a comparison that says nothing is invalid."""
 
 import dataclasses
 import math
@@ -63,7 +63,11 @@ LIMITS = ((0.99, 0.0), (1.01, 1e-9))
 
 
 def test_the_worst_control_sets_the_bound_and_lucky_places_get_that_of_the_median_place():
-    assert noise_floor([{"a": 1.0, "b": 0.0, "c": 3.0}, {"a": 2.0, "b": 0.0, "c": 1.0}]) == {"a": 2.0, "b": 2.0, "c": 3.0}
+    assert noise_floor([{"a": 1.0, "b": 0.0, "c": 3.0}, {"a": 2.0, "b": 0.0, "c": 1.0}]) == {
+        "a": 2.0,
+        "b": 2.0,
+        "c": 3.0,
+    }
 
 
 def test_losses_and_gradient_norms_are_held_to_the_controls():
@@ -101,7 +105,10 @@ def test_a_norm_in_fp32_is_held_to_fp32_in_a_model_that_is_not():
         ({"outputs": {LAYERS[0]: 1.0}, "bits": {NORMS[1]: 0.3}}, "model.layers.0, forward: model.layers.0"),
         # The gradient of layer 0's output is made in layer 1.
         ({"output_gradients": {LAYERS[0]: 1.0}}, "model.layers.1, backward: gradient of model.layers.0"),
-        ({"gradients": {PARAMETERS[0]: 1.0, PARAMETERS[1]: 1.0}}, "model.layers.0, backward: model.layers.0.norm.weight"),
+        (
+            {"gradients": {PARAMETERS[0]: 1.0, PARAMETERS[1]: 1.0}},
+            "model.layers.0, backward: model.layers.0.norm.weight",
+        ),
         ({"weight_gradients": {NORMS[2]: 1.0}}, "model.norm, backward: model.norm"),
         ({"gradients": {PARAMETERS[0]: 1.0}}, "model.embed_tokens.weight, backward: model.embed_tokens.weight"),
     ],

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=_positive, default=1, help="how many seeds (1)")
     parser.add_argument("--steps", type=_positive, help="optimizer steps")
     parser.add_argument("--length", type=_positive, help="tokens in a sequence")
-    parser.add_argument("--learning-rate", type=float, help="AdamW's, after the warm-up")
+    parser.add_argument(
+        "--learning-rate", type=float, help="AdamW's, after the warm-up; ten times that where weights are bf16"
+    )
     parser.add_argument("--data", metavar="TEXT", help="a text file or a dataset, NAME[:CONFIG] (Python's own source)")
     parser.add_argument("--column", default="text", help="the dataset's column with the text (text)")
     parser.add_argument(
@@ -144,12 +146,14 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
     for each in subjects:
         try:
             tokenize, words = _tokenizer(args.tokenizer, each)
-            packed[each.name] = data.pack(_texts(args), length=tier.settings.length, limit=drawn, tokenize=tokenize)
+            # Twice as many as are drawn, because some are left out.
+            found = data.pack(_texts(args), length=tier.settings.length, limit=2 * drawn, tokenize=tokenize)
+            packed[each.name] = data.varied(found)
         except (ValueError, OSError) as error:
             raise UsageError(error) from error
         if len(packed[each.name]) < step:
             raise UsageError(
-                f"the text fills {len(packed[each.name])} sequences of {tier.settings.length} tokens, and one step "
+                f"the text fills {len(packed[each.name])} varied sequences of {tier.settings.length} tokens, and one step "
                 f"takes {step}; use more text or a smaller --length"
             )
         if int(packed[each.name].max()) >= each.config.get_text_config().vocab_size:

@@ -121,6 +121,18 @@ def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = 
     return torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
 
 
+def varied(sequences: Tensor) -> Tensor:
+    """Those sequences of which no token makes up more than half, in their order.
+
+    In a run of one character all positions are alike, and round alike: they count as one.
+
+    Args:
+        sequences: (sequences, length), int64.
+    """
+    most = sequences.mode(dim=1, keepdim=True).values
+    return sequences[(sequences == most).float().mean(dim=1) <= 0.5]
+
+
 def schedule(sequences: Tensor, *, count: int, seed: int) -> Tensor:
     """``count`` sequences in training order: one shuffled pass over all of them after another.
 

@@ -53,6 +53,8 @@ def _draw_one(losses: Any, gaps: Any, result: Result) -> None:
     gaps.plot(relative_gaps(fused, stock), color="tab:orange", marker=".", markersize=4, linewidth=1, label="fused")
     gaps.set_ylabel("relative gap")
     gaps.set_xlabel("step")
+    gaps.locator_params(axis="x", integer=True)
+    losses.locator_params(axis="x", integer=True)
     for axis in (losses, gaps):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -10,7 +10,7 @@ from . import svg
 from .mutations import MUTATIONS, SOUND
 from .report import HEADS, exit_code, summary
 from .store import Result
-from .verdict import BITS_BAR, FIRST_STEPS, FIRST_STEPS_BAR, MEASURES, Check, loss_band, relative_gaps
+from .verdict import BITS_BAR, FIRST_STEPS, FIRST_STEPS_BAR, MEASURES, MULTIPLE, Check, loss_band, relative_gaps
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #66707a; --paper: #fcfcfb; --card: #fff; --rule: #e2e5e8;
@@ -191,7 +191,7 @@ def _scatter(checks: Sequence[Check]) -> svg.Chart:
     shown = [check for check in checks if check.value and check.measure != "bits"]
     bounds = svg.log_range([number for check in shown for number in (check.value, check.noise)], least=1e-10)
     chart = svg.Chart("all checks", bounds, bounds, log_x=True, log_y=True, x_label="noise", y_label="distance, fused")
-    chart.line([(x, MEASURES[0].multiple * x) for x in bounds], "bound")
+    chart.line([(x, MULTIPLE * x) for x in bounds], "bound")
     for kind, ok in (("ok", True), ("over", False)):
         chart.dots(
             [
@@ -207,14 +207,15 @@ def _scatter(checks: Sequence[Check]) -> svg.Chart:
 def _bounds() -> str:
     rows = "".join(
         f'<tr><td>{HEADS[measure.name]}</td><td class="words">{escape(measure.what)}</td>'
-        f"<td>{measure.multiple:g} x noise</td><td>{_granted(measure.name, measure.floor)}</td></tr>"
+        f"<td>{measure.multiple:g} x noise</td><td>{_granted(measure.name, measure.floor)}</td>"
+        f'<td class="words">{escape(measure.why)}</td></tr>'
         for measure in MEASURES
     )
     return (
         "<h2>Bounds</h2><p>The noise is what the worst control does in that place, or in the median place where that "
         "is more. A rounding is half an eps of bf16, or of fp32 where all is fp32. Beside these, an fp32 run may "
         f"differ by {FIRST_STEPS_BAR:g} of the loss in its first {FIRST_STEPS} steps, whatever the controls do.</p>"
-        '<div class="scroll"><table><tr><th>measure</th><th>what</th><th>bound</th><th>granted besides</th></tr>'
+        '<div class="scroll"><table><tr><th>measure</th><th>what</th><th>bound</th><th>granted besides</th><th></th></tr>'
         f"{rows}</table></div>"
     )
 

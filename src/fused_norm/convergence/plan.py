@@ -21,18 +21,20 @@ class Precision:
         weights: dtype of the parameters.
         mixed: computed under bf16 autocast.
         rounding: dtype whose roundings make the noise, that of the activations.
+        rate: multiple of the plan's learning rate. A bf16 weight near one does not move by less than 1/256 of it.
     """
 
     weights: torch.dtype
     mixed: bool
     rounding: torch.dtype
+    rate: float = 1.0
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         "fp32": Precision(torch.float32, mixed=False, rounding=torch.float32),
         "mixed": Precision(torch.float32, mixed=True, rounding=torch.bfloat16),
-        "bf16": Precision(torch.bfloat16, mixed=False, rounding=torch.bfloat16),
+        "bf16": Precision(torch.bfloat16, mixed=False, rounding=torch.bfloat16, rate=10.0),
     }
 )
 
@@ -123,8 +125,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         # Short enough for Triton's interpreter, where a fused step costs a hundred times a stock one.
         "quick": Tier(
             Settings(
-                # So large a rate because a bf16 weight near one does not move by less than 1/256.
-                TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-2, warmup_steps=2),
+                TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-3, warmup_steps=2),
                 length=20,
                 controls=4,
                 compile_backend="aot_eager",
@@ -136,7 +137,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         ),
         "full": Tier(
             Settings(
-                TrainingOptions(steps=30, batch_size=8, accumulation=2, learning_rate=5e-3, warmup_steps=5),
+                TrainingOptions(steps=30, batch_size=8, accumulation=2, learning_rate=5e-4, warmup_steps=5),
                 length=512,
                 controls=3,
                 compile_backend="inductor",

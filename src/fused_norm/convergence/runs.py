@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -124,8 +123,6 @@ class Bench:
         precision = PRECISIONS[self.case.precision]
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
         device = accelerator.device
-        if device.type == "cuda":
-            gc.collect()  # The model before would count as memory of this one.
         torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
         model = self.subject.build(seed=self.case.seed, dtype=precision.weights, device=device)
         # The control takes its sequences in another order, but is probed on the same.

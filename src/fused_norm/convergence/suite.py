@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..spec import FusedNormError
 from .mutations import MUTATIONS, SOUND
-from .plan import Case, Settings, groups
+from .plan import PRECISIONS, Case, Settings, groups
 from .recording import record
 from .runs import Bench, InvisibleError
 from .store import Result, Store, fingerprint
@@ -53,7 +53,12 @@ class Plan:
 
     def options(self, case: Case) -> TrainingOptions:
         """How the case trains."""
-        return self.settings.options if case.mutation is None else self._short()
+        options = self.settings.options
+        return replace(
+            options,
+            steps=options.steps if case.mutation is None else min(self.mutation_steps, options.steps),
+            learning_rate=options.learning_rate * PRECISIONS[case.precision].rate,
+        )
 
     def settings_of(self, case: Case) -> str:
         """What a kept result must have been made with."""
@@ -66,9 +71,6 @@ class Plan:
                 "weights": subject.weights,
             }
         )
-
-    def _short(self) -> TrainingOptions:
-        return replace(self.settings.options, steps=min(self.mutation_steps, self.settings.options.steps))
 
 
 def with_mutations(cases: Iterable[Case]) -> list[Case]:

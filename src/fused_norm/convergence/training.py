@@ -68,19 +68,18 @@ class TrainingResult:
     memory_measure: str
 
 
-def accelerator_for(*, mixed: bool = False, accumulation: int = 1, cpu: bool = False) -> Accelerator:
+def accelerator_for(*, mixed: bool | None = None, accumulation: int = 1, cpu: bool = False) -> Accelerator:
     """An ``Accelerator`` whatever the one before it was set to; what the launcher asked for stays.
 
     Args:
-        mixed: bf16 mixed precision.
+        mixed: bf16 mixed precision; None is what the launcher asked for.
         accumulation: micro-batches in a step.
         cpu: stay on the CPU even where there is a GPU.
     """
     # The state is the process's, and refuses another precision until it is made anew.
     AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(
-        mixed_precision="bf16" if mixed else "no", gradient_accumulation_steps=accumulation, cpu=cpu or None
-    )
+    precision = {True: "bf16", False: "no", None: None}[mixed]
+    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=accumulation, cpu=cpu)
 
 
 def train(
@@ -110,7 +109,7 @@ def train(
     Raises:
         ValueError: there are fewer sequences than ``options`` ask for.
     """
-    accelerator = accelerator or Accelerator(gradient_accumulation_steps=options.accumulation)
+    accelerator = accelerator or accelerator_for(accumulation=options.accumulation)
     wanted = options.steps * options.batch_size * accelerator.num_processes
     if len(sequences) < wanted:
         raise ValueError(
@@ -171,7 +170,8 @@ def train(
         began, total = None, torch.zeros_like(total)
     if on_end is not None:
         on_end(model)
-    accelerator.free_memory()
+    if accelerator.device.type != "cpu":  # it collects garbage, which takes longer than a tiny model's training
+        accelerator.free_memory()
     return TrainingResult(
         losses=tuple(losses),
         gradient_norms=tuple(gradient_norms),
