@@ -1,4 +1,4 @@
-"""What is within the noise is green, each thing that leaves it is red, and a comparison that says nothing is invalid."""
+"""What is within the noise is green, each thing that leaves it red, a comparison that says nothing invalid."""
 
 import dataclasses
 import math

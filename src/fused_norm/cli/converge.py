@@ -153,8 +153,8 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
             raise UsageError(error) from error
         if len(packed[each.name]) < step:
             raise UsageError(
-                f"the text fills {len(packed[each.name])} varied sequences of {tier.settings.length} tokens, and one step "
-                f"takes {step}; use more text or a smaller --length"
+                f"the text fills {len(packed[each.name])} varied sequences of {tier.settings.length} tokens, and one "
+                f"step takes {step}; use more text or a smaller --length"
             )
         if int(packed[each.name].max()) >= each.config.get_text_config().vocab_size:
             raise UsageError(f"{each.name} has {each.config.get_text_config().vocab_size} tokens, too few for {words}")

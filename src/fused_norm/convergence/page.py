@@ -215,8 +215,8 @@ def _bounds() -> str:
         "<h2>Bounds</h2><p>The noise is what the worst control does in that place, or in the median place where that "
         "is more. A rounding is half an eps of bf16, or of fp32 where all is fp32. Beside these, an fp32 run may "
         f"differ by {FIRST_STEPS_BAR:g} of the loss in its first {FIRST_STEPS} steps, whatever the controls do.</p>"
-        '<div class="scroll"><table><tr><th>measure</th><th>what</th><th>bound</th><th>granted besides</th><th></th></tr>'
-        f"{rows}</table></div>"
+        '<div class="scroll"><table><tr><th>measure</th><th>what</th><th>bound</th><th>granted besides</th>'
+        f"<th></th></tr>{rows}</table></div>"
     )
 
 
