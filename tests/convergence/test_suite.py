@@ -35,13 +35,13 @@ class Silent:
 def tiny_plan(cases, **changes):
     settings = plan.TIERS["quick"].settings
     options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
-    settings = dataclasses.replace(settings, options=options, controls=2)
+    settings = dataclasses.replace(settings, options=options, controls=3)
     packed = data.varied(data.pack(data.read_files(data.standard_library()[:4]), length=settings.length, limit=16))
     whole = suite.Plan(
         cases=tuple(cases),
         subjects={case.model: of_family(case.model, {}) for case in cases},
         settings=settings,
-        mutation_steps=1,
+        mutation_steps=2,
         sequences=lambda case: data.schedule(packed, count=8, seed=case.seed),
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
@@ -91,7 +91,7 @@ def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path
     first, second, third = Silent(), Silent(), Silent()
     assert len(list(suite.run(tiny_plan(cases[:1]), Store(tmp_path), first))) == 1
     both = list(suite.run(tiny_plan(cases), Store(tmp_path), second))
-    assert second.runs == ["stock", "control 0", "control 1", "fused norms"]
+    assert second.runs == ["stock", "control 0", "control 1", "control 2", "fused norms"]
     assert second.kept == [True, False]
     assert [result.outcome for result in both] == ["green", "green"]
     list(suite.run(tiny_plan(cases, facts={"data": 2}), Store(tmp_path), third))

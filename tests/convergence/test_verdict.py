@@ -97,6 +97,12 @@ def test_a_norm_in_fp32_is_held_to_fp32_in_a_model_that_is_not():
     assert verdict(fused, "mixed", (silent,), stock).status == "red"
 
 
+def test_a_parameter_may_drift_by_roundings_of_its_own():
+    fused = dataclasses.replace(CONTROL, drifts=dict.fromkeys(PARAMETERS, 0.2))
+    assert verdict(fused).status == "red"
+    assert verdict(fused, stock=dataclasses.replace(STOCK, grains=dict.fromkeys(PARAMETERS, 0.4))).status == "green"
+
+
 @pytest.mark.parametrize(
     ("changes", "divergence"),
     [

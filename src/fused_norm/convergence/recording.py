@@ -54,6 +54,7 @@ class Trace:
         gradients: of each trained parameter in the first step, before clipping.
         initial: the trained parameters before the first step.
         final: the same after the last.
+        rounding: half an eps of the parameters.
         norm_weights: names of the trained norm weights.
         sites: how many sites of each kind were fused.
     """
@@ -68,6 +69,7 @@ class Trace:
     gradients: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
+    rounding: float
     norm_weights: tuple[str, ...] = ()
     sites: Mapping[str, int] = field(default_factory=dict)
 
@@ -91,6 +93,7 @@ class Recording:
         bits: share of a norm's outputs that differ at all, where they have 16 bits or another dtype than stock's.
         overwritten: share of the gradient handed to a norm that its backward changed.
         roundings: half an eps of the coarser dtype of a norm's input and output.
+        grains: half an eps of a parameter's size over how far it moved: one rounding of each weight, as a drift.
     """
 
     losses: tuple[float, ...]
@@ -108,6 +111,7 @@ class Recording:
     bits: Mapping[str, float] = field(default_factory=dict)
     overwritten: Mapping[str, float] = field(default_factory=dict)
     roundings: Mapping[str, float] = field(default_factory=dict)
+    grains: Mapping[str, float] = field(default_factory=dict)
     input_gradients: Mapping[str, float] = field(default_factory=dict)
     weight_gradients: Mapping[str, float] = field(default_factory=dict)
 
@@ -148,6 +152,11 @@ def record(trace: Trace, stock: Trace) -> Recording:
         roundings={
             path: max(torch.finfo(replay.x.dtype).eps, torch.finfo(replay.y.dtype).eps) / 2
             for path, replay in replays.items()
+        },
+        grains={
+            name: _ratio(trace.rounding * trace.initial[name].norm().item(), way.norm().item())
+            for name, way in drifted.items()
+            if way.any()
         },
         input_gradients=_each_distance({path: (replays[path].dx, stock_replays[path].dx) for path in replays}),
         weight_gradients=_each_distance(weights),

@@ -164,6 +164,7 @@ class Bench:
             gradients=gradients,
             initial=initial,
             final=final,
+            rounding=torch.finfo(precision.weights).eps / 2,
             norm_weights=stock.norm_weights if stock else norms,
             sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
         )

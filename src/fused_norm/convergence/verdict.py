@@ -91,8 +91,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "drifts",
         "distance of a parameter at the end, relative to its drift",
-        4,
-        "A last place of each of the two runs; AdamW makes the same step of a small gradient as of a large one.",
+        0.5,
+        "Here a rounding is that of every weight, over the way it went: each step rounds the weights anew.",
     ),
 )
 BY_NAME: Mapping[str, Measure] = {measure.name: measure for measure in MEASURES}
@@ -210,7 +210,7 @@ def _checks(
         for where, value in values.items():
             noise = floors.get(where, 0.0)
             # A norm in fp32 is held to fp32, whatever the model around it computes in.
-            own = stock.roundings.get(where, rounding)
+            own = (stock.grains if measure.name == "drifts" else stock.roundings).get(where, rounding)
             granted = BITS_BAR if measure.name == "bits" else max(measure.floor * own, _LEAST.get(measure.name, 0.0))
             yield Check(measure.name, where, value, noise, measure.multiple * noise + granted)
 
