@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ class Plan:
         settings: of every run.
         mutation_steps: optimizer steps of the runs with planted faults.
         sequences: token ids in training order for a case, (sequences, length), int64.
-        facts: about data, versions and device: a result is used again only where they are equal.
+        facts: about versions, device and processes: a result is used again only where they are equal.
         cpu: stay on the CPU.
     """
 
@@ -69,6 +70,7 @@ class Plan:
                 "settings": {**asdict(self.settings), "options": asdict(self.options(case))},
                 "config": subject.config.to_dict(),
                 "weights": subject.weights,
+                "tokens": hashlib.sha256(self.sequences(case).numpy().tobytes()).hexdigest(),
             }
         )
 
