@@ -82,7 +82,7 @@ def test_help_and_version_do_not_import_torch():
     found = process("-c", textwrap.dedent(code))
     assert found.returncode == 0, found.stderr
     assert fused_norm.__version__ in found.stdout
-    assert all(command in found.stdout for command in ("inspect", "check", "run", "demo", "bench", "env"))
+    assert all(command in found.stdout for command in ("inspect", "check", "converge", "run", "demo", "bench", "env"))
 
 
 @pytest.mark.parametrize("line", ["", "inspekt", "inspect", "env --nope", "check llama --seq 0"])

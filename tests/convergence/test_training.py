@@ -1,11 +1,13 @@
 """A training run repeats exactly, reports what it did, and measures what it says."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from fused_norm.convergence import training
-from fused_norm.convergence.training import TrainingOptions, train
+from fused_norm.convergence.training import TrainingOptions, accelerator_for, train
 from fused_norm.model_configs import build
 
 
@@ -33,6 +35,47 @@ def test_the_first_loss_and_gradient_norm_are_those_of_the_first_batch_before_cl
     assert result.losses[0] == pytest.approx(loss.item(), rel=1e-4)
     assert result.gradient_norms[0] == pytest.approx(norm.item(), rel=1e-3)
     assert norm > 1
+
+
+def test_micro_batches_add_up_to_the_batch():
+    whole, split = (
+        train(build("llama", seed=0), sequences(4), TrainingOptions(steps=1, batch_size=4, accumulation=count))
+        for count in (1, 4)
+    )
+    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert split.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-4)
+    with pytest.raises(ValueError, match="4 sequences cannot be split into 3"):
+        TrainingOptions(steps=1, batch_size=4, accumulation=3)
+
+
+def test_gradients_are_shown_before_they_are_clipped_and_the_model_after_the_last_step():
+    shown, ended = [], []
+    model = build("llama", seed=0)
+    result = train(
+        model,
+        sequences(4),
+        TrainingOptions(steps=2, batch_size=2, max_gradient_norm=1e-3),
+        on_gradients=lambda step, trained: shown.append(
+            (step, torch.stack([parameter.grad.norm() for parameter in trained.parameters()]).norm().item())
+        ),
+        on_end=ended.append,
+    )
+    assert [step for step, _ in shown] == [0, 1]
+    assert [norm for _, norm in shown] == pytest.approx(result.gradient_norms, rel=1e-4)
+    assert len(ended) == 1
+
+
+def test_training_ends_where_a_number_is_not_finite():
+    result = train(build("llama", seed=0), sequences(12), TrainingOptions(steps=6, batch_size=2, learning_rate=1e30))
+    assert len(result.losses) < 6
+    assert not math.isfinite(result.losses[-1] + result.gradient_norms[-1])
+    assert all(map(math.isfinite, result.losses[:-1] + result.gradient_norms[:-1]))
+
+
+def test_the_precision_of_one_run_does_not_stay_for_the_next():
+    on_cpu = not torch.cuda.is_available()
+    assert accelerator_for(mixed=True, cpu=on_cpu).mixed_precision == "bf16"
+    assert accelerator_for(mixed=False, cpu=on_cpu).mixed_precision == "no"
 
 
 def test_the_learning_rate_rises_linearly_from_its_first_share():
