@@ -98,6 +98,18 @@ def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path
     assert third.kept == [False, False]
 
 
+def test_kernels_that_do_not_run_are_noticed():
+    with fused_norm.disabled():
+        (result,) = suite.run(tiny_plan([plan.Case("llama", "bf16", feature="norms")]), None, Silent())
+    assert result.outcome == "invalid"
+    assert "and 4 other norms ran stock code in the fused run" in result.verdict.reasons[0]
+
+
+def test_a_fused_model_may_be_the_stock_model_to_the_last_bit():
+    (result,) = suite.run(tiny_plan([plan.Case("gemma", "bf16", feature="norms")]), None, Silent())
+    assert result.outcome == "green"
+
+
 def test_a_model_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
     build = of_family("gemma", {}).__class__.build
 

@@ -145,8 +145,8 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ({"stock": dataclasses.replace(STOCK, moved={})}, "no norm weight is trained"),
         ({"stock": dataclasses.replace(STOCK, flat=("a", "b"))}, "a and 1 other norm weights started as one number"),
         ({"stock": dataclasses.replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
-        ({"controls": (CONTROL, STOCK)}, "the control 1 run is the stock run to the last bit"),
-        ({"fused": STOCK}, "the fused run is the stock run to the last bit"),
+        ({"controls": (CONTROL, STOCK)}, "control 1 is the stock run to the last bit"),
+        ({"fused": dataclasses.replace(CONTROL, unchanged=NORMS)}, "and 2 other norms ran stock code in the fused run"),
     ],
 )
 def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):

@@ -107,6 +107,7 @@ def replay(
                 dx=snapshot(dx),
                 dw=snapshot(dw[0]) if dw else None,
                 overwritten=unequal(handed, dy.to(y.dtype)),
+                made_by=type(y.grad_fn).__name__,
             ),
         )
 

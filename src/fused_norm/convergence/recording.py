@@ -29,6 +29,7 @@ class NormReplay:
         dx: gradient of the input.
         dw: gradient of the weight; None where there is none.
         overwritten: share of the elements of ``dy`` that its backward changed, though they may be somebody else's.
+        made_by: the autograd node behind ``y``, which tells stock code from other code.
     """
 
     x: Tensor
@@ -37,6 +38,7 @@ class NormReplay:
     dx: Tensor
     dw: Tensor | None
     overwritten: float
+    made_by: str
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Recording:
         bits: share of a norm's outputs that differ at all, where they have 16 bits or another dtype than stock's.
         overwritten: share of the gradient handed to a norm that its backward changed.
         roundings: half an eps of the coarser dtype of a norm's input and output.
+        unchanged: norms that ran the stock norm's code.
         grains: half an eps of a parameter's size over how far it moved: one rounding of each weight, as a drift.
     """
 
@@ -111,6 +114,7 @@ class Recording:
     bits: Mapping[str, float] = field(default_factory=dict)
     overwritten: Mapping[str, float] = field(default_factory=dict)
     roundings: Mapping[str, float] = field(default_factory=dict)
+    unchanged: tuple[str, ...] = ()
     grains: Mapping[str, float] = field(default_factory=dict)
     input_gradients: Mapping[str, float] = field(default_factory=dict)
     weight_gradients: Mapping[str, float] = field(default_factory=dict)
@@ -153,6 +157,7 @@ def record(trace: Trace, stock: Trace) -> Recording:
             path: max(torch.finfo(replay.x.dtype).eps, torch.finfo(replay.y.dtype).eps) / 2
             for path, replay in replays.items()
         },
+        unchanged=tuple(path for path in replays if replays[path].made_by == stock_replays[path].made_by),
         grains={
             name: _ratio(trace.rounding * trace.initial[name].norm().item(), way.norm().item())
             for name, way in drifted.items()

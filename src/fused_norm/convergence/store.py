@@ -138,7 +138,9 @@ def _recording(kept: Mapping[str, Any] | None) -> Recording | None:
     if kept is None:
         return None
     values = {field.name: _numbers(kept[field.name]) for field in fields(Recording)}
-    return Recording(**values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "flat")})
+    return Recording(
+        **values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "flat", "unchanged")}
+    )
 
 
 def plain(value: Any) -> Any:

@@ -187,9 +187,11 @@ def _invalid(stock: Recording, controls: Sequence[Recording], fused: Recording) 
         yield f"{_some(stock.flat)} started as one number throughout, which hides wrong casts"
     if still := [name for name, moved in stock.moved.items() if not moved]:
         yield f"{_some(still)} never moved: take more steps or a higher learning rate"
-    for name, run in (("fused", fused), *((f"control {index}", run) for index, run in enumerate(controls))):
-        if _is_identical(run, stock):
-            yield f"the {name} run is the stock run to the last bit: what should differ in it did not run"
+    if fused.unchanged:
+        yield f"{_some(fused.unchanged, 'norms')} ran stock code in the fused run"
+    for index, control in enumerate(controls):
+        if _is_identical(control, stock):
+            yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
 
 
 def _is_identical(run: Recording, stock: Recording) -> bool:
@@ -297,5 +299,5 @@ def _layer(where: str) -> str:
     return match[0] if match else where
 
 
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other norm weights"
+def _some(names: Sequence[str], what: str = "norm weights") -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other {what}"
