@@ -1,5 +1,5 @@
 # `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
-# PYTHON=/path/to/python3 picks the interpreter, DEMO="--steps 50" hands options to the demo, TESTS="-k qk" to pytest.
+# PYTHON=/path/to/python3 picks the interpreter, DEMO="--steps 50" hands options to the demo (CONVERGE likewise), TESTS="-k qk" to pytest.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -15,13 +15,16 @@ READY := $(VENV)/.ready
 PYTEST := -m pytest -n 2
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint format matrix clean
+.PHONY: help demo converge test lint format matrix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 demo: $(READY) ## train stock and fused twins on real text and compare them; the picture lands in build/demo
 	$(BIN)/fused-norm demo --out build/demo $(DEMO)
+
+converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge
+	$(BIN)/fused-norm converge --out build/converge $(CONVERGE)
 
 test: $(READY) ## run the tests
 	$(BIN)/python $(PYTEST) $(TESTS)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..patcher import Site
 from ..spec import NormSpec
+from .plan import NORM_KINDS
 from .training import TrainingOptions
 
 
@@ -31,7 +32,7 @@ def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None
     """
     generator = torch.Generator().manual_seed(seed)
     for site in sites:
-        if site.kind != "residual" and site.spec is not None:
+        if site.kind in NORM_KINDS and site.spec is not None:
             norm: Any = model.get_submodule(site.path)
             norm.forward = _Reordered(norm, site.spec, generator)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patcher import Site
+from .plan import NORM_KINDS
 
 SOUND = "none"
 """In place of a mutation's name: the fused twin as it is, for as many steps as those with faults. It must be green."""
@@ -89,7 +90,7 @@ def site_for(mutation: Mutation, fused: Iterable[Site], seen: Mapping[str, Seen]
         fused: sites of the model it goes to.
         seen: what the stock run showed of each norm, by path.
     """
-    kinds = ("residual",) if mutation.kind == "residual" else ("norm", "qk")
+    kinds = ("residual",) if mutation.kind == "residual" else NORM_KINDS
     paths = [site.path for site in fused if site.kind in kinds and mutation.shows(seen[site.path])]
     inside = [path for path in paths if any(part.isdigit() for part in path.split("."))]
     candidates = inside or paths

@@ -48,6 +48,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """What is fused: options of ``apply_fused_norm``."""
 
+NORM_KINDS = ("norm", "qk")
+"""The kinds of sites that are norms, and can be called on their own."""
+
 EXECUTIONS = ("eager", "compile", "checkpointing", "lora")
 """How a step runs. ``lora`` trains adapters on every linear layer, and the norms beside them."""
 

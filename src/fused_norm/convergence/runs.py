@@ -14,7 +14,7 @@ from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
 from . import controls
 from .mutations import MUTATIONS, SOUND, Planted, Seen, planted, site_for
-from .plan import FEATURES, PRECISIONS, Case, Settings
+from .plan import FEATURES, NORM_KINDS, PRECISIONS, Case, Settings
 from .probe import probe, replay
 from .recording import Trace, snapshot, trained_parameters
 from .subject import Subject, prepare
@@ -68,7 +68,7 @@ class Bench:
             sites: all that can be fused, whose norms are listened to.
             on_step: called after each step with its index and loss.
         """
-        listened = [site.path for site in sites if site.kind != "residual"]
+        listened = [site.path for site in sites if site.kind in NORM_KINDS]
         return self._run(_as_it_is, self.sequences, self.options, listened, None, on_step)
 
     def control(self, index: int, sites: Sequence[Site], stock: Trace, *, on_step: OnStep | None = None) -> Trace:
@@ -129,7 +129,7 @@ class Bench:
         tokens = self.sequences[: self.options.batch_size // self.options.accumulation].to(device)
         with twist(model) as changed:
             seen = probe(model, tokens, listened, mixed=precision.mixed)
-            paths = listened if stock is None else [site.path for site in changed if site.kind != "residual"]
+            paths = listened if stock is None else [site.path for site in changed if site.kind in NORM_KINDS]
             heard = _heard(stock, paths, device) if stock else seen.norms
             replays = dict(replay(model, heard, mixed=precision.mixed))
             model = prepare(model, self.case, self.settings.compile_backend)
