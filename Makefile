@@ -1,5 +1,6 @@
 # `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
-# PYTHON=/path/to/python3 picks the interpreter, DEMO="--steps 50" hands options to the demo (CONVERGE likewise), TESTS="-k qk" to pytest.
+# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --mutations" and TESTS="-k qk" hand
+# options to the demo, to the convergence suite and to pytest.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
