@@ -4,7 +4,8 @@ A fused run may leave its stock run by ``multiple`` times what the worst control
 granted besides, because a control can be lucky. Both are measured, in 105 comparisons (seven families, three
 precisions, five seeds; 10,000 numbers; Triton's interpreter): no number was off by more than 2.9 times the worst of
 four controls, nor by more than 1.4 times once the floor is taken off. Of the 420 controls, held in turn to the other
-three as if they were fused, one was red, of a Qwen3-MoE: a router decides near ties one way or the other.
+three as if they were fused, one was red, of a Qwen3-MoE: a router decides near ties one way or the other. Of 115
+planted faults the mildest, a wrong cast, was off by 24 times its bound.
 """
 
 from __future__ import annotations
