@@ -10,7 +10,17 @@ from . import svg
 from .mutations import MUTATIONS, SOUND
 from .report import HEADS, exit_code, summary
 from .store import Result
-from .verdict import BITS_BAR, FIRST_STEPS, FIRST_STEPS_BAR, MEASURES, MULTIPLE, Check, loss_band, relative_gaps
+from .verdict import (
+    BITS_BAR,
+    FIRST_STEPS,
+    FIRST_STEPS_BAR,
+    MEASURES,
+    MULTIPLE,
+    Check,
+    loss_band,
+    relative_gaps,
+    what_is,
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #66707a; --paper: #fcfcfb; --card: #fff; --rule: #e2e5e8;
@@ -99,11 +109,11 @@ def _troubles(results: Iterable[Result]) -> str:
 def _shares(sound: Sequence[Result]) -> str:
     if not sound:
         return ""
-    heads = "".join(f'<th title="{escape(measure.what)}">{HEADS[measure.name]}</th>' for measure in MEASURES)
+    heads = "".join(f'<th title="{escape(what_is(name))}">{head}</th>' for name, head in HEADS.items())
     rows = []
     for result in sound:
         verdict = result.verdict
-        cells = "".join(_share(verdict.worst(measure.name)) for measure in MEASURES)
+        cells = "".join(_share(verdict.worst(name)) for name in HEADS)
         outcome = f'<td class="{result.outcome}">{result.outcome}</td>'
         rows.append(f"<tr><td>{escape(result.case.name)}</td>{outcome}{cells}</tr>")
     return (

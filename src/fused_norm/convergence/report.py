@@ -10,9 +10,10 @@ from typing import Any
 
 from .mutations import MUTATIONS, SOUND
 from .store import FAILED, Result, plain, to_json
-from .verdict import MEASURES, Verdict
+from .verdict import Verdict
 
 HEADS = {
+    "first_losses": "first loss",
     "outputs": "layers",
     "norm_outputs": "norms",
     "bits": "bits",
@@ -66,7 +67,7 @@ def _sound_table(results: Iterable[Result]) -> str:
 
 
 def _shares(verdict: Verdict) -> list[str]:
-    worst = (verdict.worst(measure.name) for measure in MEASURES)
+    worst = (verdict.worst(name) for name in HEADS)
     return ["-" if check is None else f"{check.share:.2f}" if check.share < 100 else ">99" for check in worst]
 
 

@@ -260,14 +260,18 @@ def loss_band(stock: Recording, controls: Sequence[Recording]) -> list[float]:
     return [max(each) for each in zip(*gaps, strict=True)]
 
 
+def what_is(measure: str) -> str:
+    """What a check's measure is, in words."""
+    return BY_NAME[measure].what if measure in BY_NAME else f"largest relative gap of the first {FIRST_STEPS} losses"
+
+
 def _in_words(failed: Sequence[Check]) -> Iterator[str]:
     for measure in dict.fromkeys(check.measure for check in failed):
         mine = [check for check in failed if check.measure == measure]
         worst = max(mine, key=lambda check: check.share)
-        what = BY_NAME[measure].what if measure in BY_NAME else "largest relative gap of the first losses in fp32"
         more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
         where = f" at {worst.where}{more}" if worst.where else ""
-        yield f"{what}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
+        yield f"{what_is(measure)}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
 
 
 def _divergence(failed: Sequence[Check], outputs: list[str]) -> str | None:
