@@ -25,6 +25,7 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         ),
         (["--config", "{}/nothing"], "no config can be read from"),
         (["--config", "t5"], "is no causal language model (t5)"),
+        (["llama", "--config", "llama"], "two models are called llama"),
         (["llama", "--out", "{}/short.txt/below"], "results cannot be written to"),
     ],
 )

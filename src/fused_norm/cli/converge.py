@@ -91,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
             results.append(result)
     except KeyboardInterrupt:
         stopped = True
+    except OSError as error:
+        raise UsageError(
+            f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
+        ) from error
     if first:
         _write(args.out, results, whole)
         say(f"\n{report.table(results)}\n\n{report.summary(results)}")
@@ -125,9 +129,12 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
     families = args.family or ([] if args.config else list(FAMILIES))
     subjects = [subject.of_family(name, tier.settings.overrides) for name in families]
     subjects += [_own(name) for name in args.config]
+    names = [each.name for each in subjects]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two models are called {twice[0]}; rename one of their folders or files")
     cases = plan.cases(
         tier,
-        [each.name for each in subjects],
+        names,
         precisions=args.dtype,
         features=args.feature,
         executions=args.axis,
