@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from transformers import GPT2Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from fused_norm.cli import main
 from fused_norm.convergence import suite
-from fused_norm.model_configs import build
+from fused_norm.model_configs import build, tiny_config
 
 QUICK = ("--steps", "2", "--dtype", "fp32")
 
@@ -69,6 +72,20 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
     (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
     assert row["name"] == "mine.fp32.eager.all.seed0"
     assert row["fused"]["sites"] == {"norm": 5, "qk": 0, "residual": 2}
+
+
+def test_a_checkpoints_own_tokenizer_makes_the_tokens(tmp_path, capsys):
+    words = {word: index for index, word in enumerate(["?", *"the quick brown fox jumps over a lazy dog".split()])}
+    made = Tokenizer(WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "mine")
+    build(tiny_config("llama", vocab_size=12), seed=0).save_pretrained(tmp_path / "mine")
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog\n" * 60)
+    arguments = ["converge", "--config", str(tmp_path / "mine"), "--data", str(text), "--out", str(tmp_path), *QUICK]
+    assert main(arguments) == 0
+    assert main([*arguments, "--tokenizer", "bytes"]) == 2
+    assert "mine has 12 tokens, too few for bytes" in capsys.readouterr().err
 
 
 def test_unit_weights_are_no_test(tmp_path, capsys):
