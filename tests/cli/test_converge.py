@@ -75,13 +75,13 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
 
 
 def test_a_checkpoints_own_tokenizer_makes_the_tokens(tmp_path, capsys):
-    words = {word: index for index, word in enumerate(["?", *"the quick brown fox jumps over a lazy dog".split()])}
-    made = Tokenizer(WordLevel(words, unk_token="?"))
+    words = ["?", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
     made.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "mine")
     build(tiny_config("llama", vocab_size=12), seed=0).save_pretrained(tmp_path / "mine")
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over a lazy dog\n" * 60)
+    text.write_text(" ".join(words[1:]) * 60)
     arguments = ["converge", "--config", str(tmp_path / "mine"), "--data", str(text), "--out", str(tmp_path), *QUICK]
     assert main(arguments) == 0
     assert main([*arguments, "--tokenizer", "bytes"]) == 2
