@@ -35,7 +35,7 @@ def test_an_axis_that_is_named_is_taken_in_full():
 
 def test_a_model_without_qk_norms_runs_no_feature_twice():
     assert set(plan.features_of("qwen3")) == set(plan.FEATURES)
-    assert plan.features_of("llama") == ["all", "norms"]
+    assert plan.features_of("llama") == ["all", "norms", "norms+residual"]
 
 
 def test_features_are_options_of_the_patcher():

@@ -54,16 +54,16 @@ def results_in(folder):
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
-def test_the_quick_tier_is_green_and_catches_every_fault(family, tmp_path):
-    arguments = ["converge", family, "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    assert main([*arguments, "--dtype", "bf16", "--mutations"]) == 0
+def test_the_quick_tier_is_green(family, tmp_path):
+    assert main(["converge", family, "--out", str(tmp_path)]) == 0
+    assert {row["outcome"] for row in results_in(tmp_path).values()} == {"green"}
+
+
+def test_every_fault_in_a_model_with_every_kind_of_site_is_caught_where_it_was_planted(tmp_path):
+    assert main(["converge", "gemma3_text", "--out", str(tmp_path), "--dtype", "bf16", "--mutations"]) == 0
     rows = results_in(tmp_path)
     for name in MUTATIONS:
-        row = rows[f"{family}.bf16.eager.all.seed0.{name}"]
-        if (family, name) == ("gemma", "eps"):  # it scales its embeddings, so eps vanishes in their rounding
-            assert row["outcome"] == "hidden"
-            continue
+        row = rows[f"gemma3_text.bf16.eager.all.seed0.{name}"]
         assert row["outcome"] == "caught"
         layer = re.match(r".*\.\d+(?=\.)", row["planted"][0])[0]
         assert row["divergence"].startswith(f"{layer}, ")

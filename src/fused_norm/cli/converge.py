@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..convergence.suite import Plan
 
 _PRECISIONS = ("fp32", "mixed", "bf16")
-_FEATURES = ("norms", "norms+qk", "norms+residual", "all")
+_FEATURES = ("norms", "norms+qk", "norms+rope", "norms+residual", "all")
 _EXECUTIONS = ("eager", "compile", "checkpointing", "lora")
 
 

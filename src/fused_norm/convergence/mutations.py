@@ -1,4 +1,4 @@
-"""Faults planted in a fused model, one norm at a time, to see that the verdict turns red.
+"""Faults planted in a fused model, in one place at a time, to see that the verdict turns red.
 
 Each stands for a mistake that kernels or patchers have made. A fault that nothing calls is no test, so each counts how
 often it was run.
@@ -7,6 +7,7 @@ often it was run.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patcher import Site
+from ..spec import Kind
 from .plan import NORM_KINDS
 
 SOUND = "none"
@@ -27,7 +29,7 @@ class Planted:
     """A fault in place.
 
     Attributes:
-        path: of the norm that has it.
+        path: of the norm, or of the attention, that has it.
         runs: how often it has had its effect.
     """
 
@@ -57,25 +59,25 @@ class Mutation:
     Attributes:
         name: its key in ``MUTATIONS``.
         what: is wrong, in words.
-        plant: puts it into one norm and returns what takes it out again.
+        plant: puts it into a model, at the module with this path, and returns what takes it out again.
         shows: whether it changes a single number in such a norm.
         hidden: why not, in words.
-        kind: ``residual`` for a fault of residual adds, ``norm`` for one that any norm can have.
+        kind: of the sites that can have it; ``norm`` for one that any norm can have, of queries and keys too.
     """
 
     name: str
     what: str
-    plant: Callable[[Any, Planted], Callable[[], None]]
+    plant: Callable[[nn.Module, Planted], Callable[[], None]]
     shows: Callable[[Seen], bool] = lambda seen: True
     hidden: str = ""
-    kind: str = "norm"
+    kind: Kind = "norm"
 
 
 @contextlib.contextmanager
 def planted(mutation: Mutation, model: nn.Module, path: str) -> Iterator[Planted]:
-    """The fault is in the norm at ``path`` inside the ``with``, and gone afterwards."""
+    """The fault is in the module at ``path`` inside the ``with``, and gone afterwards."""
     state = Planted(path)
-    remove = mutation.plant(model.get_submodule(path), state)
+    remove = mutation.plant(model, state)
     try:
         yield state
     finally:
@@ -83,22 +85,25 @@ def planted(mutation: Mutation, model: nn.Module, path: str) -> Iterator[Planted
 
 
 def site_for(mutation: Mutation, fused: Iterable[Site], seen: Mapping[str, Seen]) -> str | None:
-    """Where to plant a fault: the last fused norm in the layers that can show it; None where none can.
+    """Where to plant a fault: the last fused site in the layers that can show it; None where none can.
 
     Args:
         mutation: the fault.
         fused: sites of the model it goes to.
         seen: what the stock run showed of each norm, by path.
     """
-    kinds = ("residual",) if mutation.kind == "residual" else NORM_KINDS
-    paths = [site.path for site in fused if site.kind in kinds and mutation.shows(seen[site.path])]
+    if mutation.kind == "norm":
+        paths = [site.path for site in fused if site.kind in NORM_KINDS and mutation.shows(seen[site.path])]
+    else:
+        paths = [site.path for site in fused if site.kind == mutation.kind]
     inside = [path for path in paths if any(part.isdigit() for part in path.split("."))]
     candidates = inside or paths
     return candidates[-1] if candidates else None
 
 
-def _wrong_spec(**changes: Any) -> Callable[[Any, Planted], Callable[[], None]]:
-    def plant(norm: Any, state: Planted) -> Callable[[], None]:
+def _wrong_spec(**changes: Any) -> Callable[[nn.Module, Planted], Callable[[], None]]:
+    def plant(model: nn.Module, state: Planted) -> Callable[[], None]:
+        norm: Any = model.get_submodule(state.path)
         spec = norm.fused_norm_spec
         made = {name: change(spec) for name, change in changes.items()}
         # On the instance: the class is shared by all norms of its kind.
@@ -108,24 +113,37 @@ def _wrong_spec(**changes: Any) -> Callable[[Any, Planted], Callable[[], None]]:
     return plant
 
 
-def _wrong_eps(norm: Any, state: Planted) -> Callable[[], None]:
+def _wrong_eps(model: nn.Module, state: Planted) -> Callable[[], None]:
+    norm: Any = model.get_submodule(state.path)
     name, eps = norm.fused_norm_eps_name, norm.fused_norm_spec.eps
     setattr(norm, name, 10 * eps)
     return _undo_all(_count_calls(norm, state), lambda: setattr(norm, name, eps))
 
 
-def _dropped_residual(norm: Any, state: Planted) -> Callable[[], None]:
-    def drop(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(arguments) > 1:
+def _dropped_residual(model: nn.Module, state: Planted) -> Callable[[], None]:
+    dropped_at = model.get_submodule(state.path)
+
+    def drop(add: Callable[..., Any], norm: nn.Module, residual: Tensor, *arguments: Any, **named: Any) -> Any:
+        if norm is dropped_at:
             state.runs += 1
-            x, residual, *rest = arguments
-            return (x, torch.zeros_like(residual), *rest), named
-        return arguments, named
+            residual = torch.zeros_like(residual)
+        return add(norm, residual, *arguments, **named)
 
-    return _wrap_forward(norm, before=drop)
+    # Whichever layer it is that adds: the one that has the norm, or the one before.
+    blocks = [module for module in model.modules() if hasattr(module, "fused_norm_add")]
+    return _undo_all(*(_wrap(block, "fused_norm_add", drop) for block in blocks))
 
 
-def _gradient_in_place(norm: Any, state: Planted) -> Callable[[], None]:
+def _wrong_rotation(model: nn.Module, state: Planted) -> Callable[[], None]:
+    def reverse(rotated: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        state.runs += 1
+        *others, sin = arguments
+        return rotated(*others, -sin, **named)
+
+    return _wrap(model.get_submodule(state.path), "fused_norm_rotated", reverse)
+
+
+def _gradient_in_place(model: nn.Module, state: Planted) -> Callable[[], None]:
     class WriteOver(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -138,10 +156,18 @@ def _gradient_in_place(norm: Any, state: Planted) -> Callable[[], None]:
             dy.mul_(0.5)  # the kernel has written its own result where somebody else's gradient was
             return correct
 
-    return _wrap_forward(norm, after=WriteOver.apply)
+    def write_over(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        result = forward(*arguments, **named)
+        if isinstance(result, tuple):
+            return WriteOver.apply(result[0]), *result[1:]
+        return WriteOver.apply(result)
+
+    return _wrap(model.get_submodule(state.path), "forward", write_over)
 
 
-def _frozen_dw(norm: Any, state: Planted) -> Callable[[], None]:
+def _frozen_dw(model: nn.Module, state: Planted) -> Callable[[], None]:
+    norm: Any = model.get_submodule(state.path)
+
     def freeze(gradient: Tensor) -> Tensor:
         state.runs += 1
         return torch.zeros_like(gradient)
@@ -149,27 +175,18 @@ def _frozen_dw(norm: Any, state: Planted) -> Callable[[], None]:
     return norm.weight.register_hook(freeze).remove
 
 
-def _wrap_forward(norm: Any, *, before: Any = None, after: Any = None) -> Callable[[], None]:
-    forward = norm.forward
-
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        if before is not None:
-            arguments, named = before(arguments, named)
-        result = forward(*arguments, **named)
-        if after is None:
-            return result
-        return (after(result[0]), *result[1:]) if isinstance(result, tuple) else after(result)
-
-    norm.forward = wrapped
-    return lambda: vars(norm).pop("forward")
+def _wrap(module: nn.Module, method: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Puts ``around(method, ...)`` in the method's place, on the instance."""
+    vars(module)[method] = functools.partial(around, getattr(module, method))
+    return lambda: vars(module).__delitem__(method)
 
 
-def _count_calls(norm: Any, state: Planted) -> Callable[[], None]:
-    def count(result: Any) -> Any:
+def _count_calls(norm: nn.Module, state: Planted) -> Callable[[], None]:
+    def count(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         state.runs += 1
-        return result
+        return forward(*arguments, **named)
 
-    return _wrap_forward(norm, after=count)
+    return _wrap(norm, "forward", count)
 
 
 def _undo_all(*undo: Callable[[], Any]) -> Callable[[], None]:
@@ -197,6 +214,7 @@ MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
                 _wrong_spec(zero_centered=lambda spec: not spec.zero_centered),
             ),
             Mutation("residual", "the residual never arrives in the sum", _dropped_residual, kind="residual"),
+            Mutation("rotation", "queries and keys are rotated the wrong way", _wrong_rotation, kind="rope"),
             Mutation(
                 "in-place",
                 "backward writes into the gradient it was handed, which belongs to others too",

@@ -41,8 +41,9 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "norms": {"qk": False, "residual": False},
-        "norms+qk": {"residual": False},
-        "norms+residual": {"qk": False},
+        "norms+qk": {"rope": False, "residual": False},
+        "norms+rope": {"residual": False},
+        "norms+residual": {"qk": False, "sandwich": False, "across": False},
         "all": {},
     }
 )
@@ -216,7 +217,8 @@ def features_of(model: str) -> list[str]:
     has_qk = model not in FAMILIES or "qk" in FAMILIES[model].sites_per_layer
     distinct: dict[frozenset[tuple[str, bool]], str] = {}
     for feature in ("all", *FEATURES):
-        options = frozenset((key, value) for key, value in FEATURES[feature].items() if has_qk or key != "qk")
+        choices = FEATURES[feature].items()
+        options = frozenset((key, value) for key, value in choices if has_qk or key not in ("qk", "rope"))
         distinct.setdefault(options, feature)
     return list(distinct.values())
 

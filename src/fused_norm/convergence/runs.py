@@ -187,7 +187,7 @@ def _seen(stock: Trace, sites: Sequence[Site]) -> dict[str, Seen]:
             eps=site.spec.eps,
         )
         for site in sites
-        if site.spec is not None
+        if site.spec is not None and site.kind in NORM_KINDS
     }
 
 

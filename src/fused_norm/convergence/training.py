@@ -214,7 +214,10 @@ class _GpuPeak:
 
 
 class _SavedForBackward:
-    """The bytes that autograd keeps between forward and backward, parameters left out, each storage counted once."""
+    """The bytes that autograd keeps between forward and backward, parameters left out, each storage counted once.
+
+    Counted in the first forward alone: a hook on saved tensors keeps a layer's last add apart from the next norm.
+    """
 
     measure = "tensors kept for the backward pass"
 
@@ -223,9 +226,14 @@ class _SavedForBackward:
         shards = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
         self._parameters = {shard.untyped_storage().data_ptr() for shard in shards}
         self._sizes: dict[int, int] = {}
+        self._forwards = 0
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
+        self._forwards += 1
+        if self._forwards > 1:
+            yield
+            return
         # What is kept stays alive until the backward, so no two of these storages share an address.
         with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
             yield
