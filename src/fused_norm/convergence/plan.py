@@ -158,7 +158,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
                     "head_dim": 64,
                 },
             ),
-            mutation_steps=8,
+            mutation_steps=20,
             wide=("qwen3", "gemma3_text"),
             features_in=("fp32", "mixed", "bf16"),
             # Compiling takes longer than everything else.
