@@ -29,12 +29,12 @@ def comparison(fused):
 
 
 def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
-    assert demo.run(arguments("--family", "gemma3_text", "--steps", 2, "--out", tmp_path / "new" / "folder")) == 0
+    assert demo.run(arguments("--family", "qwen3", "--steps", 2, "--out", tmp_path / "new" / "folder")) == 0
     out = capsys.readouterr().out
     assert "device: " in out
     assert "Python's standard library; 2 steps of" in out
     layers = (demo.GPU if torch.cuda.is_available() else demo.CPU).overrides.get("num_hidden_layers")
-    for kind, count in FAMILIES["gemma3_text"].sites(layers).items():
+    for kind, count in FAMILIES["qwen3"].sites(layers).items():
         assert f"{count} {kind}" in out
     for word in ("loss", "largest gap", "bound", "step time", "memory", "passed"):
         assert word in out
