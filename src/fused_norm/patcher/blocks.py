@@ -125,7 +125,7 @@ class FusedBlock(nn.Module):
         if reason is None:
             return norm
         if reason:
-            explain(self.fused_norm_origin, f"the add at its end is apart from the next norm, {reason}")
+            explain(self.fused_norm_origin, reason, "makes the add at its end apart from the next norm")
         return None
 
 

@@ -176,8 +176,8 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def explain(origin: type[nn.Module], reason: str) -> None:
-    """Says once per class and reason why stock code ran in place of kernels."""
+def explain(origin: type[nn.Module], reason: str, what: str = "runs its stock code") -> None:
+    """Says once per class and reason why a module does something else than it was patched for."""
     if not torch.compiler.is_compiling() and (origin, reason) not in _explained:
         _explained.add((origin, reason))
-        logger.warning("%s runs its stock code: %s", origin.__name__, reason)
+        logger.warning("%s %s: %s", origin.__name__, what, reason)
