@@ -60,7 +60,7 @@ class Scale:
     dtype: str
 
 
-CPU = Scale(overrides={}, length=64, batch_size=4, steps=40, learning_rate=1e-3, dtype="float32")
+CPU = Scale(overrides={}, length=64, batch_size=2, steps=40, learning_rate=1e-3, dtype="float32")
 GPU = Scale(
     overrides={
         "hidden_size": 1024,
