@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as rotate_part
 
 from fused_norm.kernels import qk_kernels, qk_norm, qk_norm_rope
+from fused_norm.kernels.launch import Launch
 from fused_norm.kernels.plans import Device, HeadsTile, heads_backward_plan, heads_forward_plan, next_power_of_2
 from fused_norm.kernels.triton_utils import empty_rows_like
 
@@ -638,3 +639,25 @@ BAD = {
 def test_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"^qk_norm(_rope)?: .*{says}"):
         call()
+
+
+def test_a_launch_never_serves_arguments_of_other_dtypes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared for one dtype would write another's bytes, so each ``Launch`` must see the same ones always."""
+    seen: dict[Launch, tuple[object, ...]] = {}
+    launch = Launch.__call__
+
+    def checked(self: Launch, grid: object, tensors: tuple[Tensor | None, ...], *rest: object) -> None:
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+        assert seen.setdefault(self, dtypes) == dtypes, self.name
+        launch(self, grid, tensors, *rest)
+
+    monkeypatch.setattr(Launch, "__call__", checked)
+    monkeypatch.setattr(qk_kernels, "SMALL", 0)  # dw is summed by a launch of its own
+    qk_kernels._backwards.clear()
+    for weight_dtype in (BF16, FP32, FP16):
+        q, k = (torch.randn(1, heads, 3, 8, device=device).to(BF16).requires_grad_() for heads in (2, 1))
+        weights = [torch.randn(8, device=device).to(weight_dtype).requires_grad_() for _ in range(2)]
+        for outputs in (slice(2), slice(1), slice(1, 2)):
+            parts = qk_norm(q, k, *weights, casting="gemma")[outputs]
+            torch.autograd.backward(parts, [torch.randn_like(part) for part in parts])
+    qk_kernels._backwards.clear()

@@ -788,7 +788,7 @@ def _plan_backward(
             rows = next_power_of_2(plan.programs)
             constants = {"N": width, "ROWS": rows, "BLOCK": SHARE_COLUMNS}
             warps = device.warps(max(1, min(16, rows // 64)))
-            summing = _launch_of(_sum_qk_shares_kernel, (*gradients, *needed[2:]), warps, constants)
+            summing = _launch_of(_sum_qk_shares_kernel, (*inputs[2:4], *needed[2:]), warps, constants)
     constants = _constants(plan, inputs, layouts, casting, zero_centered)
     whole = next_power_of_2(width)
     constants |= {"STAGES": plan.stages, "SHARE_ROWS": max(1, 8192 // whole), "WHOLE": whole}
