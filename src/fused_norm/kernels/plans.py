@@ -181,8 +181,8 @@ def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
         # At 32768x4096 5 % faster than with the weight kept in registers; at 8192x4096 the same.
         return BackwardPlan(1, block, device.warps(4), stages=3, programs=2 * sms, reload=not summed)
     if block == 8192 and width <= 6144 and not summed:
-        # Two pieces leave room for a second program: at 8192x5120 and x5376 7 % faster than a piece of 8192, at x6144
-        # 1 %. With a residual's gradient there is enough in flight without.
+        # Two pieces leave room for a second program: 8 % faster than a piece of 8192 at 8192x5120, 7 % at x5376, the
+        # same at x6144. With a residual's gradient there is enough in flight without.
         tail, warps = (1024, 4) if width <= 5120 else (2048, 8)
         return BackwardPlan(1, 4096, device.warps(warps), stages=3, programs=2 * sms, reload=True, tail=tail)
     if block == 8192:
@@ -201,7 +201,7 @@ def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
     if plan.block < 2048:
         return plan
     # 32 elements a lane: .95 of a copy's bandwidth at 1152 wide, .91 at 2560, .93 at 3840, .94 at 5376; with half as
-    # many .90 at 1152 and .89 at 2560.
+    # many .94 at 1152, .89 at 2560 and .94 at 3840.
     return replace(plan, warps=device.warps(min(plan.block // 1024, 32)))
 
 
@@ -211,11 +211,12 @@ def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = 
     block = next_power_of_2(width)
     sms = device.processors
     if block <= 2048:
-        # 4096 elements, the weights read again: .94 of a copy's bandwidth at 1152 wide, half a tile .75 to .90.
+        # 4096 elements, the weights read again: .94 of a copy's bandwidth at 1152 wide, half a tile .75 to .91. Rows of
+        # 1024 and less were not measured, and get as many elements; compiled for sm_90 they spill up to 44 bytes.
         plan = BackwardPlan(4096 // max(block, 64), block, device.warps(4), stages=3, programs=2 * sms, reload=True)
     elif block == 4096 and column_bytes <= 12:
         # Two accumulators and 32 elements a lane, 250 registers. From 3840 wide on one program keeps enough in flight
-        # and has room for the weights: .94, with a second one .84. At 2560 two make .88.
+        # and has room for the weights: .94, two of eight warps .84. At 2560 two of four make .88.
         narrow = width <= 3072
         plan = BackwardPlan(1, block, device.warps(4), stages=3, programs=(1 + narrow) * sms, reload=narrow)
     else:
@@ -266,8 +267,8 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
     ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do.
     """
     block, padded = _pieces(width, rotary)
-    # 16 elements a lane in 2 warps are 2 % faster than in 4, at 128 wide. With RoPE eight rows share a token's cos and
-    # sin in cache: .92 of a copy's bandwidth at 128 wide, .89 at 256, where tiles of 4096 elements make .86 and .84.
+    # 16 elements a lane, in 2 warps up to 2 % faster than in 4. With RoPE eight rows share a token's cos and sin in
+    # cache: .92 of a copy's bandwidth at 128 wide, .89 at 256; tiles of 4096 elements in 8 warps made .86 and .84.
     elements = min(max(1024, 8 * padded), 2048) if rotary else 1024
     warps = device.warps(2 if padded <= 1024 else 4 if padded <= 4096 else 16)
     q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))

@@ -16,6 +16,7 @@ from ..kernels.norm_add import norm_add_unchecked as norm_add
 from ..kernels.norm_add_norm import norm_add_norm_unchecked as norm_add_norm
 from ..kernels.qk_norm import qk_norm_rope_unchecked as qk_norm_rope
 from ..kernels.qk_norm import qk_norm_unchecked as qk_norm
+from ..spec import NormSpec
 from .ahead import leave, saved_tensors_are_hooked
 from .rewrite import Rewrite
 from .rotation import Rotation
@@ -80,10 +81,11 @@ class FusedBlock(nn.Module):
         """The norms of q and k, where they wait for it."""
         if not free:
             return q, k
-        if _heads_obstacle(q_norm, k_norm, q, k) is not None:
+        weights, spec = (weight_of(q_norm), weight_of(k_norm)), q_norm.fused_norm_spec
+        if _heads_obstacle(q, k, *weights, spec) is not None:
             return q_norm(q), k_norm(k)
-        spec, eps = q_norm.fused_norm_spec, getattr(q_norm, q_norm.fused_norm_eps_name)
-        return qk_norm(q, k, weight_of(q_norm), weight_of(k_norm), eps, spec.casting, spec.zero_centered)
+        eps = getattr(q_norm, q_norm.fused_norm_eps_name)
+        return qk_norm(q, k, *weights, eps, spec.casting, spec.zero_centered)
 
     def fused_norm_rotated(
         self, free: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
@@ -91,19 +93,15 @@ class FusedBlock(nn.Module):
         """``rotate(q_norm(q), k_norm(k), cos, sin)``; where not ``free``, q and k are normed already."""
         if not free:
             return rotate(q, k, cos, sin, **named)
-        if _heads_obstacle(q_norm, k_norm, q, k) is not None:
+        weights, spec = (weight_of(q_norm), weight_of(k_norm)), q_norm.fused_norm_spec
+        if _heads_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
+        eps = getattr(q_norm, q_norm.fused_norm_eps_name)
         heads_dim = named.get("unsqueeze_dim", 1)
-        weights = weight_of(q_norm), weight_of(k_norm)
-        dtypes = {q.dtype if weight is None else torch.promote_types(q.dtype, weight.dtype) for weight in weights}
-        if not any(
-            rotation.function is rotate and _rotates(rotation, {q.dtype, *dtypes}, q, k, cos, sin, heads_dim)
-            for rotation in self.fused_norm_rotations
-        ):
-            q, k = self.fused_norm_heads(free, q_norm, k_norm, q, k)
-            return rotate(q, k, cos, sin, **named)
-        spec, eps = q_norm.fused_norm_spec, getattr(q_norm, q_norm.fused_norm_eps_name)
-        return qk_norm_rope(q, k, *weights, cos, sin, eps, spec.casting, spec.zero_centered, heads_dim)
+        for rotation in self.fused_norm_rotations:
+            if rotation.function is rotate and _rotates(rotation, q, k, *weights, cos, sin, heads_dim):
+                return qk_norm_rope(q, k, *weights, cos, sin, eps, spec.casting, spec.zero_centered, heads_dim)
+        return rotate(*qk_norm(q, k, *weights, eps, spec.casting, spec.zero_centered), cos, sin, **named)
 
     def _norm_after(self, branch: Any, residual: Any) -> FusedNorm | None:
         """The norm that takes this layer's output, where it can be made here."""
@@ -139,33 +137,49 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     return norm_add_norm(x, residual, inner_weight, weight, eps, spec.casting, spec.zero_centered)
 
 
-def _heads_obstacle(q_norm: FusedNorm, k_norm: FusedNorm, q: Any, k: Any) -> str | None:
-    reason = obstacle(q, weight_of(q_norm), None, q_norm.fused_norm_spec)
+def _heads_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
+    reason = obstacle(q, q_weight, None, spec)
     if reason is None:
-        reason = obstacle(k, weight_of(k_norm), None, k_norm.fused_norm_spec)
+        reason = obstacle(k, k_weight, None, spec)
     if reason is None and (q.dtype != k.dtype or q.shape[-1] != k.shape[-1] or q.device != k.device):
         reason = "q and k differ in dtype, width or device"
     return reason
 
 
 def _rotates(
-    rotation: Rotation, dtypes: set[torch.dtype], q: Tensor, k: Tensor, cos: Any, sin: Any, heads_dim: Any
+    rotation: Rotation,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Any,
+    sin: Any,
+    heads_dim: Any,
 ) -> bool:
-    """Whether the kernel makes of these what the rotation would; ``dtypes`` are those that it may be given."""
+    """Whether the kernel makes of these what the rotation would, in the dtype of q or what a weight makes of it."""
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return False
-    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or heads_dim not in (1, 2) or cos.shape != sin.shape:
+    shape, k_shape, cos_shape, dtype, cos_dtype = q.shape, k.shape, cos.shape, q.dtype, cos.dtype
+    if len(shape) != 4 or len(k_shape) != 4 or len(cos_shape) != 3 or heads_dim not in (1, 2):
         return False
-    batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    batch, tokens, width = shape[0], shape[3 - heads_dim], shape[3]
+    angles, length, rotary = cos_shape
     return (
-        (k.shape[0], k.shape[3 - heads_dim]) == (batch, tokens)
-        and cos.shape[0] in (1, batch)
-        and cos.shape[1] == tokens
-        and (cos.shape[2] == width or (rotation.partial and cos.shape[2] < width))
-        and cos.shape[2] % 2 == 0
+        (k_shape[0], k_shape[3 - heads_dim]) == (batch, tokens)
+        and sin.shape == cos_shape
+        and angles in (1, batch)
+        and length == tokens
+        and (rotary == width or (rotation.partial and rotary < width))
+        and rotary % 2 == 0
         and cos.device == q.device
-        and cos.dtype == sin.dtype
-        and all((dtype, cos.dtype) in rotation.dtypes for dtype in dtypes)
+        and cos_dtype == sin.dtype
+        and (dtype, cos_dtype) in rotation.dtypes
+        and all(
+            weight is None
+            or weight.dtype == dtype
+            or (torch.promote_types(dtype, weight.dtype), cos_dtype) in rotation.dtypes
+            for weight in (q_weight, k_weight)
+        )
         and not (cos.requires_grad or sin.requires_grad)
     )
 
