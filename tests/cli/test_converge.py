@@ -9,8 +9,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from fused_norm.cli import main
-from fused_norm.convergence import suite
+from fused_norm.cli import converge, main
+from fused_norm.convergence import plan, suite
 from fused_norm.model_configs import build, tiny_config
 
 QUICK = ("--steps", "2", "--dtype", "fp32")
@@ -129,3 +129,9 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "red: llama.fp32.eager.all.seed0" in out
     assert "diverges first in model.layers.0, backward: model.layers.0.input_layernorm" in out
+
+
+def test_the_choices_of_the_command_are_those_of_the_plan():
+    assert tuple(plan.FEATURES) == converge._FEATURES
+    assert tuple(plan.PRECISIONS) == converge._PRECISIONS
+    assert converge._EXECUTIONS == plan.EXECUTIONS

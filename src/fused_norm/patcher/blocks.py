@@ -112,7 +112,7 @@ class FusedBlock(nn.Module):
         if following is None:
             return None
         layer, norm = following
-        reason = _keeps_apart(self, layer, norm)
+        reason = _keeps_apart(self, layer)
         if reason is None:
             if not is_free(norm):
                 reason = "hooks or other code stand on the norm of the next layer"
@@ -184,7 +184,7 @@ def _rotates(
     )
 
 
-def _keeps_apart(layer: nn.Module, following: nn.Module | None, norm: Any) -> str | None:
+def _keeps_apart(layer: nn.Module, following: nn.Module | None) -> str | None:
     """Why a layer's add and the norm after it are to be two calls, None where they may be one."""
     if saved_tensors_are_hooked():
         return "saved tensors are hooked, as in gradient checkpointing"
