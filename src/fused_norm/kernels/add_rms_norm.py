@@ -11,9 +11,11 @@ from torch import Tensor
 from . import reference
 from .arguments import check_norm, check_residual, check_scale
 from .library import define, direct_apply, given, is_direct
+from .native import Operation
+from .native.recording import lazy_clone
 from .norm_backward import launch_backward
 from .norm_forward import empty_outputs, launch_forward
-from .triton_utils import empty_rows_like, runs_kernels_on
+from .triton_utils import empty, empty_rows_like, runs_kernels_on
 
 
 def _forward(
@@ -70,7 +72,7 @@ def _empty_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dx = None if dx_dtype is None else empty_rows_like(s, dx_dtype)
     dr = None if dr_dtype is None else empty_rows_like(s, dr_dtype)
-    return dx, dr, weight.new_empty(weight.shape) if need_dw and weight is not None else None
+    return dx, dr, empty(weight.shape, weight) if need_dw and weight is not None else None
 
 
 def _backward(dy: Tensor, ds: Tensor | None, s: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -162,12 +164,29 @@ def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor |
         scale,
     )
     if lazy:
-        dr = torch._lazy_clone(dx)
+        dr = lazy_clone(dx)
     return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None, None, None
 
 
 _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_AddRMSNorm)
+
+
+def _plain(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+    mode: str | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    y, s, _ = launch_forward(x, residual, weight, eps, casting, zero_centered, False, mode, scale)
+    return y, s
+
+
+_native = Operation(_AddRMSNorm, _plain, tensors=3, values=5)
 
 
 def add_rms_norm_unchecked(
@@ -181,13 +200,18 @@ def add_rms_norm_unchecked(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """``add_rms_norm`` for arguments known to be good and tensors that kernels take."""
+    if not torch.compiler.is_compiling():
+        outputs = _native.call(x, residual, weight, eps, casting, zero_centered, mode, scale)
+        if outputs is not NotImplemented:
+            return outputs
     direct = is_direct(x)
     differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
     if torch.is_grad_enabled() and differentiable:
         apply = _direct if direct else _AddRMSNorm.apply
         return apply(x, residual, weight, eps, casting, zero_centered, mode, scale)
-    run = launch_forward if direct else _forward_op
-    y, s, _ = run(x, residual, weight, eps, casting, zero_centered, False, mode, scale)
+    if direct:
+        return _plain(x, residual, weight, eps, casting, zero_centered, mode, scale)
+    y, s, _ = _forward_op(x, residual, weight, eps, casting, zero_centered, False, mode, scale)
     return y, s
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from .native.recording import Kernel, NotRecordable, Recording, active
+
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
 
 INT32_LIMIT = 2**31
+_ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
+_PARAMETER = re.compile(r"\.param\s+\.[a-z](\d+)")
 _PREPARED_LIMIT = 4096
 """Sets of strides that a kernel remembers; a program that goes through more of them starts anew."""
 
@@ -38,7 +43,7 @@ class Launch:
         self._lazy = lazy
         self._constants = constants
         self._values = tuple(constants.values())
-        self._prepared: dict[Any, tuple[Any, Any, Any]] = {}
+        self._prepared: dict[Any, tuple[Any, Any, Any, Kernel | None]] = {}
 
     @property
     def name(self) -> str:
@@ -61,6 +66,10 @@ class Launch:
         """
         lead = tensors[0]
         assert lead is not None
+        recording = active()
+        if recording is not None:
+            self._record(recording, grid, tensors, (rows, *counts), strides, floats)
+            return
         if not INTERPRETED and lead.is_cuda and rows < INT32_LIMIT:
             lazy = self._lazy
             addresses = [None if tensor is None else _address(tensor) for tensor in tensors[:lazy]]
@@ -76,7 +85,7 @@ class Launch:
                     self._prepare(index, grid, tensors, (rows, *counts), strides, floats)
                     return
                 if index == torch._C._cuda_getDevice() and not _hooked():
-                    run, function, metadata = prepared
+                    run, function, metadata, _ = prepared
                     stream = torch._C._cuda_getCurrentRawStream(index)
                     run(
                         grid[0], grid[1], 1, stream, function, metadata, None, None, None,
@@ -89,7 +98,30 @@ class Launch:
         compiled = self._launch(grid, tensors, counts, strides, floats)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
-        self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata
+        kernel = _kernel_of(compiled)
+        self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata, kernel
+
+    def _record(
+        self, recording: Recording, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any
+    ) -> None:
+        """Notes a launch instead of making it; the first one with these strides is made as well, to have a kernel."""
+        aligned = all(tensor is None or _address(tensor) % 16 == 0 for tensor in tensors)
+        if not aligned or counts[0] >= INT32_LIMIT:
+            raise NotRecordable(f"{self.name} is compiled anew for tensors like these")
+        recording.launch(self._kernel_for(grid, tensors, counts, strides, floats), grid, (*tensors, *counts, *strides, *floats))
+
+    def _kernel_for(self, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> Kernel:
+        """The compiled kernel that tensors aligned to 16 bytes get."""
+        lead = tensors[0]
+        if INTERPRETED or not lead.is_cuda:
+            raise NotRecordable("nothing is compiled")
+        index = lead.get_device()
+        if (index, strides) not in self._prepared:
+            self._prepare(index, grid, tensors, counts, strides, floats)
+        kernel = self._prepared[index, strides][3]
+        if kernel is None:
+            raise NotRecordable(f"{self.name} is launched in a way of its own")
+        return kernel
 
     def _launch(self, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> Any:
         with on(tensors[0].device):
@@ -110,6 +142,30 @@ def _address(tensor: Tensor) -> int:
     """``tensor.data_ptr()``, which would turn a lazily cloned gradient into a real copy."""
     base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return base + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _kernel_of(compiled: Any) -> Kernel | None:
+    """How the driver launches a compiled kernel; None where there is more to it than a grid and arguments."""
+    metadata = compiled.metadata
+    if (
+        metadata.num_ctas != 1
+        or getattr(metadata, "global_scratch_size", 0)
+        or getattr(metadata, "profile_scratch_size", 0)
+        or getattr(metadata, "launch_cooperative_grid", False)
+        or getattr(metadata, "launch_pdl", False)
+    ):
+        return None
+    types = tuple(compiled.src.signature.values())
+    passed = ["8" if t.startswith("*") or t.endswith("64") else "4" for t in types if t != "constexpr"]
+    entry = _ENTRY.search(compiled.asm.get("ptx", ""))
+    if entry is None:
+        return None
+    taken = [str(int(bits) // 8) for bits in _PARAMETER.findall(entry[1])]
+    scratch = len(taken) - len(passed)
+    # Newer releases of Triton pass the addresses of scratch memory behind the arguments, null where there is none.
+    if not 0 <= scratch <= 2 or taken != passed + ["8"] * scratch:
+        return None
+    return Kernel(compiled.function, 32 * metadata.num_warps, metadata.shared, types, scratch)
 
 
 def _runner(compiled: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import reference
 from .arguments import check_norm, check_residual
 from .library import define, direct_apply, given, is_direct
+from .native import Operation
 from .rms_norm import norm_gradients
 from .sandwich_kernels import empty_sandwich, launch_norm_add_forward
 from .triton_utils import runs_kernels_on
@@ -80,17 +81,31 @@ _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_NormAdd)
 
 
+def _plain(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
+) -> Tensor:
+    return launch_norm_add_forward(x, residual, weight, eps, casting, zero_centered, False)[0]
+
+
+_native = Operation(_NormAdd, _plain, tensors=3, values=3)
+
+
 def norm_add_unchecked(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
 ) -> Tensor:
     """``norm_add`` for arguments known to be good and tensors that kernels take."""
+    if not torch.compiler.is_compiling():
+        s = _native.call(x, residual, weight, eps, casting, zero_centered)
+        if s is not NotImplemented:
+            return s
     direct = is_direct(x)
     differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
     if torch.is_grad_enabled() and differentiable:
         apply = _direct if direct else _NormAdd.apply
         return apply(x, residual, weight, eps, casting, zero_centered)
-    run = launch_norm_add_forward if direct else _forward_op
-    return run(x, residual, weight, eps, casting, zero_centered, False)[0]
+    if direct:
+        return _plain(x, residual, weight, eps, casting, zero_centered)
+    return _forward_op(x, residual, weight, eps, casting, zero_centered, False)[0]
 
 
 def norm_add(

@@ -11,9 +11,10 @@ from torch import Tensor
 from . import reference
 from .arguments import check_norm, check_residual
 from .library import define, direct_apply, given, is_direct
+from .native import Operation
 from .rms_norm import norm_gradients
 from .sandwich_kernels import empty_sandwich, launch_norm_add_norm_backward, launch_norm_add_norm_forward
-from .triton_utils import empty_rows_like, runs_kernels_on
+from .triton_utils import empty, empty_rows_like, runs_kernels_on
 
 
 def _forward(
@@ -83,8 +84,8 @@ def _empty_gradients(
     return (
         empty_rows_like(s, x.dtype) if need_dx else None,
         None if dr_dtype is None else empty_rows_like(s, dr_dtype),
-        inner_weight.new_empty(inner_weight.shape) if need_dinner and inner_weight is not None else None,
-        weight.new_empty(weight.shape) if need_dw and weight is not None else None,
+        empty(inner_weight.shape, inner_weight) if need_dinner and inner_weight is not None else None,
+        empty(weight.shape, weight) if need_dw and weight is not None else None,
     )
 
 
@@ -174,6 +175,22 @@ _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_NormAddNorm)
 
 
+def _plain(
+    x: Tensor,
+    residual: Tensor,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    casting: str,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    y, s, *_ = launch_norm_add_norm_forward(x, residual, inner_weight, weight, eps, casting, zero_centered, False)
+    return y, s
+
+
+_native = Operation(_NormAddNorm, _plain, tensors=4, values=3)
+
+
 def norm_add_norm_unchecked(
     x: Tensor,
     residual: Tensor,
@@ -184,6 +201,10 @@ def norm_add_norm_unchecked(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
     """``norm_add_norm`` for arguments known to be good and tensors that kernels take."""
+    if not torch.compiler.is_compiling():
+        outputs = _native.call(x, residual, inner_weight, weight, eps, casting, zero_centered)
+        if outputs is not NotImplemented:
+            return outputs
     direct = is_direct(x)
     differentiable = (
         x.requires_grad
@@ -194,8 +215,9 @@ def norm_add_norm_unchecked(
     if torch.is_grad_enabled() and differentiable:
         apply = _direct if direct else _NormAddNorm.apply
         return apply(x, residual, inner_weight, weight, eps, casting, zero_centered)
-    run = launch_norm_add_norm_forward if direct else _forward_op
-    y, s, *_ = run(x, residual, inner_weight, weight, eps, casting, zero_centered, False)
+    if direct:
+        return _plain(x, residual, inner_weight, weight, eps, casting, zero_centered)
+    y, s, *_ = _forward_op(x, residual, inner_weight, weight, eps, casting, zero_centered, False)
     return y, s
 
 

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import INT32_LIMIT, Launch
+from .native.recording import constant
 from .norm_forward import load_gamma
 from .plans import BackwardPlan, backward_plan, next_power_of_2
-from .triton_utils import facts_of, round_to, rows_of, same_rows
+from .triton_utils import empty, facts_of, round_to, rows_of, same_rows
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -318,11 +319,11 @@ def launch_backward(
     if small and summing is None:
         programs = min(programs, max(1, SMALL_SHARES // width))
         arrived, out = arrivals(total), dw
-    shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
+    shares = None if dw is None else empty((programs, width), dw, torch.float32)
     if pulling is None:
         launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares, arrived, out), rows, strides, (factor,))
     else:
-        pull = total.new_empty(rows, dtype=torch.float32)
+        pull = empty((rows,), total, torch.float32)
         if dx is not None or dr is not None:
             pulling((rows, 1), (dy, total, weight, rstd, pull), rows, (strides[0], strides[2]))
         launch((blocks, programs), (dy, ds, total, weight, rstd, pull, dx, dr, shares), rows, strides, (factor,))
@@ -338,7 +339,7 @@ def arrivals(like: Tensor) -> Tensor:
     if counter is None:
         counter = torch.zeros(1, dtype=torch.int32, device=like.device)
         _arrival_counters[like.device, stream] = counter
-    return counter
+    return constant(counter)
 
 
 def _plan_backward(

@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import INT32_LIMIT, Launch
+from .native.recording import allocated
 from .norm_backward import SHARE_COLUMNS, SMALL, SMALL_SHARES, arrivals, sum_of_shares
 from .norm_forward import load_gamma, normalised, rstd_from, square
 from .plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan, next_power_of_2
-from .triton_utils import against_heads, empty_rows_like, facts_of, memory_order, round_to
+from .triton_utils import against_heads, empty, empty_rows_like, facts_of, memory_order, round_to
 
 
 @triton.jit
@@ -551,7 +552,7 @@ def _empty_output(x: Tensor, weight: Tensor | None, cos: Tensor | None, casting:
         return empty_rows_like(x, dtype)
     dtype = torch.promote_types(dtype, cos.dtype)
     # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
-    return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
+    return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else empty(x.shape, x, dtype)
 
 
 def _normed_dtype(x: Tensor, weight: Tensor | None, casting: str) -> torch.dtype:
@@ -567,8 +568,8 @@ def empty_gradients(
     return (
         empty_rows_like(q) if need_dq else None,
         empty_rows_like(k) if need_dk else None,
-        torch.empty_like(q_weight) if need_dq_weight and q_weight is not None else None,
-        torch.empty_like(k_weight) if need_dk_weight and k_weight is not None else None,
+        empty(q_weight.shape, q_weight) if need_dq_weight and q_weight is not None else None,
+        empty(k_weight.shape, k_weight) if need_dk_weight and k_weight is not None else None,
     )
 
 
@@ -582,6 +583,9 @@ class _Empty(NamedTuple):
     @classmethod
     def like(cls, tensor: Tensor) -> _Empty:
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def on(self, device: torch.device) -> Tensor:
+        return allocated(torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device))
 
 
 class _Forward(NamedTuple):
@@ -639,9 +643,8 @@ def launch_forward(
             return launch_forward(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
         planned = _plan_forward(inputs, casting, zero_centered, unsqueeze_dim)
         _remember(_forwards, key, planned)
-    launch, programs, counts, strides, (q_shape, q_strides, q_dtype), (k_shape, k_strides, k_dtype) = planned
-    q_out = torch.empty_strided(q_shape, q_strides, dtype=q_dtype, device=device)
-    k_out = torch.empty_strided(k_shape, k_strides, dtype=k_dtype, device=device)
+    launch, programs, counts, strides, q_empty, k_empty = planned
+    q_out, k_out = q_empty.on(device), k_empty.on(device)
     if programs:
         launch((programs, 1), (*inputs, q_out, k_out), counts[0], strides, (float(eps),), counts[1:])
     return q_out, k_out
@@ -682,15 +685,15 @@ def launch_backward(
             )  # fmt: skip
         planned = _plan_backward(inputs, (dq_out, dk_out), casting, zero_centered, unsqueeze_dim, needed, small)
         _remember(_backwards, key, planned)
-    launch, summing, programs, counts, strides, (q_shape, q_strides, q_dtype), (k_shape, k_strides, k_dtype) = planned
+    launch, summing, programs, counts, strides, q_empty, k_empty = planned
     need_dq, need_dk, need_dq_weight, need_dk_weight = needed
-    dq = torch.empty_strided(q_shape, q_strides, dtype=q_dtype, device=device) if need_dq else None
-    dk = torch.empty_strided(k_shape, k_strides, dtype=k_dtype, device=device) if need_dk else None
-    dq_weight = torch.empty_like(q_weight) if need_dq_weight and q_weight is not None else None
-    dk_weight = torch.empty_like(k_weight) if need_dk_weight and k_weight is not None else None
+    dq = q_empty.on(device) if need_dq else None
+    dk = k_empty.on(device) if need_dk else None
+    dq_weight = empty(q_weight.shape, q_weight) if need_dq_weight and q_weight is not None else None
+    dk_weight = empty(k_weight.shape, k_weight) if need_dk_weight and k_weight is not None else None
     shares = arrived = None
     if dq_weight is not None or dk_weight is not None:
-        shares = torch.empty((programs, q.shape[-1]), dtype=torch.float32, device=device)
+        shares = empty((programs, q.shape[-1]), q, torch.float32)
         if summing is None:
             arrived = arrivals(q)
     if programs:

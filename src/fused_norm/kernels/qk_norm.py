@@ -11,6 +11,7 @@ from torch import Tensor
 from . import reference
 from .arguments import check_heads, check_rope
 from .library import define, direct_apply, given, is_direct
+from .native import Operation
 from .qk_kernels import empty_gradients, empty_outputs, heads_dim_of, launch_backward, launch_forward
 from .triton_utils import runs_kernels_on
 
@@ -110,6 +111,7 @@ def _gradients(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[
 
 _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_QKNorm)
+_native = Operation(_QKNorm, launch_forward, tensors=6, values=4)
 
 
 def qk_norm_unchecked(
@@ -141,6 +143,12 @@ def qk_norm_rope_unchecked(
 
     Without cos and sin it is ``qk_norm``.
     """
+    if not torch.compiler.is_compiling():
+        outputs = _native.call(
+            q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim
+        )
+        if outputs is not NotImplemented:
+            return outputs
     direct = is_direct(q)
     if torch.is_grad_enabled() and (
         q.requires_grad

@@ -11,9 +11,10 @@ from torch import Tensor
 from . import reference
 from .arguments import check_norm
 from .library import define, direct_apply, given, is_direct
+from .native import Operation
 from .norm_backward import launch_backward
 from .norm_forward import empty_outputs, launch_forward
-from .triton_utils import empty_rows_like, runs_kernels_on
+from .triton_utils import empty, empty_rows_like, runs_kernels_on
 
 
 def _forward(
@@ -50,7 +51,7 @@ def _empty_gradients(
     x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     dx = empty_rows_like(x) if need_dx else None
-    return dx, weight.new_empty(weight.shape) if need_dw and weight is not None else None
+    return dx, empty(weight.shape, weight) if need_dw and weight is not None else None
 
 
 def _backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -128,16 +129,29 @@ _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_RMSNorm)
 
 
+def _plain(
+    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None
+) -> Tensor:
+    return launch_forward(x, None, weight, eps, casting, zero_centered, False, mode)[0]
+
+
+_native = Operation(_RMSNorm, _plain, tensors=2, values=4)
+
+
 def rms_norm_unchecked(
     x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None = None
 ) -> Tensor:
     """``rms_norm`` for arguments known to be good and tensors that kernels take."""
+    if not torch.compiler.is_compiling():
+        y = _native.call(x, weight, eps, casting, zero_centered, mode)
+        if y is not NotImplemented:
+            return y
     direct = is_direct(x)
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         apply = _direct if direct else _RMSNorm.apply
         return apply(x, weight, eps, casting, zero_centered, mode)
     if direct:
-        return launch_forward(x, None, weight, eps, casting, zero_centered, False, mode)[0]
+        return _plain(x, weight, eps, casting, zero_centered, mode)
     return _forward_op(x, weight, eps, casting, zero_centered, False, mode)[0]
 
 

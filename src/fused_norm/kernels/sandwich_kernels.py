@@ -25,7 +25,7 @@ from .plans import (
     sandwich_backward_plan,
     sandwich_forward_plan,
 )
-from .triton_utils import empty_rows_like, facts_of, round_to, rows_of, same_rows
+from .triton_utils import empty, empty_rows_like, facts_of, round_to, rows_of, same_rows
 
 
 @triton.jit
@@ -412,7 +412,7 @@ def launch_norm_add_norm_backward(
         if small:
             programs = min(programs, max(1, SMALL_SHARES // width))
             arrived = arrivals(dy)
-        shares = dy.new_empty((len(wanted), programs, width), dtype=torch.float32)
+        shares = empty((len(wanted), programs, width), dy, torch.float32)
     launch((programs, 1), (*tensors, shares, arrived), rows, strides)
     if summing is not None:
         summing((-(-width // SHARE_COLUMNS), len(wanted)), (shares, *wanted, *(None,) * (2 - len(wanted))), programs)

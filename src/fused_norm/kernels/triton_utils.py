@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .launch import INTERPRETED
+from .native.recording import allocated
 from .plans import Device
 
 _interpreted = tl.constexpr(INTERPRETED)
@@ -71,17 +73,22 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
     ``dtype`` and ``width``, the length of a row, are x's own unless given.
     """
     if width is None and x.is_contiguous():
-        return torch.empty_like(x, dtype=dtype)
+        return allocated(torch.empty_like(x, dtype=dtype))
     dtype = x.dtype if dtype is None else dtype
     shape = x.shape if width is None else (*x.shape[:-1], width)
     if x.is_contiguous():
-        return x.new_empty(shape, dtype=dtype)
+        return empty(shape, x, dtype)
     strides = [1] * x.dim()
     step = shape[-1]
     for dim in reversed(memory_order(x)):
         strides[dim] = step
         step *= max(shape[dim], 1)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+    return allocated(torch.empty_strided(shape, strides, dtype=dtype, device=x.device))
+
+
+def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty contiguous tensor on the device of ``like``, and of its dtype unless one is given."""
+    return allocated(like.new_empty(shape, dtype=dtype))
 
 
 def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], list[int]]:

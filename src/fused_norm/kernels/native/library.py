@@ -1,0 +1,164 @@
+"""The native library: compiled once for each PyTorch by the system's C++ compiler, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton import knobs
+
+logger = logging.getLogger("fused_norm")
+
+SWITCH = "FUSED_NORM_NATIVE"
+"""Environment variable; 0 goes without the native library."""
+
+_SOURCE = Path(__file__).with_name("replay.cpp")
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+_LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
+_COMPILE_SECONDS = 600
+
+
+class Unavailable(Exception):
+    """Why there is no native library."""
+
+
+@lru_cache(maxsize=1)
+def library() -> ModuleType | None:
+    """The library, connected to the CUDA driver; None where there is none, said once.
+
+    Without it everything works as it does with it, and each call costs the host more.
+    """
+    try:
+        module = load()
+        module.connect(*_cuda_addresses(), _launch_hooks(), False)
+    except Unavailable as reason:
+        logger.info("operators go without native code, which costs the host time: %s", reason)
+        return None
+    return module
+
+
+def load() -> ModuleType:
+    """The library, not connected to anything; compiled first if it is not in the cache.
+
+    Raises:
+        Unavailable: if it is switched off, or cannot be compiled or loaded.
+    """
+    if os.environ.get(SWITCH, "1") == "0":
+        raise Unavailable(f"{SWITCH} is 0")
+    path = _cache() / f"_replay-{_fingerprint()}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        _compile(path)
+    loader = importlib.machinery.ExtensionFileLoader("_replay", str(path))
+    spec = importlib.util.spec_from_file_location("_replay", path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise Unavailable(f"{path} cannot be loaded: {error}") from error
+    return module
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "fused_norm"
+
+
+def _fingerprint() -> str:
+    """Of everything that a compiled library depends on."""
+    parts = (
+        _SOURCE.read_text(), *_FLAGS, torch.__version__, torch.version.git_version, sys.version, platform.machine(),
+        str(torch._C._GLIBCXX_USE_CXX11_ABI),
+    )  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(path: Path) -> None:
+    """Compiles the library; of several processes, one does and the others wait for it."""
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise Unavailable("there is no C++ compiler (c++, g++, clang++; CXX names another)")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise Unavailable("Python's headers are not installed")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile_alone(compiler, path)
+    except OSError as error:
+        raise Unavailable(f"it cannot be kept in {path.parent}: {error}") from error
+
+
+def _compile_alone(compiler: str, path: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    failed = path.with_suffix(".failed")
+    if failed.exists():
+        raise Unavailable(f"it could not be compiled, see {failed}; remove that file to try again")
+    logger.warning("compiling native code for PyTorch %s, once (some 15 s; %s=0 goes without)", torch.__version__, SWITCH)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        out = Path(directory, "_replay.so")
+        command = [
+            compiler, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            *(f"-I{include}" for include in (*include_paths(), sysconfig.get_path("include"))),
+            str(_SOURCE), "-o", str(out), *(f"-L{lib}" for lib in library_paths()), *_LIBRARIES,
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+        if done.returncode:
+            failed.write_text(" ".join(command) + "\n" + done.stdout + done.stderr)
+            raise Unavailable(f"{compiler} failed, see {failed}")
+        os.replace(out, path)
+    logger.info("compiled %s in %.0f s", path, time.perf_counter() - start)
+
+
+def _cuda_addresses() -> tuple[int, ...]:
+    """Of the functions that ``replay.cpp`` calls, in its order."""
+    if torch.version.hip is not None:
+        raise Unavailable("it is written for CUDA, and this PyTorch is for ROCm")
+    try:
+        torch_cuda = ctypes.CDLL("libtorch_cuda.so")
+        driver = ctypes.CDLL("libcuda.so.1")
+        functions = [
+            torch_cuda.aoti_torch_get_current_cuda_stream,
+            driver.cuStreamIsCapturing,
+            driver.cuCtxGetCurrent,
+            driver.cuDevicePrimaryCtxRetain,
+            driver.cuCtxSetCurrent,
+            driver.cuLaunchKernel,
+        ]
+    except (OSError, AttributeError) as error:
+        raise Unavailable(str(error)) from error
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+
+
+def _launch_hooks() -> tuple[Any, ...]:
+    """The lists of those who want to see every launch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    try:
+        return tuple(hook.calls for hook in hooks)  # type: ignore[union-attr]
+    except AttributeError as error:
+        raise Unavailable("this Triton keeps its launch hooks in another way") from error
