@@ -250,6 +250,10 @@ def add_rms_norm(
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
+    if not torch.compiler.is_compiling():
+        outputs = _native.known(x, residual, weight, eps, casting, zero_centered, mode, scale)
+        if outputs is not NotImplemented:
+            return outputs
     check_norm("add_rms_norm", x, weight, casting, zero_centered, mode)
     check_residual("add_rms_norm", x, residual)
     check_scale("add_rms_norm", scale)

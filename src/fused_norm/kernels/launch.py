@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from .native.recording import Kernel, NotRecordable, Recording, active
+from .native.recording import Kernel, NotRecordableError, Recording, active
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
@@ -101,26 +101,26 @@ class Launch:
         kernel = _kernel_of(compiled)
         self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata, kernel
 
-    def _record(
-        self, recording: Recording, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any
-    ) -> None:
+    def _record(self, recording: Recording, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> None:
         """Notes a launch instead of making it; the first one with these strides is made as well, to have a kernel."""
         aligned = all(tensor is None or _address(tensor) % 16 == 0 for tensor in tensors)
         if not aligned or counts[0] >= INT32_LIMIT:
-            raise NotRecordable(f"{self.name} is compiled anew for tensors like these")
-        recording.launch(self._kernel_for(grid, tensors, counts, strides, floats), grid, (*tensors, *counts, *strides, *floats))
+            raise NotRecordableError(f"{self.name} is compiled anew for tensors like these")
+        recording.launch(
+            self._kernel_for(grid, tensors, counts, strides, floats), grid, (*tensors, *counts, *strides, *floats)
+        )
 
     def _kernel_for(self, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> Kernel:
         """The compiled kernel that tensors aligned to 16 bytes get."""
         lead = tensors[0]
         if INTERPRETED or not lead.is_cuda:
-            raise NotRecordable("nothing is compiled")
+            raise NotRecordableError("nothing is compiled")
         index = lead.get_device()
         if (index, strides) not in self._prepared:
             self._prepare(index, grid, tensors, counts, strides, floats)
         kernel = self._prepared[index, strides][3]
         if kernel is None:
-            raise NotRecordable(f"{self.name} is launched in a way of its own")
+            raise NotRecordableError(f"{self.name} is launched in a way of its own")
         return kernel
 
     def _launch(self, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> Any:

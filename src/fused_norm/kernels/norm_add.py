@@ -81,9 +81,7 @@ _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_NormAdd)
 
 
-def _plain(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
-) -> Tensor:
+def _plain(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool) -> Tensor:
     return launch_norm_add_forward(x, residual, weight, eps, casting, zero_centered, False)[0]
 
 
@@ -138,6 +136,10 @@ def norm_add(
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
+    if not torch.compiler.is_compiling():
+        s = _native.known(x, residual, weight, eps, casting, zero_centered)
+        if s is not NotImplemented:
+            return s
     check_norm("norm_add", x, weight, casting, zero_centered)
     check_residual("norm_add", x, residual)
     if not runs_kernels_on(x, residual, weight):

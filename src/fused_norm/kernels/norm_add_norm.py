@@ -254,6 +254,10 @@ def norm_add_norm(
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
+    if not torch.compiler.is_compiling():
+        outputs = _native.known(x, residual, inner_weight, weight, eps, casting, zero_centered)
+        if outputs is not NotImplemented:
+            return outputs
     check_norm("norm_add_norm", x, inner_weight, casting, zero_centered, weight_name="inner_weight")
     check_norm("norm_add_norm", x, weight, casting, zero_centered)
     check_residual("norm_add_norm", x, residual)

@@ -144,9 +144,7 @@ def qk_norm_rope_unchecked(
     Without cos and sin it is ``qk_norm``.
     """
     if not torch.compiler.is_compiling():
-        outputs = _native.call(
-            q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim
-        )
+        outputs = _native.call(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
         if outputs is not NotImplemented:
             return outputs
     direct = is_direct(q)
@@ -192,6 +190,10 @@ def qk_norm(
         ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
+    if not torch.compiler.is_compiling():
+        outputs = _native.known(q, k, q_weight, k_weight, None, None, eps, casting, zero_centered, 1)
+        if outputs is not NotImplemented:
+            return outputs
     check_heads("qk_norm", q, k, q_weight, k_weight, casting, zero_centered)
     if not runs_kernels_on(q, k, q_weight, k_weight):
         return reference.qk_norm(q, k, q_weight, k_weight, eps, casting, zero_centered)
@@ -239,6 +241,10 @@ def qk_norm_rope(
         ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
+    if not torch.compiler.is_compiling():
+        outputs = _native.known(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
+        if outputs is not NotImplemented:
+            return outputs
     check_heads("qk_norm_rope", q, k, q_weight, k_weight, casting, zero_centered)
     check_rope("qk_norm_rope", q, k, cos, sin, unsqueeze_dim)
     learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)

@@ -129,9 +129,7 @@ _gradients_once = torch.autograd.function.once_differentiable(_gradients)
 _direct = direct_apply(_RMSNorm)
 
 
-def _plain(
-    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None
-) -> Tensor:
+def _plain(x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None) -> Tensor:
     return launch_forward(x, None, weight, eps, casting, zero_centered, False, mode)[0]
 
 
@@ -186,6 +184,10 @@ def rms_norm(
             a mode that cannot hold a row this wide.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
+    if not torch.compiler.is_compiling():
+        y = _native.known(x, weight, eps, casting, zero_centered, mode)
+        if y is not NotImplemented:
+            return y
     check_norm("rms_norm", x, weight, casting, zero_centered, mode)
     if not runs_kernels_on(x, weight):
         return reference.rms_norm(x, weight, eps, casting, zero_centered)

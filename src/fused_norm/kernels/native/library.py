@@ -35,7 +35,7 @@ _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 _COMPILE_SECONDS = 600
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """Why there is no native library."""
 
 
@@ -48,7 +48,7 @@ def library() -> ModuleType | None:
     try:
         module = load()
         module.connect(*_cuda_addresses(), _launch_hooks(), False)
-    except Unavailable as reason:
+    except UnavailableError as reason:
         logger.info("operators go without native code, which costs the host time: %s", reason)
         return None
     return module
@@ -58,10 +58,10 @@ def load() -> ModuleType:
     """The library, not connected to anything; compiled first if it is not in the cache.
 
     Raises:
-        Unavailable: if it is switched off, or cannot be compiled or loaded.
+        UnavailableError: if it is switched off, or cannot be compiled or loaded.
     """
     if os.environ.get(SWITCH, "1") == "0":
-        raise Unavailable(f"{SWITCH} is 0")
+        raise UnavailableError(f"{SWITCH} is 0")
     path = _cache() / f"_replay-{_fingerprint()}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
         _compile(path)
@@ -72,7 +72,7 @@ def load() -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        raise Unavailable(f"{path} cannot be loaded: {error}") from error
+        raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     return module
 
 
@@ -94,9 +94,9 @@ def _compile(path: Path) -> None:
     """Compiles the library; of several processes, one does and the others wait for it."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise Unavailable("there is no C++ compiler (c++, g++, clang++; CXX names another)")
+        raise UnavailableError("there is no C++ compiler (c++, g++, clang++; CXX names another)")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise Unavailable("Python's headers are not installed")
+        raise UnavailableError("Python's headers are not installed")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
@@ -104,7 +104,7 @@ def _compile(path: Path) -> None:
             if not path.exists():
                 _compile_alone(compiler, path)
     except OSError as error:
-        raise Unavailable(f"it cannot be kept in {path.parent}: {error}") from error
+        raise UnavailableError(f"it cannot be kept in {path.parent}: {error}") from error
 
 
 def _compile_alone(compiler: str, path: Path) -> None:
@@ -112,8 +112,10 @@ def _compile_alone(compiler: str, path: Path) -> None:
 
     failed = path.with_suffix(".failed")
     if failed.exists():
-        raise Unavailable(f"it could not be compiled, see {failed}; remove that file to try again")
-    logger.warning("compiling native code for PyTorch %s, once (some 15 s; %s=0 goes without)", torch.__version__, SWITCH)
+        raise UnavailableError(f"it could not be compiled, see {failed}; remove that file to try again")
+    logger.warning(
+        "compiling native code for PyTorch %s, once (some 15 s; %s=0 goes without)", torch.__version__, SWITCH
+    )
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         out = Path(directory, "_replay.so")
@@ -127,10 +129,10 @@ def _compile_alone(compiler: str, path: Path) -> None:
                 command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+            raise UnavailableError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
         if done.returncode:
             failed.write_text(" ".join(command) + "\n" + done.stdout + done.stderr)
-            raise Unavailable(f"{compiler} failed, see {failed}")
+            raise UnavailableError(f"{compiler} failed, see {failed}")
         os.replace(out, path)
     logger.info("compiled %s in %.0f s", path, time.perf_counter() - start)
 
@@ -138,7 +140,7 @@ def _compile_alone(compiler: str, path: Path) -> None:
 def _cuda_addresses() -> tuple[int, ...]:
     """Of the functions that ``replay.cpp`` calls, in its order."""
     if torch.version.hip is not None:
-        raise Unavailable("it is written for CUDA, and this PyTorch is for ROCm")
+        raise UnavailableError("it is written for CUDA, and this PyTorch is for ROCm")
     try:
         torch_cuda = ctypes.CDLL("libtorch_cuda.so")
         driver = ctypes.CDLL("libcuda.so.1")
@@ -151,7 +153,7 @@ def _cuda_addresses() -> tuple[int, ...]:
             driver.cuLaunchKernel,
         ]
     except (OSError, AttributeError) as error:
-        raise Unavailable(str(error)) from error
+        raise UnavailableError(str(error)) from error
     return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
 
@@ -161,4 +163,4 @@ def _launch_hooks() -> tuple[Any, ...]:
     try:
         return tuple(hook.calls for hook in hooks)  # type: ignore[union-attr]
     except AttributeError as error:
-        raise Unavailable("this Triton keeps its launch hooks in another way") from error
+        raise UnavailableError("this Triton keeps its launch hooks in another way") from error

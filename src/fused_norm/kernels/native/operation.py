@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .library import library
-from .recording import NotRecordable, recording
+from .recording import NotRecordableError, recording
+
+logger = logging.getLogger("fused_norm")
 
 
 class _Context:
@@ -42,10 +45,11 @@ class Operation:
 
     ``operation.call(*tensors, *values)`` returns the operator's outputs, or NotImplemented where Python has to make
     them: without the native library, away from CUDA, for tensors that kernels cannot read in place, while anybody
-    watches the dispatcher or launches. It must not be called by what ``torch.compile`` traces.
+    watches the dispatcher or launches. ``operation.known`` returns it as well for tensors that are not like any that
+    ``call`` was given, and checked, before. Neither must be called by what ``torch.compile`` traces.
     """
 
-    __slots__ = ("_function", "_plain", "_tensors", "_values", "call")
+    __slots__ = ("_function", "_plain", "_tensors", "_values", "call", "known")
 
     def __init__(
         self, function: type[torch.autograd.Function], plain: Callable[..., Any], *, tensors: int, values: int
@@ -56,6 +60,7 @@ class Operation:
         self._tensors = tensors
         self._values = values
         self.call: Callable[..., Any] = self._first
+        self.known: Callable[..., Any] = _never
 
     @property
     def name(self) -> str:
@@ -65,9 +70,9 @@ class Operation:
     def connect(self, module: Any) -> None:
         """From now on ``call`` goes to the native library; None goes without."""
         if module is None:
-            self.call = _never
+            self.call = self.known = _never
             return
-        self.call = module.Operation(
+        native = module.Operation(
             name=self.name,
             tensors=self._tensors,
             values=self._values,
@@ -75,6 +80,7 @@ class Operation:
             record_backward=self._record_backward,
             backward=self._backward,
         )
+        self.call, self.known = native, native.known
 
     def _first(self, lead: Any, *others: Any) -> Any:
         """The first call on a GPU loads the library, and builds it if need be."""
@@ -94,7 +100,8 @@ class Operation:
                     outputs = self._plain(*arguments)
                 results = (outputs,) if isinstance(outputs, Tensor) else outputs
                 program = recorded.program(results, context.saved)
-        except NotRecordable:
+        except NotRecordableError as reason:
+            logger.debug("a forward of %s stays with Python: %s", self.name, reason)
             return None
         context.saved = ()
         return program, context, context.zeros
@@ -106,7 +113,8 @@ class Operation:
             with recording([*saved, *gradients]) as recorded:
                 found = self._backward(context, saved, gradients, needed)
                 return recorded.program(found[: len(needed)])
-        except NotRecordable:
+        except NotRecordableError as reason:
+            logger.debug("a backward of %s stays with Python: %s", self.name, reason)
             return None
 
     def _backward(

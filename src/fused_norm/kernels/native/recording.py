@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class NotRecordable(Exception):
+class NotRecordableError(Exception):
     """What happened cannot be replayed; the operator stays with Python for tensors like these."""
 
 
@@ -58,10 +58,10 @@ class Recording:
         """What was recorded.
 
         Raises:
-            NotRecordable: where it makes use of a tensor of unknown origin.
+            NotRecordableError: where it makes use of a tensor of unknown origin.
         """
         if any(tensor._version for tensor in self._allocated):
-            raise NotRecordable("something other than a kernel wrote to a tensor")
+            raise NotRecordableError("something other than a kernel wrote to a tensor")
         launched = [one for *_, arguments in self._launches for one in arguments if isinstance(one, Tensor)]
         sources = [source for _, source in self._clones]
         needed = {_address(one) for one in (*launched, *sources, *results, *saved) if one is not None}
@@ -77,13 +77,13 @@ class Recording:
                 return -1
             slot = slots.get(_address(tensor))
             if slot is None:
-                raise NotRecordable("a tensor is neither an input nor allocated for it")
+                raise NotRecordableError("a tensor is neither an input nor allocated for it")
             return slot
 
         def whole(tensor: Tensor | None) -> int:
             slot = slot_of(tensor)
             if tensor is not None and not _same_layout(tensor, known[slot]):
-                raise NotRecordable("a tensor is a view of another")
+                raise NotRecordableError("a tensor is a view of another")
             return slot
 
         def result(tensor: Tensor | None) -> tuple[int, bool]:
@@ -94,7 +94,7 @@ class Recording:
                 if given is tensor and tensor is not None:
                     return slot, False
             if tensor is not None and all(tensor is not one for one in self._allocated):
-                raise NotRecordable("a result is neither given nor allocated")
+                raise NotRecordableError("a result is neither given nor allocated")
             return whole(tensor), False
 
         launches = [
@@ -162,9 +162,9 @@ def _parameters(kernel: Kernel, arguments: Sequence[Any], slot_of: Any) -> list[
             packed = struct.pack(_FORMATS[kind], argument)
             parameters.append((-1, int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True)))
         else:
-            raise NotRecordable(f"a kernel takes a {type(argument).__name__} as {kind}")
+            raise NotRecordableError(f"a kernel takes a {type(argument).__name__} as {kind}")
     if any(kind != "constexpr" for kind in kernel.types[len(arguments) :]):
-        raise NotRecordable("a kernel takes more than it was given")
+        raise NotRecordableError("a kernel takes more than it was given")
     return parameters + [(-1, 0)] * kernel.scratch
 
 
@@ -175,4 +175,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _same_layout(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return (
+        other is not None and one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    )

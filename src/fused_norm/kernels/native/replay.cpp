@@ -1,13 +1,15 @@
 // An operator without Python: what its Python code allocates and launches for some tensors is recorded once
 // (recording.py) and then replayed for all that are like them, in the forward and, by a node of autograd, in the backward.
 //
-// Two sets of tensors are alike where dtypes, shapes, strides, device, alignment to 16 bytes and which of them share an
-// address agree, the other arguments are equal, and so are the stream and whether it is being captured. What no recording
-// can express stays with Python: a forward then returns NotImplemented, a backward calls it.
+// Two sets of tensors are alike where dtypes, shapes, strides, device, alignment to 16 bytes, which of them share an address
+// and which want a gradient agree, the other arguments are equal, and so are the stream and whether it is being captured.
+// What no recording can express stays with Python: a forward then returns NotImplemented, a backward calls it.
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_lazy_clone.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -67,12 +69,7 @@ void check(int status, const char* what) {
   TORCH_CHECK(status == 0, "fused_norm: ", what, " failed with CUDA driver error ", status);
 }
 
-void* stream_of(c10::Device device) {
-  void* stream = nullptr;
-  check(driver.current_stream(device.index(), &stream), "asking for the current stream");
-  return stream;
-}
-
+// A thread of autograd may come here before it has asked CUDA for anything.
 void ensure_context(c10::Device device) {
   void* context = nullptr;
   check(driver.get_context(&context), "cuCtxGetCurrent");
@@ -107,10 +104,12 @@ class Owned {
   PyObject* object_;
 };
 
-// Takes over a new reference; a null one is the Python error that is set.
+// Takes over a new reference; a null one is the Python error that is set, which goes on as an exception of ours.
 Owned own(PyObject* object) {
   if (object == nullptr) {
-    throw python_error();
+    python_error error;
+    error.persist();
+    throw std::move(error);
   }
   return Owned(object);
 }
@@ -153,11 +152,15 @@ struct Program {
     slots.append(constants.begin(), constants.end());
     const c10::DispatchKeySet keys(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
     c10::Allocator* allocator = c10::GetAllocator(device.type());
+    // Deterministic mode fills what is empty; otherwise nobody need be asked for it.
+    const bool filled =
+        at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory();
     const size_t given = slots.size();
     for (const Allocation& one : allocations) {
-      slots.emplace_back(at::detail::empty_strided_generic(one.sizes, one.strides, allocator, keys, one.dtype));
+      slots.push_back(
+          filled ? at::empty_strided(one.sizes, one.strides, at::dtype(one.dtype).device(device))
+                 : Tensor(at::detail::empty_strided_generic(one.sizes, one.strides, allocator, keys, one.dtype)));
     }
-    ensure_context(device);
     uint64_t values[kMostParameters];
     void* pointers[kMostParameters];
     for (const Kernel& kernel : kernels) {
@@ -301,8 +304,8 @@ bool describe(Key& key, const Tensor* tensors, size_t count, c10::Device device)
     addresses[i] = address;
     const auto sizes = tensor.sizes(), strides = tensor.strides();
     key.push_back(
-        static_cast<int64_t>(tensor.scalar_type()) | (address % 16 == 0) << 8 | static_cast<int64_t>(twin) << 16 |
-        static_cast<int64_t>(sizes.size()) << 32);
+        static_cast<int64_t>(tensor.scalar_type()) | (address % 16 == 0) << 8 | tensor.requires_grad() << 9 |
+        static_cast<int64_t>(twin) << 16 | static_cast<int64_t>(sizes.size()) << 32);
     key.append(sizes.begin(), sizes.end());
     key.append(strides.begin(), strides.end());
   }
@@ -336,7 +339,9 @@ bool describe(Key& key, PyObject* value) {
 
 // Adds where kernels would run.
 void* describe_stream(Key& key, c10::Device device) {
-  void* stream = stream_of(device);
+  ensure_context(device);
+  void* stream = nullptr;
+  check(driver.current_stream(device.index(), &stream), "asking for the current stream");
   int capturing = 0;
   check(driver.is_capturing(stream, &capturing), "cuStreamIsCapturing");
   key.push_back(reinterpret_cast<int64_t>(stream));
@@ -476,13 +481,7 @@ struct ReplayNode : public Node {
       PyTuple_SET_ITEM(needed.get(), i, PyBool_FromLong(task_should_compute_output(i)));
     }
     PyObject* arguments[] = {signature->context.get(), kept.get(), gradients.get(), needed.get()};
-    PyObject* answer = PyObject_Vectorcall(function, arguments, 4, nullptr);
-    if (answer == nullptr) {
-      python_error error;
-      error.persist();
-      throw std::move(error);
-    }
-    return Owned(answer);
+    return own(PyObject_Vectorcall(function, arguments, 4, nullptr));
   }
 
   variable_list in_python(const Tensors& inputs) {
@@ -536,11 +535,9 @@ std::shared_ptr<Signature> record(Operation* self, PyObject* const* arguments, b
   return signature;
 }
 
-PyObject* call(PyObject* callable, PyObject* const* arguments, size_t nargs, PyObject* names) {
+PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, bool may_record) {
   HANDLE_TH_ERRORS
-  auto* self = reinterpret_cast<Operation*>(callable);
-  if (PyVectorcall_NARGS(nargs) != self->tensors + self->values || names != nullptr || calls_are_watched() ||
-      launches_are_watched()) {
+  if (count != self->tensors + self->values || calls_are_watched() || launches_are_watched()) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   Tensors slots;
@@ -581,6 +578,8 @@ PyObject* call(PyObject* callable, PyObject* const* arguments, size_t nargs, PyO
   const auto known = self->signatures.find(key);
   if (known != self->signatures.end()) {
     signature = known->second;
+  } else if (!may_record) {
+    Py_RETURN_NOTIMPLEMENTED;
   } else {
     signature = record(self, arguments, differentiable);
     if (self->signatures.size() >= kSignatureLimit) {
@@ -638,6 +637,17 @@ PyObject* call(PyObject* callable, PyObject* const* arguments, size_t nargs, PyO
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* call(PyObject* object, PyObject* const* arguments, size_t nargs, PyObject* names) {
+  if (names != nullptr) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  return invoke(reinterpret_cast<Operation*>(object), arguments, PyVectorcall_NARGS(nargs), true);
+}
+
+PyObject* known(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  return invoke(reinterpret_cast<Operation*>(object), arguments, count, false);
+}
+
 PyObject* new_operation(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   const char* name = nullptr;
   Py_ssize_t tensors = 0, values = 0;
@@ -682,6 +692,8 @@ PyObject* forget(PyObject* object, PyObject*) {
 }
 
 PyMethodDef operation_methods[] = {
+    {"known", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(known)), METH_FASTCALL,
+     "As a call, but NotImplemented where nothing was recorded yet."},
     {"replayed", replayed, METH_NOARGS, "How many forwards and backwards were replayed so far."},
     {"forget", forget, METH_NOARGS, "Drops all recordings."},
     {nullptr, nullptr, 0, nullptr},

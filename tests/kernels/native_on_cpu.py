@@ -7,6 +7,7 @@ memory as a GPU would, makes tensors of the addresses, and runs the kernel on th
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, rms_norm  # noqa: F401
 from fused_norm.kernels.launch import Launch
-from fused_norm.kernels.native.library import Unavailable, load
-from fused_norm.kernels.native.operation import Operation
 from fused_norm.kernels.native.recording import Kernel
 
 _launched: list[tuple[Launch, tuple[Any, ...], tuple[int, int, int]]] = []
 """What the handles of kernels stand for: the launch, its arguments, and how many are tensors, counts and strides."""
+
+_interpreter = threading.Lock()
+"""Triton's interpreter runs one kernel at a time."""
 
 hooks: list[Any] = []
 """Stands for the list of those who want to see every launch."""
@@ -35,16 +36,14 @@ def _kernel_for(self: Launch, grid: Any, tensors: Any, counts: Any, strides: Any
         "constexpr" if one is None else "*" if isinstance(one, Tensor) else "i64" if isinstance(one, int) else "fp32"
         for one in arguments
     )
-    _launched.append((self, arguments, (len(tensors), len(counts), len(strides))))
+    kept = tuple(one.detach().to("meta") if isinstance(one, Tensor) else one for one in arguments)
+    _launched.append((self, kept, (len(tensors), len(counts), len(strides))))
     return Kernel(len(_launched), 32, 0, types, 2)
 
 
-def _tensor_at(address: int, like: Tensor) -> Tensor:
+def _bytes_of(like: Tensor) -> int:
     extent = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
-    size = extent * like.element_size()
-    memory = (ctypes.c_byte * size).from_address(address)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size).view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
+    return extent * like.element_size()
 
 
 def _launch(
@@ -52,20 +51,32 @@ def _launch(
     parameters: Any, _extra: Any,
 ) -> int:  # fmt: skip
     launch, arguments, (tensors, counts, strides) = _launched[handle - 1]
-    given: list[Any] = []
-    passed = 0
-    for like in arguments:
-        if like is None:
-            given.append(None)
-            continue
+    values: list[Any] = []
+    sizes: dict[int, int] = {}
+    for like in (one for one in arguments if one is not None):
         kind = ctypes.c_float if isinstance(like, float) else ctypes.c_int64
-        value = ctypes.cast(parameters[passed], ctypes.POINTER(kind))[0]
-        passed += 1
-        given.append(_tensor_at(value, like) if isinstance(like, Tensor) else value)
+        values.append(ctypes.cast(parameters[len(values)], ctypes.POINTER(kind))[0])
+        if isinstance(like, Tensor):
+            sizes[values[-1]] = max(_bytes_of(like), sizes.get(values[-1], 0))
+    passed = len(values)
+    memory = {
+        address: torch.frombuffer((ctypes.c_byte * size).from_address(address), dtype=torch.uint8, count=size)
+        for address, size in sizes.items()
+    }
+
+    def tensor_at(address: int, like: Tensor) -> Tensor:
+        return memory[address][: _bytes_of(like)].view(like.dtype).as_strided(like.shape, like.stride())
+
+    rest = iter(values)
+    given = [
+        None if like is None else tensor_at(next(rest), like) if isinstance(like, Tensor) else next(rest)
+        for like in arguments
+    ]
     scratch = [ctypes.cast(parameters[passed + i], ctypes.POINTER(ctypes.c_int64))[0] for i in range(2)]
     assert (grid_z, block, scratch) == (1, 32, [0, 0])
     parts = given[:tensors], given[tensors : tensors + counts], given[tensors + counts : tensors + counts + strides]
-    launch._launch((grid_x, grid_y), *map(tuple, parts), tuple(given[tensors + counts + strides :]))
+    with _interpreter:
+        launch._launch((grid_x, grid_y), *map(tuple, parts), tuple(given[tensors + counts + strides :]))
     return 0
 
 
@@ -87,31 +98,14 @@ _FUNCTIONS = (
 )
 """Kept here as long as the library may call them."""
 
-OPERATIONS: tuple[Operation, ...] = tuple(
-    vars(module)["_native"]
-    for module in map(
-        __import__("importlib").import_module,
-        [f"fused_norm.kernels.{name}" for name in ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm")],
-    )
-)
-
-
-def _library() -> ModuleType:
-    try:
-        return load()
-    except Unavailable as reason:
-        pytest.skip(f"no native library: {reason}")
-
 
 @contextmanager
-def native_on_cpu() -> Iterator[dict[str, Any]]:
-    """Operators are native inside; yields the native half of each, by name."""
-    library = _library()
+def connected(library: ModuleType) -> Iterator[None]:
+    """The library launches on the CPU inside."""
     addresses = [ctypes.cast(function, _POINTER).value for function in _FUNCTIONS]
     library.connect(*addresses, (hooks,), True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "_kernel_for", _kernel_for)
-        for operation in OPERATIONS:
-            patch.setattr(operation, "call", operation.call)
-            operation.connect(library)
-        yield {operation.name: operation.call for operation in OPERATIONS}
+        yield
+    hooks.clear()
+    _launched.clear()

@@ -1,0 +1,650 @@
+"""Native replay: bit for bit what Python computes, and only where nobody could tell the difference."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm
+from fused_norm.kernels.native import library as library_module
+from fused_norm.kernels.native.library import UnavailableError, load
+from fused_norm.kernels.native.operation import Operation
+from fused_norm.kernels.triton_utils import empty_rows_like
+
+from . import native_on_cpu, sandwich, test_qk_norm
+from .numerics import BF16, CHUNKED, FP16, FP32, Norm, make_inputs, run
+
+OPERATIONS: dict[str, Operation] = {
+    name: importlib.import_module(f"fused_norm.kernels.{name}")._native
+    for name in ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm")
+}
+
+Results = dict[str, Tensor]
+Halves = dict[str, Any]
+"""The native half of each operator, by name."""
+
+
+@pytest.fixture
+def native(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Halves]:
+    """Operators replay natively, with nothing recorded yet."""
+    try:
+        library = load() if device == "cpu" else library_module.library()
+    except UnavailableError as reason:
+        pytest.skip(f"no native library: {reason}")
+    if library is None:
+        pytest.skip("no native library")
+    for operation in OPERATIONS.values():
+        monkeypatch.setattr(operation, "call", operation.call)
+        monkeypatch.setattr(operation, "known", operation.known)
+        operation.connect(library)
+    halves = {name: operation.call for name, operation in OPERATIONS.items()}
+    if device == "cpu":
+        with native_on_cpu.connected(library):
+            yield halves
+    else:
+        yield halves
+
+
+@pytest.fixture
+def in_python(native: Halves, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+    """Runs something without native replay."""
+
+    def without(compute: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            for operation in OPERATIONS.values():
+                patch.setattr(operation, "call", lambda *_: NotImplemented)
+                patch.setattr(operation, "known", lambda *_: NotImplemented)
+            return compute()
+
+    return without
+
+
+def _norm(norm: Norm, shape: tuple[int, ...] = (3, 5, 40), frozen: str = "") -> Callable[[str], Results]:
+    return lambda device: run(norm.fused, make_inputs(norm, shape, device), frozen).present()
+
+
+def _sandwich(case: sandwich.Sandwich, **options: Any) -> Callable[[str], Results]:
+    return lambda device: sandwich.run(case.fused, sandwich.make_inputs(case, (3, 5, 40), device), **options)
+
+
+def _heads(heads: test_qk_norm.Heads, frozen: tuple[str, ...] = ()) -> Callable[[str], Results]:
+    return lambda device: test_qk_norm.run(heads.fused, test_qk_norm.make_inputs(heads, 16, device), frozen)
+
+
+GEMMA_SANDWICH = sandwich.Sandwich("gemma", True, BF16, BF16, BF16, BF16)
+QK = Norm("llama", x=BF16, w=BF16)
+
+CASES = {
+    "rms_norm": [
+        _norm(Norm("llama", x=BF16, w=BF16)),
+        _norm(Norm("llama", x=BF16, w=FP32)),
+        _norm(Norm("gemma", True, x=BF16, w=FP32)),
+        _norm(Norm("none", x=FP16, w=None)),
+        _norm(Norm("llama", x=BF16, w=BF16), frozen="w"),
+        _norm(Norm("llama", x=BF16, w=BF16), frozen="x"),
+        _norm(Norm("llama", x=BF16, w=BF16), (2, CHUNKED)),
+        _norm(Norm("llama", x=BF16, w=BF16, mode="static_persistent")),
+    ],
+    "add_rms_norm": [
+        _norm(Norm("llama", x=BF16, w=BF16, r=BF16)),
+        _norm(Norm("llama", x=BF16, w=FP32, r=FP32)),
+        _norm(Norm("gemma", True, x=BF16, w=BF16, r=BF16, scale=0.22)),
+        _norm(Norm("none", x=FP16, w=FP16, r=FP16), frozen="r"),
+        _norm(Norm("llama", x=BF16, w=BF16, r=BF16), frozen="xw"),
+    ],
+    "norm_add": [
+        _sandwich(GEMMA_SANDWICH.opened),
+        _sandwich(sandwich.Sandwich("llama", False, BF16, FP32, BF16).opened),
+        _sandwich(GEMMA_SANDWICH.opened, frozen=("x", "inner")),
+    ],
+    "norm_add_norm": [
+        _sandwich(GEMMA_SANDWICH),
+        _sandwich(sandwich.Sandwich("none", False, BF16, FP32, None, FP16)),
+        _sandwich(GEMMA_SANDWICH, used="y"),
+        _sandwich(GEMMA_SANDWICH, frozen=("r", "w")),
+    ],
+    "qk_norm": [
+        _heads(test_qk_norm.Heads(QK)),
+        _heads(test_qk_norm.Heads(QK), ("q", "k_weight")),
+        _heads(test_qk_norm.Heads(QK, 16, BF16)),
+        _heads(test_qk_norm.Heads(Norm("gemma", True, x=BF16, w=BF16), 8, FP32)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [pytest.param(n, case, id=f"{n}-{i}") for n in CASES for i, case in enumerate(CASES[n])]
+)
+def test_what_is_replayed_is_bitwise_what_python_computes(
+    name: str, case: Callable[[str], Results], device: str, native: Halves, in_python: Callable[..., Results]
+) -> None:
+    expected = in_python(lambda: case(device))
+    assert native[name].replayed() == (0, 0)
+    for repeat in (1, 2):
+        found = case(device)
+        assert native[name].replayed() == (repeat, repeat)
+        assert found.keys() == expected.keys()
+        for result, value in expected.items():
+            assert torch.equal(found[result], value), result
+            assert found[result].stride() == value.stride(), result
+
+
+def _arguments(device: str, rows: int = 6, width: int = 40, dtype: torch.dtype = FP32) -> list[Tensor]:
+    return [
+        torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+        for shape in ((rows, width), (rows, width), (width,))
+    ]
+
+
+def test_without_gradients_nothing_is_kept(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    x, r, w = _arguments(device)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            expected = in_python(lambda: add_rms_norm(x, r, w))
+            for _ in range(2):
+                for ours, theirs in zip(add_rms_norm(x, r, w), expected, strict=True):
+                    assert torch.equal(ours, theirs)
+                    assert ours.grad_fn is None
+                    assert not ours.requires_grad
+                    assert ours.is_inference() == theirs.is_inference()
+    assert native["add_rms_norm"].replayed() == (4, 0)
+
+
+def test_what_differs_is_recorded_anew(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    calls: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, w: rms_norm(x, w),
+        lambda x, w: rms_norm(x, w, 0.5),
+        lambda x, w: rms_norm(x, w, casting="gemma"),
+        lambda x, w: rms_norm(x, w, zero_centered=True),
+        lambda x, w: rms_norm(x, None),
+        lambda x, w: rms_norm(x[:2], w),
+        lambda x, w: rms_norm(x[::2], w),
+        lambda x, w: rms_norm(x.t().contiguous().t(), w),
+        lambda x, w: rms_norm(x.bfloat16(), w),
+        lambda x, w: rms_norm(x, w.half()),
+        lambda x, w: rms_norm(x[:, :20], w[:20]),
+        lambda x, w: rms_norm(x.reshape(2, 3, 40), w),
+        lambda x, w: rms_norm(x, x[0]),
+    ]
+    x, _, w = _arguments(device)
+    with torch.no_grad():
+        for _ in range(2):
+            for call in calls:
+                assert torch.equal(call(x, w), in_python(lambda call=call: call(x, w)))
+        before = native["rms_norm"].replayed()[0]
+        native["rms_norm"].forget()
+        rms_norm(x, w)
+        assert native["rms_norm"].replayed()[0] == before + 1
+
+
+@pytest.mark.parametrize("which", ["both", "dy", "ds"])
+def test_tensors_that_are_one(which: str, device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    """A recording of tensors that share their memory does not serve those that do not, nor the other way round."""
+    x, r, w = _arguments(device)
+    dy, ds = torch.randn_like(x), torch.randn_like(x)
+    flows = {"both": (dy, ds), "dy": (dy, dy), "ds": (ds, ds)}[which]
+
+    def gradients(one: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(one, other, w)
+        return y, s, *torch.autograd.grad((y, s), (x, w), flows)
+
+    for arguments in ((x, x), (x, r), (x, x), (x, r)):
+        expected = in_python(lambda arguments=arguments: gradients(*arguments))
+        assert all(map(torch.equal, gradients(*arguments), expected))
+
+
+def test_unaligned_tensors_stay_with_python(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    memory = torch.randn(6 * 40 + 1, device=device)
+    w = torch.randn(40, device=device)
+    for offset in (1, 0, 1):
+        x = memory[offset : offset + 240].view(6, 40).requires_grad_()
+        dy = memory[1 - offset : 241 - offset].view(6, 40)
+        found = rms_norm(x, w)
+        expected = in_python(lambda x=x: rms_norm(x, w))
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.autograd.grad(found, x, dy)[0], torch.autograd.grad(expected, x, dy)[0])
+    assert native["rms_norm"].replayed() == (1, 0)
+
+
+def test_gradients_that_cannot_be_read_in_place_stay_with_python(
+    device: str, native: Halves, in_python: Callable[..., Any]
+) -> None:
+    x, _, w = _arguments(device)
+    for dy in (torch.ones((), device=device).expand(6, 40), torch.randn(40, 6, device=device).t()):
+        expected = in_python(lambda dy=dy: torch.autograd.grad(rms_norm(x, w), (x, w), dy))
+        assert all(map(torch.equal, torch.autograd.grad(rms_norm(x, w), (x, w), dy), expected))
+    assert native["rms_norm"].replayed() == (2, 0)
+
+
+def test_empty_tensors_stay_with_python(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device, rows=0)
+    dx, dw = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
+    assert dx.shape == (0, 40)
+    assert torch.equal(dw, torch.zeros(40, device=device))
+    assert native["rms_norm"].replayed() == (0, 0)
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def test_whoever_watches_the_dispatcher_sees_the_operators(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    y = rms_norm(x, w)
+    with _Watching() as mode:
+        y = rms_norm(x, w)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert {"fused_norm.rms_norm_forward.default", "fused_norm.rms_norm_backward.default"} <= set(mode.seen)
+    assert native["rms_norm"].replayed() == (1, 0)
+    mapped = torch.func.vmap(lambda row: row.square().sum())(x.detach())  # A transform by itself does not disturb.
+    assert mapped.shape == (6,)
+    with pytest.raises(Exception, match=r"vmap|generate_vmap_rule|functorch"):
+        torch.func.vmap(lambda row: rms_norm(row, w))(x)
+    rms_norm(x.detach().as_subclass(_Subclass), w)
+    assert native["rms_norm"].replayed() == (1, 0)
+
+
+class _Functions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_recording_is_not_disturbed_by_a_function_mode(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    with _Functions():
+        first = rms_norm(x, w)
+    assert torch.equal(first, rms_norm(x, w))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the list of launch hooks is Triton's own there")
+def test_whoever_watches_launches_sees_them(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    y = rms_norm(x, w)
+    native_on_cpu.hooks.append(print)
+    rms_norm(x, w)
+    torch.autograd.grad(y, x, torch.ones_like(y))
+    assert native["rms_norm"].replayed() == (1, 0)
+    native_on_cpu.hooks.clear()
+    rms_norm(x, w)
+    assert native["rms_norm"].replayed() == (2, 0)
+
+
+def test_a_second_differentiation_raises(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    for _ in range(2):
+        (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
+
+def test_the_graph_lives_as_long_as_it_is_told_to(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    y, s = add_rms_norm(x, r, w)
+    first = torch.autograd.grad(y.sum() + s.sum(), (x, r, w), retain_graph=True)
+    second = torch.autograd.grad(y.sum() + s.sum(), (x, r, w))
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y.sum(), (x, r, w))
+    assert str(y.grad_fn.name()) == "AddRMSNormBackward"
+    assert [edge.variable is leaf for (edge, _), leaf in zip(y.grad_fn.next_functions, (x, r, w), strict=True)]
+
+
+@pytest.mark.parametrize("changed", ["x", "w", "s"])
+def test_a_saved_tensor_that_was_changed_is_noticed(changed: str, device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    for _ in range(2):
+        y, s = (rms_norm(x, w), None) if changed == "x" else add_rms_norm(x, r, w)
+        with torch.no_grad():
+            {"x": x, "w": w, "s": s}[changed].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_hooks_on_saved_tensors_see_what_python_saves(
+    device: str, native: Halves, in_python: Callable[..., Any]
+) -> None:
+    x, r, w = _arguments(device)
+
+    def offloaded() -> tuple[list[tuple[int, ...]], tuple[Tensor, ...]]:
+        packed: list[tuple[int, ...]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tuple(tensor.shape))
+            return tensor.detach().clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.clone()):
+            y, s = add_rms_norm(x, r, w)
+        return packed, torch.autograd.grad((y * s).sum(), (x, r, w))
+
+    shapes, expected = in_python(offloaded)
+    for _ in range(2):
+        packed, found = offloaded()
+        assert packed == shapes
+        assert all(map(torch.equal, found, expected))
+    assert native["add_rms_norm"].replayed() == (2, 2)
+
+
+def test_hooks_on_gradients_may_replace_them(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    x, r, w = _arguments(device)
+
+    def gradients() -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(x, r, w)
+        y.register_hook(lambda dy: 2 * dy)
+        s.retain_grad()
+        handle = x.register_hook(lambda dx: dx + 1)
+        found = torch.autograd.grad((y * s).sum(), (x, r, w))
+        handle.remove()
+        return found
+
+    expected = in_python(gradients)
+    assert all(map(torch.equal, gradients(), expected))
+
+
+def test_only_the_sum_is_used(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    x, r, w = _arguments(device)
+    for function in (lambda: add_rms_norm(x, r, w)[1], lambda: norm_add_norm(x, r, w, w)[1]):
+        for _ in range(2):
+            found = torch.autograd.grad(function().square().sum(), (x, r))
+            expected = in_python(lambda function=function: torch.autograd.grad(function().square().sum(), (x, r)))
+            assert all(map(torch.equal, found, expected))
+
+
+def test_gradients_share_no_memory(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    for _ in range(2):
+        y, s = add_rms_norm(x, r, w)
+        dx, dr = torch.autograd.grad((y, s), (x, r), (torch.ones_like(y), torch.ones_like(s)))
+        assert torch._C._is_cow_tensor(dr)
+        assert torch.equal(dx, dr)
+        before = dr.clone()
+        dx.zero_()
+        assert torch.equal(dr, before)
+
+
+def test_a_lazily_cloned_gradient_stays_one(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    dy = torch.randn_like(x)
+    for _ in range(2):
+        clone = torch._lazy_clone(dy)
+        torch.autograd.grad(rms_norm(x, w), x, clone)
+        assert torch._C._is_cow_tensor(clone)
+
+
+def test_recordings_keep_no_tensor_alive(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    y, s = add_rms_norm(x, r, w)
+    gradients = torch.autograd.grad(y.sum() + s.sum(), (x, r, w))
+    alive = [weakref.ref(tensor) for tensor in (x, r, w, y, s, *gradients)]
+    del x, r, w, y, s, gradients
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 8
+
+
+def test_what_is_saved_is_freed_with_the_graph_and_by_a_backward(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    rms_norm(x, w)
+    for backward in (False, True):
+        branch = x * 2
+        alive = weakref.ref(branch)
+        y = rms_norm(branch, w)
+        del branch
+        gc.collect()
+        assert alive() is not None
+        if backward:
+            y.backward(torch.ones_like(y))
+        else:
+            del y
+        gc.collect()
+        assert alive() is None
+
+
+def test_a_long_chain_is_taken_down_without_recursion(device: str, native: Halves) -> None:
+    x = torch.randn(1, 4, device=device).requires_grad_()
+    y = rms_norm(x, None)
+    half = native["rms_norm"]
+    for _ in range(300 if device == "cpu" else 100_000):
+        y = half(y, None, 1e-6, "llama", False, None)
+    del y
+    gc.collect()
+
+
+def test_threads_record_and_replay_at_once(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
+    inputs = [_arguments(device, rows) for rows in (3, 4, 5, 6)]
+
+    def gradients(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(x, r, w)
+        return y, s, *torch.autograd.grad((y * s).sum(), (x, r, w))
+
+    expected = [in_python(lambda one=one: gradients(*one)) for one in inputs]
+    wrong: list[object] = []
+
+    def work(index: int) -> None:
+        try:
+            for turn in range(12):
+                which = (index + turn) % len(inputs)
+                if not all(map(torch.equal, gradients(*inputs[which]), expected[which])):
+                    wrong.append(which)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert native["add_rms_norm"].replayed() == (48, 48)
+
+
+def test_what_goes_wrong_in_a_recording_is_raised(device: str, native: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _, w = _arguments(device)
+    module = importlib.import_module("fused_norm.kernels.rms_norm")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("not enough")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "launch_forward", fail)
+        with pytest.raises(MemoryError, match="not enough"):
+            rms_norm(x, w)
+    y = rms_norm(x, w)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "launch_backward", fail)
+        with pytest.raises(MemoryError, match="not enough"):
+            torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones_like(y))
+    assert native["rms_norm"].replayed() == (1, 1)
+
+
+def test_another_write_or_another_tensor_ends_a_recording(
+    device: str, native: Halves, monkeypatch: pytest.MonkeyPatch, in_python: Callable[..., Any]
+) -> None:
+    """What would be lost in a replay, an operator of PyTorch among the launches, keeps a call with Python."""
+    x, _, w = _arguments(device)
+    module = importlib.import_module("fused_norm.kernels.rms_norm")
+    launch = module.launch_forward
+
+    def doubled(x: Tensor, *arguments: Any) -> Any:
+        y, s, rstd = launch(x, *arguments)
+        return y.mul_(2), s, rstd
+
+    def copied(x: Tensor, *arguments: Any) -> Any:
+        return launch(x * 2, *arguments)
+
+    def viewed(x: Tensor, *arguments: Any) -> Any:
+        y, s, rstd = launch(x, *arguments)
+        return y[:3], s, rstd
+
+    def written(x: Tensor, *arguments: Any) -> Any:
+        _, s, rstd = launch(x, *arguments)
+        return torch.full_like(x, 7.0), s, rstd
+
+    for wrapped in (doubled, copied, viewed, written):
+        native["rms_norm"].forget()
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(module, "launch_forward", wrapped)
+            expected = in_python(lambda: rms_norm(x, w))
+            assert torch.equal(rms_norm(x, w), expected), wrapped
+            assert torch.equal(rms_norm(x, w), expected), wrapped
+    assert native["rms_norm"].replayed() == (0, 0)
+
+
+def test_known_answers_only_what_was_recorded(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    arguments = (x, w, 1e-6, "llama", False, None)
+    assert native["rms_norm"].known(*arguments) is NotImplemented
+    assert native["rms_norm"](*arguments) is not NotImplemented
+    assert native["rms_norm"].known(*arguments) is not NotImplemented
+    assert native["rms_norm"].known(x, w, 1e-6, "llama", False) is NotImplemented
+    assert native["rms_norm"](x, w, 1e-6, "llama", False, [1]) is NotImplemented
+    assert native["rms_norm"](x, 1.0, 1e-6, "llama", False, None) is NotImplemented
+    assert native["rms_norm"](None, w, 1e-6, "llama", False, None) is NotImplemented
+
+
+def test_what_a_call_was_refused_for_is_refused_after_a_recording(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    rms_norm(x, w)
+    add_rms_norm(x, r, w)
+    with pytest.raises(ValueError, match="casting"):
+        rms_norm(x, w, casting="qwen")
+    with pytest.raises(ValueError, match="weight must have shape"):
+        rms_norm(x, w[:20])
+    with pytest.raises(TypeError, match="scale must be"):
+        add_rms_norm(x, r, w, scale=True)
+    with pytest.raises(ValueError, match="residual must have"):
+        add_rms_norm(x, r[:3], w)
+
+
+def test_learned_angles_get_their_gradient_after_a_recording(device: str, native: Halves) -> None:
+    q, k = (torch.randn(2, 3, 5, 16, device=device).requires_grad_() for _ in range(2))
+    cos, sin = (torch.randn(1, 5, 16, device=device) for _ in range(2))
+    qk_norm_rope(q, k, None, None, cos, sin)
+    cos.requires_grad_()
+    y, _ = qk_norm_rope(q, k, None, None, cos, sin)
+    assert torch.autograd.grad(y.sum(), cos)[0].abs().sum() > 0
+
+
+def test_profiles_name_the_operators(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    add_rms_norm(x, r, w)
+    with torch.profiler.profile() as profile:
+        y, s = add_rms_norm(x, r, w)
+        (y.sum() + s.sum()).backward()
+    names = {event.key for event in profile.key_averages()}
+    assert "AddRMSNorm" in names
+    assert any("AddRMSNormBackward" in name for name in names)
+
+
+def test_anomaly_mode_points_at_the_call(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    rms_norm(x, w)
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.warns(UserWarning, match="RMSNormBackward"):
+        y = rms_norm(x, w)
+        y.register_hook(lambda dy: dy * float("nan"))
+        with pytest.raises(RuntimeError, match="nan"):
+            y.sum().backward()
+
+
+def test_deterministic_mode_fills_what_is_allocated(
+    device: str, native: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that leaves an element out shows, replayed as well as launched by Python."""
+    x, r, w = _arguments(device)
+    add_rms_norm(x, r, w)
+    module = importlib.import_module("fused_norm.kernels.rms_norm")
+
+    def unwritten(x: Tensor, *_: Any) -> Any:
+        return empty_rows_like(x), x, None
+
+    monkeypatch.setattr(module, "launch_forward", unwritten)
+    with torch.no_grad():
+        assert rms_norm(x, w).isnan().all()
+    assert native["rms_norm"].replayed() == (1, 0)
+
+
+@pytest.mark.gpu
+def test_replays_are_captured_in_a_cuda_graph(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device, dtype=BF16)
+    dy, ds = torch.randn_like(x), torch.randn_like(x)
+
+    def step() -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(x, r, w)
+        return y, s, *torch.autograd.grad((y, s), (x, r, w), (dy, ds))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))
+    assert native["add_rms_norm"].replayed()[0] >= 3
+
+
+@pytest.mark.gpu
+def test_every_stream_has_its_own_counter(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device, rows=512, width=256)
+    dy = torch.randn_like(x)
+    expected = torch.autograd.grad(rms_norm(x, w), (x, w), dy)
+    torch.cuda.synchronize()
+    found = []
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(8):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(torch.autograd.grad(rms_norm(x, w), (x, w), dy))
+    torch.cuda.synchronize()
+    for gradients in found:
+        assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.gpu(2)
+def test_each_device_has_its_own_recordings(native: Halves) -> None:
+    results = []
+    for device in ("cuda:0", "cuda:1", "cuda:0", "cuda:1"):
+        torch.manual_seed(0)
+        x, r, w = (t.detach().to(device).requires_grad_() for t in _arguments("cpu"))
+        y, s = add_rms_norm(x, r, w)
+        gradients = torch.autograd.grad((y * s).sum(), (x, r, w))
+        assert all(t.device == torch.device(device) for t in (y, s, *gradients))
+        results.append([t.cpu() for t in (y, s, *gradients)])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    assert native["add_rms_norm"].replayed() == (4, 4)
+
+
+def test_unused_imports_are_operators() -> None:
+    """Every operator has its native half, named as the operator's node of autograd."""
+    assert {name: operation.name for name, operation in OPERATIONS.items()} == {
+        "rms_norm": "RMSNorm",
+        "add_rms_norm": "AddRMSNorm",
+        "norm_add": "NormAdd",
+        "norm_add_norm": "NormAddNorm",
+        "qk_norm": "QKNorm",
+    }
+    assert all(callable(one) for one in (norm_add, qk_norm))

@@ -1,0 +1,133 @@
+"""The native library's life: compiled once, kept, shared between processes, and done without."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fused_norm.kernels.native import library
+from fused_norm.kernels.native.library import SWITCH, UnavailableError, load
+from fused_norm.kernels.native.operation import Operation
+
+BROKEN = "#error this cannot be compiled\n"
+TINY = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_replay", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit__replay() { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a source that compiles in no time."""
+    source = tmp_path / "replay.cpp"
+    source.write_text(TINY)
+    monkeypatch.setattr(library, "_SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(SWITCH, raising=False)
+    return tmp_path / "fused_norm"
+
+
+def _built(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*.so"))
+
+
+def _needs_a_compiler() -> None:
+    try:
+        load()
+    except UnavailableError as reason:
+        if "compiler" in str(reason) or "headers" in str(reason):
+            pytest.skip(str(reason))
+        raise
+
+
+def test_it_is_compiled_once_and_said_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _needs_a_compiler()
+    assert "compiling native code" in caplog.text
+    (built,) = _built(cache)
+    caplog.clear()
+    assert load().__name__ == "_replay"
+    assert not caplog.records
+    assert _built(cache) == [built]
+    assert [path.suffix for path in cache.iterdir() if path != built] == [".lock"]
+
+
+def test_another_source_is_compiled_anew(cache: Path) -> None:
+    _needs_a_compiler()
+    library._SOURCE.write_text(TINY + "// changed")
+    load()
+    assert len(_built(cache)) == 2
+
+
+def test_a_compiler_that_fails_is_not_asked_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs_a_compiler()
+    library._SOURCE.write_text(BROKEN)
+    with pytest.raises(UnavailableError, match="failed, see"):
+        load()
+    (told,) = cache.glob("*.failed")
+    assert "this cannot be compiled" in told.read_text()
+    monkeypatch.setattr(library.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    with pytest.raises(UnavailableError, match="remove that file"):
+        load()
+
+
+def test_without_a_compiler_it_is_unavailable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(cache))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UnavailableError, match=r"no C\+\+ compiler"):
+        load()
+
+
+def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    with pytest.raises(UnavailableError, match=SWITCH):
+        load()
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
+    cache.write_text("a file where a directory should be")
+    with pytest.raises(UnavailableError, match="cannot be kept"):
+        load()
+
+
+def test_a_damaged_library_is_unavailable(cache: Path) -> None:
+    _needs_a_compiler()
+    _built(cache)[0].write_bytes(b"not a library")
+    with pytest.raises(UnavailableError, match="cannot be loaded"):
+        load()
+
+
+def test_of_several_processes_one_compiles(cache: Path) -> None:
+    _needs_a_compiler()
+    for path in list(cache.iterdir()):
+        path.unlink()
+    program = (
+        "import logging, pathlib, sys; logging.basicConfig()\n"
+        "from fused_norm.kernels.native import library\n"
+        "library._SOURCE = pathlib.Path(sys.argv[1]); library.load()\n"
+    )
+    command = [sys.executable, "-c", program, str(library._SOURCE)]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert sum("compiling native code" in one for one in said) == 1
+    assert len(_built(cache)) == 1
+
+
+def test_operators_go_without_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable() -> None:
+        raise UnavailableError("nothing works here")
+
+    monkeypatch.setattr(library, "load", unavailable)
+    with caplog.at_level(logging.INFO, logger="fused_norm"):
+        assert library.library.__wrapped__() is None
+    assert "nothing works here" in caplog.text
+    operation = Operation(type("_Function", (), {}), print, tensors=1, values=0)  # type: ignore[arg-type]
+    operation.connect(None)
+    assert operation.call(1) is NotImplemented
+    assert operation.known(1) is NotImplemented
