@@ -23,12 +23,12 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _python_where_it_is_patched(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test puts into Python's launches is seen: nothing is replayed around it, unless that is what it tests."""
-    if "native" in request.fixturenames or "monkeypatch" not in request.fixturenames:
+    if "native" in request.module.__name__ or "monkeypatch" not in request.fixturenames:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Operation, "call", property(lambda _: lambda *_: NotImplemented))
-        patch.setattr(Operation, "known", property(lambda _: lambda *_: NotImplemented))
+        for way in ("call", "known"):
+            patch.setattr(Operation, way, property(lambda _: lambda *_: NotImplemented))
         yield
 
 

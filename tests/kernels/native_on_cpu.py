@@ -1,7 +1,7 @@
 """The native library on a CPU: its launches come back to Triton's interpreter.
 
-The library launches by calling the driver. Here a function of ours stands for the driver's: it reads the parameters from
-memory as a GPU would, makes tensors of the addresses, and runs the kernel on them. All else is as on a GPU.
+The library launches by calling the driver. Here a function of ours stands for the driver's: it reads the parameters
+from memory as a GPU would, makes tensors of the addresses, and runs the kernel on them. All else is as on a GPU.
 """
 
 from __future__ import annotations

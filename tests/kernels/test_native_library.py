@@ -96,8 +96,8 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
 
 
 def test_a_damaged_library_is_unavailable(cache: Path) -> None:
-    _needs_a_compiler()
-    _built(cache)[0].write_bytes(b"not a library")
+    cache.mkdir()
+    library._path().write_bytes(b"not a library")
     with pytest.raises(UnavailableError, match="cannot be loaded"):
         load()
 

@@ -62,7 +62,7 @@ def load() -> ModuleType:
     """
     if os.environ.get(SWITCH, "1") == "0":
         raise UnavailableError(f"{SWITCH} is 0")
-    path = _cache() / f"_replay-{_fingerprint()}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    path = _path()
     if not path.exists():
         _compile(path)
     loader = importlib.machinery.ExtensionFileLoader("_replay", str(path))
@@ -76,18 +76,15 @@ def load() -> ModuleType:
     return module
 
 
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "fused_norm"
-
-
-def _fingerprint() -> str:
-    """Of everything that a compiled library depends on."""
+def _path() -> Path:
+    """Where the library is kept, under a name made of everything that it depends on."""
     parts = (
         _SOURCE.read_text(), *_FLAGS, torch.__version__, torch.version.git_version, sys.version, platform.machine(),
         str(torch._C._GLIBCXX_USE_CXX11_ABI),
     )  # fmt: skip
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root, "fused_norm", f"_replay-{fingerprint}{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
 def _compile(path: Path) -> None:
@@ -161,6 +158,6 @@ def _launch_hooks() -> tuple[Any, ...]:
     """The lists of those who want to see every launch."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     try:
-        return tuple(hook.calls for hook in hooks)  # type: ignore[union-attr]
+        return tuple(hook.calls for hook in hooks)
     except AttributeError as error:
         raise UnavailableError("this Triton keeps its launch hooks in another way") from error

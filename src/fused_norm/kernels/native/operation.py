@@ -94,10 +94,7 @@ class Operation:
         context = _Context()
         try:
             with torch.no_grad(), recording(arguments[: self._tensors]) as recorded:
-                if differentiable:
-                    outputs = self._function.forward(context, *arguments)
-                else:
-                    outputs = self._plain(*arguments)
+                outputs = self._function.forward(context, *arguments) if differentiable else self._plain(*arguments)
                 results = (outputs,) if isinstance(outputs, Tensor) else outputs
                 program = recorded.program(results, context.saved)
         except NotRecordableError as reason:

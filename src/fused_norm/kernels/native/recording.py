@@ -1,8 +1,8 @@
 """Records what an operator allocates and launches, as a program that can be replayed without Python.
 
 While a recording is active on a thread, kernels are not launched, only noted. Allocations are noted by ``allocated``.
-Whatever else happens to a tensor cannot be replayed: a tensor that was neither given, allocated nor declared a constant,
-and one that something else wrote to, end the recording.
+Whatever else happens to a tensor cannot be replayed: a tensor that was neither given, allocated nor declared a
+constant, and one that something else wrote to, end the recording.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _parameters(kernel: Kernel, arguments: Sequence[Any], slot_of: Any) -> list[
 
 def _address(tensor: Tensor) -> int:
     """Where the tensor's data are; asking must not make a real copy of a lazily cloned gradient."""
-    base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    base: int = torch._C._data_address(tensor)
     return base + int(tensor.storage_offset()) * tensor.element_size()
 
 
