@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from .native.recording import Kernel, NotRecordableError, Recording, active
+from .native.recording import Kernel, NotRecordableError, Recording, active, address_of
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
@@ -72,7 +72,7 @@ class Launch:
             return
         if not INTERPRETED and lead.is_cuda and rows < INT32_LIMIT:
             lazy = self._lazy
-            addresses = [None if tensor is None else _address(tensor) for tensor in tensors[:lazy]]
+            addresses = [None if tensor is None else address_of(tensor) for tensor in tensors[:lazy]]
             addresses += [None if tensor is None else tensor.data_ptr() for tensor in tensors[lazy:]]
             joint = 0
             for address in addresses:
@@ -103,7 +103,7 @@ class Launch:
 
     def _record(self, recording: Recording, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> None:
         """Notes a launch instead of making it; the first one with these strides is made as well, to have a kernel."""
-        aligned = all(tensor is None or _address(tensor) % 16 == 0 for tensor in tensors)
+        aligned = all(tensor is None or address_of(tensor) % 16 == 0 for tensor in tensors)
         if not aligned or counts[0] >= INT32_LIMIT:
             raise NotRecordableError(f"{self.name} is compiled anew for tensors like these")
         recording.launch(
@@ -136,12 +136,6 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.index is None or module.current_device() == device.index:
         return contextlib.nullcontext()
     return module.device(device)
-
-
-def _address(tensor: Tensor) -> int:
-    """``tensor.data_ptr()``, which would turn a lazily cloned gradient into a real copy."""
-    base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return base + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _kernel_of(compiled: Any) -> Kernel | None:

@@ -64,18 +64,18 @@ class Recording:
             raise NotRecordableError("something other than a kernel wrote to a tensor")
         launched = [one for *_, arguments in self._launches for one in arguments if isinstance(one, Tensor)]
         sources = [source for _, source in self._clones]
-        needed = {_address(one) for one in (*launched, *sources, *results, *saved) if one is not None}
-        allocated = [tensor for tensor in self._allocated if _address(tensor) in needed]
+        needed = {address_of(one) for one in (*launched, *sources, *results, *saved) if one is not None}
+        allocated = [tensor for tensor in self._allocated if address_of(tensor) in needed]
         known = [*self._inputs, *self._constants, *allocated]
         slots: dict[int, int] = {}
         for slot, tensor in enumerate(known):
             if tensor is not None:
-                slots.setdefault(_address(tensor), slot)
+                slots.setdefault(address_of(tensor), slot)
 
         def slot_of(tensor: Tensor | None) -> int:
             if tensor is None:
                 return -1
-            slot = slots.get(_address(tensor))
+            slot = slots.get(address_of(tensor))
             if slot is None:
                 raise NotRecordableError("a tensor is neither an input nor allocated for it")
             return slot
@@ -144,10 +144,16 @@ def constant(tensor: Tensor) -> Tensor:
 
 def lazy_clone(tensor: Tensor) -> Tensor:
     """A copy of ``tensor`` that is made when either of them is first written to."""
-    clone = torch._lazy_clone(tensor)  # type: ignore[attr-defined]
+    clone = torch._lazy_clone(tensor)
     if _active.recording is not None:
         _active.recording._clones.append((clone, tensor))
     return clone
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the tensor's data are; asking must not make a real copy of a lazily cloned gradient."""
+    base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return base + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _parameters(kernel: Kernel, arguments: Sequence[Any], slot_of: Any) -> list[tuple[int, int]]:
@@ -166,12 +172,6 @@ def _parameters(kernel: Kernel, arguments: Sequence[Any], slot_of: Any) -> list[
     if any(kind != "constexpr" for kind in kernel.types[len(arguments) :]):
         raise NotRecordableError("a kernel takes more than it was given")
     return parameters + [(-1, 0)] * kernel.scratch
-
-
-def _address(tensor: Tensor) -> int:
-    """Where the tensor's data are; asking must not make a real copy of a lazily cloned gradient."""
-    base: int = torch._C._data_address(tensor)
-    return base + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _same_layout(one: Tensor, other: Tensor | None) -> bool:
