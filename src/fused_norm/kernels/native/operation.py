@@ -93,7 +93,8 @@ class Operation:
         """The program, what its backward is to know, and whether that wants zeros for missing gradients."""
         context = _Context()
         try:
-            with torch.no_grad(), recording(arguments[: self._tensors]) as recorded:
+            # Outside of inference mode, because tensors made in it do not tell whether something wrote to them.
+            with torch.inference_mode(False), torch.no_grad(), recording(arguments[: self._tensors]) as recorded:
                 outputs = self._function.forward(context, *arguments) if differentiable else self._plain(*arguments)
                 results = (outputs,) if isinstance(outputs, Tensor) else outputs
                 program = recorded.program(results, context.saved)
