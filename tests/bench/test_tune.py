@@ -38,6 +38,16 @@ def test_candidates_differ_and_are_many(width):
     assert len(set(plans)) == len(plans) > (10 if width > 1 else 2)
 
 
+@pytest.mark.parametrize("width", [20480, 65536, 131072])
+def test_rows_that_clusters_hold_are_tried_in_clusters_and_alone(width):
+    plans = tune.backward_candidates(width, 6, Device(clusters=True), summed=False)
+    assert plans[0] == backward_plan(width, 6, Device(clusters=True))
+    assert len(set(plans)) == len(plans)
+    assert {plan.chunked for plan in plans if plan.ctas == 1} == {True}
+    assert len({(plan.ctas, plan.warps, plan.ahead) for plan in plans if plan.ctas > 1}) > 2
+    assert all(plan.columns == plans[0].columns for plan in plans if plan.ctas > 1)
+
+
 @pytest.mark.parametrize("operation", ["norm", "add"])
 def test_every_candidate_for_a_narrow_row_is_right(session, operation):
     session.quick = operation == "add"  # A few are enough for the second one.

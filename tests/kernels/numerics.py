@@ -28,6 +28,10 @@ CHUNKED = WIDEST_FORWARD + 617
 """A row too wide to be held: two whole chunks of 16384 and an odd part of a third."""
 
 
+IN_CLUSTERS = (20480, 40000, 131_072)
+"""Widths of rows that a cluster of blocks holds in the backward, where there are clusters: one of each plan."""
+
+
 @dataclass(frozen=True)
 class Norm:
     """One norm under test: how it rounds, what its weight means, and the dtypes of its arguments."""

@@ -9,8 +9,10 @@ import pytest
 
 from fused_norm.kernels import plans
 from fused_norm.kernels.plans import (
+    CLUSTER_REGISTERS,
     MODES,
     WIDEST_BACKWARD,
+    WIDEST_CLUSTER,
     WIDEST_FORWARD,
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,
@@ -26,12 +28,12 @@ from fused_norm.kernels.plans import (
     sandwich_forward_plan,
 )
 
-from .numerics import CHUNKED, WIDTHS
+from .numerics import CHUNKED, IN_CLUSTERS, WIDTHS
 
-H200 = Device(processors=132, shared_memory=232_448)
+H200 = Device(processors=132, shared_memory=232_448, clusters=True)
 SMALL = Device(processors=46, shared_memory=101_376)
 WIDE_WARPS = Device(processors=304, warp_size=64, shared_memory=65_536)
-ALL_WIDTHS = range(2 * WIDEST_FORWARD)
+ALL_WIDTHS = (*range(2 * WIDEST_FORWARD), *range(WIDEST_CLUSTER - 32, WIDEST_CLUSTER + 32))
 
 # What distinguishes one row of a table from another.
 FORWARD_ROWS = {
@@ -49,6 +51,12 @@ FORWARD_ROWS = {
     ("multi_wave_reload", 1, 32),
 }
 SUMMED_FORWARD_ROWS = FORWARD_ROWS - {("multi_wave_reload", 1, 16)} | {("multi_wave_cached", 1, 32)}
+CLUSTER_ROWS = {
+    # rows, warps, stages, programs per processor, reload, chunked, tail, blocks of a cluster, ahead
+    (1, 4, 1, 66 / 132, True, False, 0, 8, False),
+    (1, 8, 1, 33 / 132, True, False, 0, 8, True),
+    (1, 16, 1, 16 / 132, True, False, 0, 8, True),
+}
 BACKWARD_ROWS = {
     # rows, warps, stages, programs per processor, reload, chunked, tail
     (64, 4, 3, 2, False, False, 0),
@@ -65,6 +73,7 @@ BACKWARD_ROWS = {
     (1, 16, 3, 1, False, False, 0),
     (1, 16, 1, 1, True, False, 0),
     (2, 4, 2, 4, False, True, 0),
+    *CLUSTER_ROWS,
 }
 SUMMED_BACKWARD_ROWS = {
     (64, 4, 3, 2, False, False, 0),
@@ -76,6 +85,7 @@ SUMMED_BACKWARD_ROWS = {
     (1, 8, 3, 1, False, False, 0),
     (1, 32, 1, 1, True, False, 0),
     (2, 4, 2, 4, False, True, 0),
+    *CLUSTER_ROWS,
 }
 
 
@@ -85,8 +95,11 @@ def forward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[objec
 
 
 def backward_rows(widths: Iterable[int], summed: bool = False) -> set[tuple[object, ...]]:
-    plans = {backward_plan(width, 6, H200, summed=summed) for width in widths}
-    return {(p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload, p.chunked, p.tail) for p in plans}
+    found = set()
+    for p in {backward_plan(width, 6, H200, summed=summed) for width in widths}:
+        row = (p.rows, p.warps, p.stages, p.programs / H200.processors, p.reload, p.chunked, p.tail)
+        found.add(row if p.ctas == 1 else (*row, p.ctas, p.ahead))
+    return found
 
 
 def test_the_tables_have_exactly_these_rows() -> None:
@@ -97,24 +110,44 @@ def test_the_tables_have_exactly_these_rows() -> None:
 
 
 def test_the_widths_of_the_kernel_tests_reach_every_row() -> None:
-    assert forward_rows([*WIDTHS, CHUNKED]) == FORWARD_ROWS
-    assert forward_rows([*WIDTHS, CHUNKED], summed=True) == SUMMED_FORWARD_ROWS
-    assert backward_rows([*WIDTHS, CHUNKED]) == BACKWARD_ROWS
-    assert backward_rows([*WIDTHS, CHUNKED], summed=True) == SUMMED_BACKWARD_ROWS
+    assert forward_rows([*WIDTHS, CHUNKED, *IN_CLUSTERS]) == FORWARD_ROWS
+    assert forward_rows([*WIDTHS, CHUNKED, *IN_CLUSTERS], summed=True) == SUMMED_FORWARD_ROWS
+    assert backward_rows([*WIDTHS, CHUNKED, *IN_CLUSTERS]) == BACKWARD_ROWS
+    assert backward_rows([*WIDTHS, CHUNKED, *IN_CLUSTERS], summed=True) == SUMMED_BACKWARD_ROWS
 
 
 @pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=str)
 def test_blocks_hold_a_row_unless_chunked(device: Device) -> None:
     for width in ALL_WIDTHS:
         forward, backward = forward_plan(width, device), backward_plan(width, 8, device)
-        assert (forward.mode == "multi_wave_reload") == backward.chunked == (width > WIDEST_BACKWARD)
+        split = backward.chunked or backward.ctas > 1
+        assert (forward.mode == "multi_wave_reload") == split == (width > WIDEST_BACKWARD)
         for plan in (forward, backward, forward_plan(width, device, summed=True)):
-            tail = plan.tail if isinstance(plan, BackwardPlan) else 0
-            assert width <= plan.block + tail or width > WIDEST_BACKWARD
+            columns = plan.columns if isinstance(plan, BackwardPlan) else plan.block
+            assert width <= columns or width > WIDEST_BACKWARD
             assert plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
             assert plan.rows * plan.block <= WIDEST_FORWARD
             assert 1 <= plan.warps * device.warp_size <= 1024
+
+
+def test_clusters_hold_aligned_rows_where_there_are_clusters() -> None:
+    for width in ALL_WIDTHS:
+        held = backward_plan(width, 6, H200).ctas > 1
+        assert held == (WIDEST_BACKWARD < width <= WIDEST_CLUSTER and width % 16 == 0)
+        assert backward_plan(width, 6, replace(H200, clusters=False)).ctas == 1
+
+
+def test_clusters_are_what_their_exchange_and_the_registers_take() -> None:
+    """Two warps at least, each with columns of its own; as many blocks on a processor as have registers."""
+    for width in (*IN_CLUSTERS, 32768, 65536):
+        plan = backward_plan(width, 6, H200)
+        assert width <= plan.columns == plan.ctas * plan.block
+        assert plan.warps >= 2
+        assert plan.block >= 256 * plan.warps
+        blocks = 65_536 // (32 * plan.warps * CLUSTER_REGISTERS)
+        assert plan.programs == blocks * H200.processors // plan.ctas
+    assert backward_plan(131_072, 6, replace(H200, processors=4)).programs == 1
 
 
 def test_plans_do_not_depend_on_the_number_of_rows_or_on_the_dtype_but_for_stages() -> None:

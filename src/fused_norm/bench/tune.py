@@ -96,6 +96,9 @@ def forward_candidates(width: int, device: Device) -> list[ForwardPlan]:
 def backward_candidates(width: int, column_bytes: int, device: Device, *, summed: bool) -> list[BackwardPlan]:
     """The shipped plan for ``width`` and what might be better; ``column_bytes`` and ``summed`` as in plans.py."""
     shipped = backward_plan(width, column_bytes, device, summed=summed)
+    if shipped.ctas > 1:
+        alone = backward_candidates(width, column_bytes, replace(device, clusters=False), summed=summed)
+        return [*cluster_candidates(shipped, device), *alone]
     grid: dict[str, Iterable[Any]] = {
         "warps": [*map(device.warps, _WARPS)],
         "stages": (1, 2, 3),
@@ -107,6 +110,19 @@ def backward_candidates(width: int, column_bytes: int, device: Device, *, summed
     else:
         grid["rows"] = _ROWS
     return [plan for plan in candidates(shipped, grid) if plan == shipped or _fits(plan, device)]
+
+
+def cluster_candidates(shipped: BackwardPlan, device: Device) -> list[BackwardPlan]:
+    """``shipped`` and its row over other numbers of blocks, with 16 or 32 elements a lane."""
+    found = {shipped: None}
+    for ctas, lane, ahead in itertools.product((2, 4, 8), (16, 32), (False, True)):
+        block = shipped.columns // ctas
+        warps = block // lane // device.warp_size
+        if 2 <= warps <= 16:
+            programs = max(1, 16 // warps * device.processors // ctas)
+            plan = replace(shipped, block=block, warps=warps, ctas=ctas, ahead=ahead, programs=programs)
+            found[plan] = None
+    return list(found)
 
 
 def _fits(plan: ForwardPlan | BackwardPlan, device: Device) -> bool:

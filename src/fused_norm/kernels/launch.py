@@ -33,13 +33,18 @@ class Launch:
 
     __slots__ = ("_constants", "_kernel", "_lazy", "_options", "_prepared", "_values")
 
-    def __init__(self, kernel: Any, warps: int, constants: dict[str, Any], lazy: int = 0, *, fuse: bool = True) -> None:
+    def __init__(
+        self, kernel: Any, warps: int, constants: dict[str, Any], lazy: int = 0, *, fuse: bool = True, **options: int
+    ) -> None:
         """``lazy``: how many of the tensors, the first ones, are only read and may be lazily cloned gradients.
 
-        ``fuse``: a product that is added to may become one multiply-add, which does not round the product.
+        ``fuse``: a product that is added to may become one multiply-add, which does not round the product. ``options``:
+        further ones of Triton's.
         """
         self._kernel = kernel
-        self._options = {"num_warps": warps} if fuse else {"num_warps": warps, "enable_fp_fusion": False}
+        self._options: dict[str, int] = {"num_warps": warps, **options}
+        if not fuse:
+            self._options["enable_fp_fusion"] = False
         self._lazy = lazy
         self._constants = constants
         self._values = tuple(constants.values())
@@ -93,6 +98,19 @@ class Launch:
                     )  # fmt: skip
                     return
         self._launch(grid, tensors, (rows, *counts), strides, floats)
+
+    def compiled(
+        self,
+        device: torch.device,
+        dtypes: tuple[torch.dtype | None, ...],
+        strides: tuple[int, ...],
+        floats: tuple[float | None, ...],
+    ) -> Any:
+        """The kernel that aligned tensors of these dtypes get, loaded on a GPU but not launched."""
+        with on(device):
+            found = self._kernel.warmup(*dtypes, 1, *strides, *floats, grid=(1,), **self._options, **self._constants)
+            found.run  # noqa: B018 - Triton loads it here
+        return found
 
     def _prepare(self, index: int, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> None:
         compiled = self._launch(grid, tensors, counts, strides, floats)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .launch import INT32_LIMIT, Launch
 from .native.recording import constant
+from .norm_backward_cluster import plan_clusters
 from .norm_forward import load_gamma
 from .plans import BackwardPlan, backward_plan, next_power_of_2
 from .triton_utils import empty, facts_of, round_to, rows_of, same_rows
@@ -308,19 +309,24 @@ def launch_backward(
     key = (total.device, dtypes, width, casting, zero_centered, factor is None, long, small, plan)
     planned = _backwards.get(key)
     if planned is None:
-        planned = _backwards[key] = _plan_backward(tensors, width, casting, zero_centered, long, small, plan)
+        planned = _plan_backward(tensors, width, casting, zero_centered, factor, long, small, plan)
+        _backwards[key] = planned
     plan, launch, pulling, summing = planned
     tiles = -(-rows // plan.rows)
     blocks = -(-width // plan.columns)
     programs = tiles
-    if dw is not None or plan.chunked:
+    if plan.ctas > 1:
+        programs = min(tiles, plan.programs)
+    elif dw is not None or plan.chunked:
         programs = min(tiles, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
     arrived = out = None
     if small and summing is None:
         programs = min(programs, max(1, SMALL_SHARES // width))
         arrived, out = arrivals(total), dw
     shares = None if dw is None else empty((programs, width), dw, torch.float32)
-    if pulling is None:
+    if plan.ctas > 1:
+        launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares), rows, strides, (factor,))
+    elif pulling is None:
         launch((programs, 1), (dy, ds, total, weight, rstd, dx, dr, shares, arrived, out), rows, strides, (factor,))
     else:
         pull = empty((rows,), total, torch.float32)
@@ -347,6 +353,7 @@ def _plan_backward(
     width: int,
     casting: str,
     zero_centered: bool,
+    factor: float | None,
     long: bool,
     small: bool,
     plan: BackwardPlan | None,
@@ -358,12 +365,17 @@ def _plan_backward(
     column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
     plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
     semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    if plan.ctas > 1:
+        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+        plan, launch = plan_clusters(plan, total.device, dtypes, width, factor, {"LONG": long, **semantics})
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     summing = None
-    if dw is not None and (plan.chunked or not small):
+    if dw is not None and (plan.chunked or plan.ctas > 1 or not small):
         shares = next_power_of_2(-(-plan.programs // -(-width // plan.columns)))
         warps = device.warps(max(1, min(16, shares // 64)))
         summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS})
+    if plan.ctas > 1:
+        return plan, launch, None, summing
     if not plan.chunked:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block)}
         constants |= {"LONG": long, **semantics}

@@ -21,7 +21,7 @@ from .triton_utils import empty_rows_like, facts_of, round_to, rows_of, same_row
 
 
 @triton.jit
-def _gamma(w, W_DTYPE: tl.constexpr, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+def gamma_of(w, W_DTYPE: tl.constexpr, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     """What a row is multiplied by, from the weight as fp32; only gemma adds the one without rounding it."""
     if ZERO_CENTERED:
         w = w + 1.0
@@ -58,7 +58,7 @@ def rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, CASTING
 def load_gamma(w_ptr, col, in_row, CASTING: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     """gamma for columns ``col``, [1, columns] fp32, from the weight."""
     w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    return _gamma(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
+    return gamma_of(w, w_ptr.dtype.element_ty, CASTING, ZERO_CENTERED)[None, :]
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from .native.recording import allocated
 from .plans import Device
 
 _interpreted = tl.constexpr(INTERPRETED)
+_TRITON = tuple(int(number) for number in triton.__version__.split(".")[:2])
 
 
 @triton.jit
@@ -64,7 +65,9 @@ def facts_of(device: torch.device) -> Device:
     properties = torch.get_device_module(device).get_device_properties(device)
     processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
-    return Device(processors, getattr(properties, "warp_size", 32), shared_memory)
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    clusters = nvidia and properties.major == 9 and _TRITON >= (3, 6)
+    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, clusters)
 
 
 def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
