@@ -44,7 +44,7 @@ def test_rows_that_clusters_hold_are_tried_in_clusters_and_alone(width):
     assert plans[0] == backward_plan(width, 6, Device(clusters=True))
     assert len(set(plans)) == len(plans)
     assert {plan.chunked for plan in plans if plan.ctas == 1} == {True}
-    assert len({(plan.ctas, plan.warps, plan.ahead) for plan in plans if plan.ctas > 1}) > 2
+    assert len({(plan.ctas, plan.warps, plan.ahead) for plan in plans if plan.ctas > 1}) >= 2
     assert all(plan.columns == plans[0].columns for plan in plans if plan.ctas > 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,25 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_norm.kernels import MODES, norm_backward, norm_forward, triton_utils
+from fused_norm.kernels import MODES, norm_backward, norm_backward_cluster, norm_forward, triton_utils
+from fused_norm.kernels import clusters as cluster_tools
 from fused_norm.kernels.launch import Launch
-from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, forward_plan
+from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, Device, backward_plan, forward_plan
 
-from .numerics import BF16, CHUNKED, FP16, FP32, Norm, assert_same_row, assert_within_budget, make_inputs, run, run_true
+from .numerics import (
+    BF16,
+    CHUNKED,
+    FP16,
+    FP32,
+    IN_CLUSTERS,
+    Norm,
+    assert_same_row,
+    assert_within_budget,
+    in_layout,
+    make_inputs,
+    run,
+    run_true,
+)
 
 GUARD = 4096
 SENTINEL = 1234.0
@@ -215,6 +230,251 @@ def test_rows_in_two_pieces_are_all_that_is_written(width: int, device: str) -> 
     for gradient, expected in zip((dx, dr, dw), ("dx", "dr", "dw"), strict=True):
         exact = getattr(run_true(norm, inputs), expected)
         torch.testing.assert_close(gradient.double(), exact, rtol=2**-7, atol=2**-7)
+
+
+IN_A_CLUSTER = BackwardPlan(1, 512, 2, stages=1, programs=3, reload=True, ctas=4)
+"""Rows of up to 2048 elements, in three clusters of four blocks of two warps, the fewest there may be."""
+
+
+@pytest.fixture
+def clusters(device: str) -> None:
+    """Skips where a GPU has no thread-block clusters; interpreted, they are arithmetic like any other."""
+    if device == "cuda" and not triton_utils.facts_of(torch.device("cuda", 0)).clusters:
+        pytest.skip("this GPU has no thread-block clusters, or none that were measured")
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("width", [1537, 2000, 2048])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        Norm("gemma", True, x=BF16, w=BF16),
+        Norm("llama", x=BF16, w=FP32, r=BF16),
+        Norm("llama", x=FP16, w=None, r=FP32, scale=0.22),
+        Norm("none", True, x=FP32, w=FP32),
+    ],
+    ids=str,
+)
+def test_rows_in_a_cluster_have_all_their_gradients(
+    norm: Norm, width: int, ahead: bool, device: str, planned: Callable
+) -> None:
+    planned(replace(IN_A_CLUSTER, ahead=ahead))
+    assert_within_budget(norm, make_inputs(norm, (19, width), device))
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 64])
+def test_any_number_of_rows_in_clusters(rows: int, device: str, planned: Callable) -> None:
+    planned(IN_A_CLUSTER)
+    norm = Norm("llama", x=BF16, w=BF16)
+    assert_within_budget(norm, make_inputs(norm, (rows, 1600), device))
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("frozen", ["w", "x", "r", "xr", "xw"])
+def test_frozen_arguments_change_no_gradient_of_rows_in_a_cluster(frozen: str, device: str, planned: Callable) -> None:
+    planned(IN_A_CLUSTER)
+    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
+    inputs = make_inputs(norm, (9, 1999), device)
+    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
+    for name in "xrw":
+        gradient = getattr(part, f"d{name}")
+        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}")), name
+
+
+@pytest.mark.usefixtures("clusters")
+def test_rows_in_a_cluster_repeat_and_do_not_know_their_neighbours(device: str, planned: Callable) -> None:
+    planned(IN_A_CLUSTER)
+    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
+    inputs = make_inputs(norm, (9, 2000), device)
+    first, again = run(norm.fused, inputs), run(norm.fused, inputs)
+    assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+    part = replace(inputs, **{name: getattr(inputs, name)[3:6] for name in ("x", "r", "dy", "ds")})
+    assert torch.equal(run(norm.fused, part).dx, first.dx[3:6])
+
+
+@pytest.mark.usefixtures("clusters")
+def test_a_nan_in_a_cluster_stays_in_its_row(device: str, planned: Callable) -> None:
+    planned(IN_A_CLUSTER)
+    norm = Norm("llama", x=BF16, w=BF16)
+    inputs = make_inputs(norm, (9, 2000), device)
+    clean = run(norm.fused, inputs)
+    inputs.dy[4, 7] = float("nan")
+    ours = run(norm.fused, inputs)
+    healthy = [row for row in range(9) if row != 4]
+    assert torch.equal(ours.dx[healthy], clean.dx[healthy])
+    assert ours.dx[4].isnan().all()
+    assert ours.dw.isnan().nonzero().flatten().tolist() == [7]
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("layout", ["half of a chunk", "offset by one", "transposed heads"])
+def test_rows_in_a_cluster_are_read_in_any_layout(layout: str, device: str, planned: Callable) -> None:
+    planned(IN_A_CLUSTER)
+    norm = Norm("llama", x=BF16, w=FP32)
+    inputs = make_inputs(norm, (2, 3, 2, 1600), device)
+    dense = run(norm.fused, inputs)
+    inputs.x, inputs.dy = in_layout(layout, inputs.x), in_layout("padded rows", inputs.dy)
+    for name, value in run(norm.fused, inputs).present().items():
+        if name == "dw":  # The rows may be taken in another order.
+            torch.testing.assert_close(value, dense.dw, rtol=1e-5, atol=1e-5)
+        else:
+            assert_same_row(value, getattr(dense, name))
+
+
+@pytest.mark.usefixtures("clusters")
+def test_64_bit_offsets_compute_the_same_in_a_cluster(
+    device: str, planned: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(replace(IN_A_CLUSTER, ahead=True))
+    norm = Norm("gemma", x=BF16, w=BF16, r=BF16)
+    inputs = make_inputs(norm, (11, 1600), device)
+    expected = run(norm.fused, inputs)
+    monkeypatch.setattr(norm_backward, "INT32_LIMIT", 1)
+    for name, value in run(norm.fused, inputs).present().items():
+        assert_same_row(value, getattr(expected, name))
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("width", [1537, 2000, 2048])
+def test_rows_in_a_cluster_are_all_that_is_written(width: int, device: str) -> None:
+    norm = Norm("llama", x=BF16, w=BF16, r=FP32)
+    inputs = make_inputs(norm, (9, width), device)
+    _, s, rstd = norm_forward.launch_forward(inputs.x, inputs.r, inputs.w, 1e-6, "llama", False, True)
+    guarded = Guarded()
+    dx, dr, dw = guarded(s, BF16), guarded(s), guarded(inputs.w)
+    norm_backward.launch_backward(
+        inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw, plan=IN_A_CLUSTER
+    )
+    assert guarded.intact()
+    for gradient, expected in zip((dx, dr, dw), ("dx", "dr", "dw"), strict=True):
+        exact = getattr(run_true(norm, inputs), expected)
+        torch.testing.assert_close(gradient.double(), exact, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("frozen", ["", "w"])
+def test_there_are_no_more_clusters_than_planned_and_shares_are_summed_apart(
+    frozen: str, device: str, planned: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the backward."""
+    planned(IN_A_CLUSTER)
+    launch, grids = Launch.__call__, []
+
+    def recorded(self: Launch, grid: tuple[int, int], *arguments: object) -> None:
+        grids.append((self.name, grid))
+        launch(self, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    norm = Norm("llama", x=BF16, w=BF16)
+    for rows in (2, 9):
+        grids.clear()
+        run(norm.fused, make_inputs(norm, (rows, 1600), device), frozen)
+        summed = [] if frozen else [("_sum_shares_kernel", (100, 1))]
+        assert grids[1:] == [("_backward_cluster_kernel", (min(rows, 3), 1)), *summed]
+
+
+def _one_read(width: int) -> BackwardPlan:
+    """The plan that the next aligned row gets in a cluster; a row of this width is as good, if slower."""
+    return backward_plan(width + -width % 16, device=Device(clusters=True))
+
+
+ON_A_GPU = pytest.mark.gpu
+WIDE = [
+    *(20480, 33_393),
+    *(pytest.param(width, marks=ON_A_GPU) for width in (16385, 32767, 32768, 40001, 65536, 131_071, 131_072)),
+]
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("width", WIDE)
+@pytest.mark.parametrize(
+    "norm",
+    [
+        Norm("llama", x=BF16, w=BF16),
+        Norm("gemma", True, x=FP32, w=FP32, r=FP32, scale=0.22),
+        pytest.param(Norm("llama", x=FP16, w=FP32, r=FP16), marks=ON_A_GPU),
+        pytest.param(Norm("none", True, x=BF16, w=FP32, r=BF16), marks=ON_A_GPU),
+        pytest.param(Norm("llama", x=FP32, w=None), marks=ON_A_GPU),
+    ],
+    ids=str,
+)
+def test_wide_rows_read_once_have_all_their_gradients(norm: Norm, width: int, device: str, planned: Callable) -> None:
+    planned(_one_read(width))
+    assert_within_budget(norm, make_inputs(norm, (2 if device == "cpu" else 5, width), device))
+
+
+@pytest.mark.parametrize("width", [20480, *(pytest.param(width, marks=ON_A_GPU) for width in (65536, 131_088))])
+@pytest.mark.parametrize("norm", [Norm("llama", x=BF16, w=BF16, r=BF16), Norm("gemma", True)], ids=str)
+def test_wide_rows_read_twice_have_all_their_gradients(norm: Norm, width: int, device: str, planned: Callable) -> None:
+    """As on devices without clusters, and beyond what a cluster holds."""
+    planned(backward_plan(width, device=Device()))
+    assert_within_budget(norm, make_inputs(norm, (3, width), device))
+
+
+def test_where_the_driver_does_not_say_some_processors_are_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cluster more than fits costs more than one fewer."""
+    answer: list[int | None] = [None]
+    monkeypatch.setattr(Launch, "compiled", lambda *_: None)
+    monkeypatch.setattr(norm_backward_cluster, "on", lambda _: nullcontext())
+    monkeypatch.setattr(norm_backward_cluster, "resident_clusters", lambda _: answer[0])
+    plan = replace(IN_A_CLUSTER, programs=66)
+    for answer[0], programs in ((None, 57), (62, 62), (70, 66), (0, 1)):
+        found, _ = norm_backward_cluster.plan_clusters(plan, torch.device("meta"), (FP32,) * 7, 2048, None, {})
+        assert found == replace(plan, programs=programs)
+
+
+def test_a_driver_that_is_not_there_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled:
+        function = 0
+
+        class metadata:  # noqa: N801
+            num_ctas, num_warps, shared = 8, 4, 128
+
+    class Driver:
+        def cuOccupancyMaxActiveClusters(self, found: object, function: object, config: object) -> int:  # noqa: N802
+            return 1
+
+    def missing(name: str) -> object:
+        raise OSError(name)
+
+    for library in (missing, lambda name: object(), lambda name: Driver()):
+        monkeypatch.setattr(cluster_tools.ctypes, "CDLL", library)
+        assert cluster_tools.resident_clusters(Compiled) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("width", IN_CLUSTERS)
+def test_the_driver_says_how_many_clusters_run_at_once(width: int, device: str) -> None:
+    norm = Norm("llama", x=BF16, w=BF16)
+    run(norm.fused, make_inputs(norm, (3, width), device))
+    plan = next(reversed(norm_backward._backwards.values()))[0]
+    most = backward_plan(width, device=triton_utils.facts_of(torch.device("cuda", 0))).programs
+    assert plan.ctas == 8
+    assert 0.8 * most <= plan.programs <= most
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("r", [None, BF16], ids=["alone", "residual"])
+@pytest.mark.parametrize("width", IN_CLUSTERS)
+def test_many_more_rows_than_clusters_repeat_bit_for_bit(width: int, r: torch.dtype | None, device: str) -> None:
+    """Dozens of sums in each cluster, one after the other; a number that came late or early would show."""
+    norm = Norm("llama", x=BF16, w=BF16, r=r)
+    inputs = make_inputs(norm, (1501 if width < 100_000 else 401, width), device)
+    first = run(norm.fused, inputs)
+    for _ in range(20):
+        again = run(norm.fused, inputs)
+        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+    rows = {name: value[::97] for name, value in vars(inputs).items() if value is not None and name != "w"}
+    assert torch.equal(assert_within_budget(norm, replace(inputs, **rows)).dx, first.dx[::97])
+    total = inputs.x if inputs.r is None else inputs.r + inputs.x
+    exact = torch.zeros(width, dtype=torch.float64, device=device)
+    for s, dy in zip(total.double().split(100), inputs.dy.double().split(100), strict=True):
+        exact += (dy * s * (s.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).sum(0)
+    torch.testing.assert_close(first.dw.double(), exact, rtol=2**-8, atol=1e-4 * len(total) ** 0.5)
 
 
 @pytest.mark.gpu

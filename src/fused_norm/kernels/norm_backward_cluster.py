@@ -60,7 +60,7 @@ def _backward_cluster_kernel(
     boxes = open_boxes(OPENING)
     turn = 0
     for tile in tl.range(program, M, tl.num_programs(0), num_stages=1):
-        row = tile.to(tl.int64) if LONG else tile
+        row = tl.cast(tile, tl.int64) if LONG else tile
         s = _load(s_ptr, row, s_stride, col, N)
         dy = _load(dy_ptr, row, dy_stride, col, N)
         rstd = tl.load(rstd_ptr + row)
