@@ -478,11 +478,16 @@ def test_many_more_rows_than_clusters_repeat_bit_for_bit(width: int, r: torch.dt
 
 
 @pytest.mark.gpu
-def test_a_prepared_launch_serves_only_what_it_was_prepared_for(device: str) -> None:
+@pytest.mark.parametrize("width", [4096, 20480])
+def test_a_prepared_launch_serves_only_what_it_was_prepared_for(
+    width: int, device: str, request: pytest.FixtureRequest
+) -> None:
     """Aligned and unaligned pointers, other strides and row counts, another stream, and a launch hook in between."""
+    if width > WIDEST_BACKWARD:
+        request.getfixturevalue("clusters")
     norm = Norm("llama", x=BF16, w=BF16)
-    wide = make_inputs(norm, (300, 4096 + 8), device)
-    inputs = make_inputs(norm, (300, 4096), device)
+    wide = make_inputs(norm, (300, width + 8), device)
+    inputs = make_inputs(norm, (300, width), device)
     expected = run_true(norm, inputs)
     seen: list[object] = []
 
@@ -495,7 +500,7 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(device: str) -> 
     for rows in (1, 2, 16, 17, 300, 1):
         check(rows)
     for offset in (1, 2, 8):
-        shifted = wide.x[:, offset : offset + 4096].copy_(inputs.x)
+        shifted = wide.x[:, offset : offset + width].copy_(inputs.x)
         ours = run(norm.fused, replace(inputs, x=shifted))
         torch.testing.assert_close(ours.y.double(), expected.y, rtol=2**-7, atol=2**-9)
         torch.testing.assert_close(ours.dx.double(), expected.dx, rtol=2**-6, atol=2**-8)

@@ -1,20 +1,19 @@
 """Thread-block clusters: a sum over the blocks of one, which Triton cannot compile, and how many a device holds.
 
-A kernel launched with ``num_ctas`` = CTAS computes tiles of CTAS rows, one of which lies in each block; what Triton
-reduces along columns stays inside the blocks. It sees a cluster as one program, in its grid as in ``tl.program_id``.
+A kernel launched with ``num_ctas`` = CTAS computes tiles of CTAS lines, one of which lies in each block; what Triton
+reduces along a line stays inside its block. A cluster is one program, in the grid as in ``tl.program_id``.
 
-A block has two boxes of CTAS numbers with an mbarrier each, which take turns. For a sum its first threads send its
-number to one block each by ``st.async``, which writes it over there and then counts its bytes on the barrier there,
-with release at cluster scope; who has waited for all bytes acquires what they count. That acquires shared memory only:
-at cluster scope any other would empty the L1 cache, the weight included. Nor does it wait for the blocks' stores of
-gradients, as a barrier of the whole cluster does.
+A block has two boxes of CTAS numbers, which take turns, and an mbarrier for each. For a sum, its first threads send its
+number to one block each by ``st.async``, which writes it into a box there and then counts its bytes on the barrier
+there, with release at cluster scope; who has waited for all of the bytes acquires what they count. That acquires shared
+memory alone: at cluster scope any other acquire empties the L1 cache, and the weight is in it. Nor does it wait for the
+blocks' stores to global memory, as a barrier of the cluster does.
 
 A box is written again two sums later, by a block that has had everybody's number of the sum in between. A block sends
-that only when all of its warps have read the box: before it lies the reduction inside the block, a barrier of all of
-its warps. Hence at least two warps, each with columns of its own: 256 for each warp, in vectors of 16 bytes.
+that one when all of its warps have read the box: before it comes the reduction inside the block, where they wait for
+each other. Hence at least two warps, and columns of its own for each: 256, in vectors of 16 bytes.
 
-No barrier is needed at the end: nobody reads another block's memory, and what others write there, a block has waited
-for.
+No barrier is needed at the end: nobody reads from another block, and a block has waited for all that is sent to it.
 """
 
 from __future__ import annotations
