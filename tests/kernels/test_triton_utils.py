@@ -136,3 +136,4 @@ def test_facts_of_the_gpu() -> None:
     assert facts.warp_size == 32
     limit = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
     assert facts.shared_memory == limit
+    assert facts.clusters == (properties.major == 9 and torch.version.hip is None)
