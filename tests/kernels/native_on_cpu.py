@@ -46,10 +46,20 @@ def _bytes_of(like: Tensor) -> int:
     return extent * like.element_size()
 
 
-def _launch(
-    handle: int, grid_x: int, grid_y: int, grid_z: int, block: int, _y: int, _z: int, _shared: int, _stream: int,
-    parameters: Any, _extra: Any,
-) -> int:  # fmt: skip
+class _Config(ctypes.Structure):
+    """What the driver's launch takes, see cuLaunchKernelEx."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+def _launch(config: Any, handle: int, parameters: Any, _extra: Any) -> int:
     launch, arguments, (tensors, counts, strides) = _launched[handle - 1]
     values: list[Any] = []
     sizes: dict[int, int] = {}
@@ -73,7 +83,8 @@ def _launch(
         for like in arguments
     ]
     scratch = [ctypes.cast(parameters[passed + i], ctypes.POINTER(ctypes.c_int64))[0] for i in range(2)]
-    assert (grid_z, block, scratch) == (1, 32, [0, 0])
+    (grid_x, grid_y, grid_z), block = config[0].grid, tuple(config[0].block)
+    assert (grid_z, block, config[0].attribute_count, scratch) == (1, (32, 1, 1), 0, [0, 0])
     parts = given[:tensors], given[tensors : tensors + counts], given[tensors + counts : tensors + counts + strides]
     with _interpreter:
         launch._launch((grid_x, grid_y), *map(tuple, parts), tuple(given[tensors + counts + strides :]))
@@ -85,7 +96,6 @@ def _succeed(*_: Any) -> int:
 
 
 _POINTER = ctypes.c_void_p
-_UNSIGNED = ctypes.c_uint
 _FUNCTIONS = (
     ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, _POINTER)(_succeed),
     ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _POINTER)(_succeed),
@@ -93,7 +103,7 @@ _FUNCTIONS = (
     ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_int)(_succeed),
     ctypes.CFUNCTYPE(ctypes.c_int, _POINTER)(_succeed),
     ctypes.CFUNCTYPE(
-        ctypes.c_int, _POINTER, *[_UNSIGNED] * 7, _POINTER, ctypes.POINTER(_POINTER), ctypes.POINTER(_POINTER)
+        ctypes.c_int, ctypes.POINTER(_Config), _POINTER, ctypes.POINTER(_POINTER), ctypes.POINTER(_POINTER)
     )(_launch),
 )
 """Kept here as long as the library may call them."""

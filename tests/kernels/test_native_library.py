@@ -89,6 +89,25 @@ def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not cache.exists()
 
 
+def test_env_tells_what_becomes_of_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs_a_compiler()
+    monkeypatch.setattr(library.torch.cuda, "is_available", lambda: False)
+    assert library.state() == "not used without a GPU"
+    monkeypatch.setattr(library.torch.cuda, "is_available", lambda: True)
+    assert library.state() == "compiled"
+    library._SOURCE.write_text(BROKEN)
+    assert library.state() == "compiled at the first call"
+    with pytest.raises(UnavailableError):
+        load()
+    assert "could not be compiled" in library.state()
+    library._SOURCE.write_text(TINY + "// changed")
+    monkeypatch.setenv("PATH", str(cache))
+    monkeypatch.setenv("CXX", "nothing")
+    assert "no C++ compiler" in library.state()
+    monkeypatch.setenv(SWITCH, "0")
+    assert library.state() == f"not used: {SWITCH} is 0"
+
+
 def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.write_text("a file where a directory should be")
     with pytest.raises(UnavailableError, match="cannot be kept"):

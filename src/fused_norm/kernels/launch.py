@@ -164,7 +164,6 @@ def _kernel_of(compiled: Any) -> Kernel | None:
         or getattr(metadata, "global_scratch_size", 0)
         or getattr(metadata, "profile_scratch_size", 0)
         or getattr(metadata, "launch_cooperative_grid", False)
-        or getattr(metadata, "launch_pdl", False)
     ):
         return None
     types = tuple(compiled.src.signature.values())
@@ -177,7 +176,8 @@ def _kernel_of(compiled: Any) -> Kernel | None:
     # Newer releases of Triton pass the addresses of scratch memory behind the arguments, null where there is none.
     if not 0 <= scratch <= 2 or taken != passed + ["8"] * scratch:
         return None
-    return Kernel(compiled.function, 32 * metadata.num_warps, metadata.shared, types, scratch)
+    overlaps = bool(getattr(metadata, "launch_pdl", False))
+    return Kernel(compiled.function, 32 * metadata.num_warps, metadata.shared, types, scratch, overlaps)
 
 
 def _runner(compiled: Any) -> Any:

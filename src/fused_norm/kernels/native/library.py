@@ -54,14 +54,28 @@ def library() -> ModuleType | None:
     return module
 
 
+def state() -> str:
+    """What becomes of the library here, in a few words, without compiling or loading it."""
+    try:
+        _check_wanted()
+        if not torch.cuda.is_available():
+            return "not used without a GPU"
+        if _path().exists():
+            return "compiled"
+        _compiler()
+    except UnavailableError as reason:
+        return f"not used: {reason}"
+    failed = _failed(_path())
+    return f"not used: it could not be compiled, see {failed}" if failed.exists() else "compiled at the first call"
+
+
 def load() -> ModuleType:
     """The library, not connected to anything; compiled first if it is not in the cache.
 
     Raises:
         UnavailableError: if it is switched off, or cannot be compiled or loaded.
     """
-    if os.environ.get(SWITCH, "1") == "0":
-        raise UnavailableError(f"{SWITCH} is 0")
+    _check_wanted()
     path = _path()
     if not path.exists():
         _compile(path)
@@ -74,6 +88,13 @@ def load() -> ModuleType:
     except ImportError as error:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     return module
+
+
+def _check_wanted() -> None:
+    if os.environ.get(SWITCH, "1") == "0":
+        raise UnavailableError(f"{SWITCH} is 0")
+    if torch.version.hip is not None:
+        raise UnavailableError("it is written for CUDA, and this PyTorch is for ROCm")
 
 
 def _path() -> Path:
@@ -89,11 +110,7 @@ def _path() -> Path:
 
 def _compile(path: Path) -> None:
     """Compiles the library; of several processes, one does and the others wait for it."""
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise UnavailableError("there is no C++ compiler (c++, g++, clang++; CXX names another)")
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise UnavailableError("Python's headers are not installed")
+    compiler = _compiler()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
@@ -104,10 +121,24 @@ def _compile(path: Path) -> None:
         raise UnavailableError(f"it cannot be kept in {path.parent}: {error}") from error
 
 
+def _compiler() -> str:
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise UnavailableError("there is no C++ compiler (c++, g++, clang++; CXX names another)")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise UnavailableError("Python's headers are not installed")
+    return compiler
+
+
+def _failed(path: Path) -> Path:
+    """What the compiler said when it failed."""
+    return path.with_suffix(".failed")
+
+
 def _compile_alone(compiler: str, path: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    failed = path.with_suffix(".failed")
+    failed = _failed(path)
     if failed.exists():
         raise UnavailableError(f"it could not be compiled, see {failed}; remove that file to try again")
     logger.warning(
@@ -136,8 +167,6 @@ def _compile_alone(compiler: str, path: Path) -> None:
 
 def _cuda_addresses() -> tuple[int, ...]:
     """Of the functions that ``replay.cpp`` calls, in its order."""
-    if torch.version.hip is not None:
-        raise UnavailableError("it is written for CUDA, and this PyTorch is for ROCm")
     try:
         torch_cuda = ctypes.CDLL("libtorch_cuda.so")
         driver = ctypes.CDLL("libcuda.so.1")
@@ -147,7 +176,7 @@ def _cuda_addresses() -> tuple[int, ...]:
             driver.cuCtxGetCurrent,
             driver.cuDevicePrimaryCtxRetain,
             driver.cuCtxSetCurrent,
-            driver.cuLaunchKernel,
+            driver.cuLaunchKernelEx,
         ]
     except (OSError, AttributeError) as error:
         raise UnavailableError(str(error)) from error

@@ -32,6 +32,8 @@ class Kernel(NamedTuple):
     """Triton's names for the types of all arguments; ``constexpr`` for those that were compiled in."""
     scratch: int
     """Null pointers that follow the arguments."""
+    overlaps: bool = False
+    """Whether it may begin before the launch in front of it has ended (programmatic dependent launch)."""
 
 
 Program = tuple[Sequence[Any], ...]
@@ -98,7 +100,14 @@ class Recording:
             return whole(tensor), False
 
         launches = [
-            (kernel.function, *grid, kernel.threads, kernel.shared_bytes, _parameters(kernel, arguments, slot_of))
+            (
+                kernel.function,
+                *grid,
+                kernel.threads,
+                kernel.shared_bytes,
+                kernel.overlaps,
+                _parameters(kernel, arguments, slot_of),
+            )
             for kernel, grid, arguments in self._launches
         ]
         allocations = [(tuple(t.shape), t.stride(), t.dtype) for t in allocated]

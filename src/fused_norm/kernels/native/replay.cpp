@@ -40,6 +40,23 @@ using torch::autograd::variable_list;
 constexpr size_t kSignatureLimit = 4096;  // of an operation; one that goes through more of them starts anew
 constexpr size_t kMostParameters = 64;    // of a kernel
 
+// What cuLaunchKernelEx takes: CUlaunchAttribute and CUlaunchConfig, whose layout is the driver's ABI.
+struct LaunchAttribute {
+  int id;
+  int value[17];  // from the second on
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
 // The functions of the driver and of torch's CUDA half, which is not linked: Python finds their addresses.
 struct Driver {
   int (*current_stream)(int32_t device, void** stream) = nullptr;
@@ -47,9 +64,7 @@ struct Driver {
   int (*get_context)(void** context) = nullptr;
   int (*retain_context)(void** context, int device) = nullptr;
   int (*set_context)(void* context) = nullptr;
-  int (*launch)(
-      void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-      unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) = nullptr;
+  int (*launch)(const LaunchConfig* config, void* function, void** parameters, void** extra) = nullptr;
   c10::DeviceType device_type = c10::DeviceType::CUDA;
 } driver;
 
@@ -131,6 +146,7 @@ struct Parameter {
 struct Kernel {
   void* function;
   unsigned grid_x, grid_y, threads, shared_bytes;
+  bool overlaps;  // begins before the one in front of it ends, and waits for it itself
   std::vector<Parameter> parameters;
 };
 
@@ -177,10 +193,11 @@ struct Program {
         pointers[count] = &values[count];
         ++count;
       }
-      const int status = driver.launch(
-          kernel.function, kernel.grid_x, kernel.grid_y, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, pointers,
-          nullptr);
-      check(status, "a kernel launch");
+      LaunchAttribute overlap{kProgrammaticStreamSerialization, {0, 1}};
+      const LaunchConfig config{
+          {kernel.grid_x, kernel.grid_y, 1}, {kernel.threads, 1, 1}, kernel.shared_bytes, stream, &overlap,
+          kernel.overlaps};
+      check(driver.launch(&config, kernel.function, pointers, nullptr), "a kernel launch");
     }
   }
 
@@ -242,7 +259,8 @@ Program program_of(PyObject* recorded) {
         static_cast<unsigned>(integer(item(one, 2))),
         static_cast<unsigned>(integer(item(one, 3))),
         static_cast<unsigned>(integer(item(one, 4))),
-        sequence<Parameter>(item(one, 5), [](PyObject* parameter) {
+        integer(item(one, 5)) != 0,
+        sequence<Parameter>(item(one, 6), [](PyObject* parameter) {
           return Parameter{integer(item(parameter, 0)), static_cast<uint64_t>(integer(item(parameter, 1)))};
         })};
     TORCH_CHECK(kernel.parameters.size() <= kMostParameters, "fused_norm: a kernel has too many parameters");
