@@ -110,10 +110,10 @@ _FUNCTIONS = (
 
 
 @contextmanager
-def connected(library: ModuleType) -> Iterator[None]:
-    """The library launches on the CPU inside."""
+def connected(library: ModuleType, own_allocator: bool = True) -> Iterator[None]:
+    """The library launches on the CPU inside; the allocator may be one that PyTorch was given."""
     addresses = [ctypes.cast(function, _POINTER).value for function in _FUNCTIONS]
-    library.connect(*addresses, (hooks,), True)
+    library.connect(*addresses, (hooks,), own_allocator, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "_kernel_for", _kernel_for)
         yield

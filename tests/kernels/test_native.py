@@ -586,6 +586,19 @@ def test_deterministic_mode_fills_what_is_allocated(
     assert native["rms_norm"].replayed() == (1, 0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the allocator of a GPU cannot be replaced any more")
+def test_an_allocator_that_was_replaced_is_asked_through_the_dispatcher(
+    device: str, native: Halves, in_python: Callable[..., Any]
+) -> None:
+    x, r, w = _arguments(device)
+    expected = in_python(lambda: add_rms_norm(x, r, w))
+    with native_on_cpu.connected(load(), own_allocator=False), torch.profiler.profile() as profile:
+        for _ in range(2):
+            assert all(map(torch.equal, add_rms_norm(x, r, w), expected))
+    assert native["add_rms_norm"].replayed() == (2, 0)
+    assert "aten::empty_strided" in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.gpu
 def test_replays_are_captured_in_a_cuda_graph(device: str, native: Halves) -> None:
     x, r, w = _arguments(device, dtype=BF16)

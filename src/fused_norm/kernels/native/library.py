@@ -47,7 +47,8 @@ def library() -> ModuleType | None:
     """
     try:
         module = load()
-        module.connect(*_cuda_addresses(), _launch_hooks(), False)
+        own_allocator = torch.cuda.get_allocator_backend() != "pluggable"  # it cannot be replaced after its first use
+        module.connect(*_cuda_addresses(), _launch_hooks(), own_allocator, False)
     except UnavailableError as reason:
         logger.info("operators go without native code, which costs the host time: %s", reason)
         return None

@@ -66,6 +66,7 @@ struct Driver {
   int (*set_context)(void* context) = nullptr;
   int (*launch)(const LaunchConfig* config, void* function, void** parameters, void** extra) = nullptr;
   c10::DeviceType device_type = c10::DeviceType::CUDA;
+  bool allocator_is_registered = true;  // or else PyTorch alone knows the allocator that somebody put in its place
 } driver;
 
 // Lists of callables that want to see every launch; while there are any, Python launches.
@@ -168,14 +169,14 @@ struct Program {
     slots.append(constants.begin(), constants.end());
     const c10::DispatchKeySet keys(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
     c10::Allocator* allocator = c10::GetAllocator(device.type());
-    // Deterministic mode fills what is empty; otherwise nobody need be asked for it.
-    const bool filled =
-        at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory();
+    // Deterministic mode fills what is empty; otherwise the dispatcher need not be asked.
+    const bool dispatched = !driver.allocator_is_registered ||
+        (at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory());
     const size_t given = slots.size();
     for (const Allocation& one : allocations) {
       slots.push_back(
-          filled ? at::empty_strided(one.sizes, one.strides, at::dtype(one.dtype).device(device))
-                 : Tensor(at::detail::empty_strided_generic(one.sizes, one.strides, allocator, keys, one.dtype)));
+          dispatched ? at::empty_strided(one.sizes, one.strides, at::dtype(one.dtype).device(device))
+                     : Tensor(at::detail::empty_strided_generic(one.sizes, one.strides, allocator, keys, one.dtype)));
     }
     uint64_t values[kMostParameters];
     void* pointers[kMostParameters];
@@ -719,14 +720,15 @@ PyMethodDef operation_methods[] = {
 
 PyTypeObject operation_type = {PyVarObject_HEAD_INIT(nullptr, 0) "fused_norm.Operation"};
 
-// connect(current_stream, is_capturing, get_context, retain_context, set_context, launch, hooks, on_cpu)
+// connect(current_stream, is_capturing, get_context, retain_context, set_context, launch, hooks, allocator_is_registered,
+// on_cpu)
 PyObject* connect(PyObject*, PyObject* arguments) {
   unsigned long long addresses[6];
   PyObject* hooks = nullptr;
-  int on_cpu = 0;
+  int allocator_is_registered = 0, on_cpu = 0;
   if (!PyArg_ParseTuple(
-          arguments, "KKKKKKO!p", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4],
-          &addresses[5], &PyTuple_Type, &hooks, &on_cpu)) {
+          arguments, "KKKKKKO!pp", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4],
+          &addresses[5], &PyTuple_Type, &hooks, &allocator_is_registered, &on_cpu)) {
     return nullptr;
   }
   driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(addresses[0]);
@@ -735,6 +737,7 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   driver.retain_context = reinterpret_cast<decltype(driver.retain_context)>(addresses[3]);
   driver.set_context = reinterpret_cast<decltype(driver.set_context)>(addresses[4]);
   driver.launch = reinterpret_cast<decltype(driver.launch)>(addresses[5]);
+  driver.allocator_is_registered = allocator_is_registered;
   driver.device_type = on_cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
   launch_hooks.clear();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); ++i) {
