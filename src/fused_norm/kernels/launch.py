@@ -34,17 +34,28 @@ class Launch:
     __slots__ = ("_constants", "_kernel", "_lazy", "_options", "_prepared", "_values")
 
     def __init__(
-        self, kernel: Any, warps: int, constants: dict[str, Any], lazy: int = 0, *, fuse: bool = True, **options: int
+        self,
+        kernel: Any,
+        warps: int,
+        constants: dict[str, Any],
+        lazy: int = 0,
+        *,
+        fuse: bool = True,
+        overlaps: bool = False,
+        **options: int,
     ) -> None:
         """``lazy``: how many of the tensors, the first ones, are only read and may be lazily cloned gradients.
 
-        ``fuse``: a product that is added to may become one multiply-add, which does not round the product. ``options``:
-        further ones of Triton's.
+        ``fuse``: a product that is added to may become one multiply-add, which does not round the product.
+        ``overlaps``: the kernel may begin before the launch in front of it has ended, and waits for it itself
+        (``await_previous``). ``options``: further ones of Triton's.
         """
         self._kernel = kernel
         self._options: dict[str, int] = {"num_warps": warps, **options}
         if not fuse:
             self._options["enable_fp_fusion"] = False
+        if overlaps:
+            self._options["launch_pdl"] = True
         self._lazy = lazy
         self._constants = constants
         self._values = tuple(constants.values())

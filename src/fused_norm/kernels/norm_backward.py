@@ -7,6 +7,7 @@ Names are those of ``norm_forward``; ``dy`` is the gradient of the norm, ``ds`` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .native.recording import constant
 from .norm_backward_cluster import plan_clusters
 from .norm_forward import load_gamma
 from .plans import BackwardPlan, backward_plan, next_power_of_2
-from .triton_utils import empty, facts_of, round_to, rows_of, same_rows
+from .triton_utils import await_previous, empty, facts_of, let_next_begin, round_to, rows_of, same_rows
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -106,10 +107,12 @@ def _backward_kernel(
     TAIL: tl.constexpr,
     RELOAD: tl.constexpr,
     SHARE_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
+    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < N
@@ -223,11 +226,13 @@ def _backward_columns_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
     """The second half for wide rows: a block of columns of every row, given each row's pull."""
+    let_next_begin(OVERLAPS)
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
@@ -255,8 +260,11 @@ def _backward_columns_kernel(
 
 
 @triton.jit(do_not_specialize=["P"])
-def _sum_shares_kernel(shares_ptr, dw_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_shares_kernel(
+    shares_ptr, dw_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """dw from the programs' shares, [P, N] to [N]: one tile of all P, in a fixed order, rounded once."""
+    await_previous(OVERLAPS)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.arange(0, ROWS)
     live = (program < P)[:, None] & (col < N)[None, :]
@@ -365,21 +373,29 @@ def _plan_backward(
     column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
     plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
     semantics: dict[str, Any] = {"CASTING": casting, "ZERO_CENTERED": zero_centered}
+    summed = dw is not None and (plan.chunked or plan.ctas > 1 or not small)
+    overlaps = summed and device.overlaps
+    rest: dict[str, Any] = {"OVERLAPS": overlaps, "LONG": long, **semantics}
+    launch = None
     if plan.ctas > 1:
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-        plan, launch = plan_clusters(plan, total.device, dtypes, width, factor, {"LONG": long, **semantics})
-    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+        clusters = plan_clusters(plan, total.device, dtypes, width, factor, rest)
+        if clusters is None:
+            plan = backward_plan(width, column_bytes, replace(device, clusters=False), summed=ds is not None)
+        else:
+            plan, launch = clusters
     summing = None
-    if dw is not None and (plan.chunked or plan.ctas > 1 or not small):
+    if summed:
         shares = next_power_of_2(-(-plan.programs // -(-width // plan.columns)))
         warps = device.warps(max(1, min(16, shares // 64)))
-        summing = Launch(_sum_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS})
-    if plan.ctas > 1:
+        shape = {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS, "OVERLAPS": overlaps}
+        summing = Launch(_sum_shares_kernel, warps, shape, overlaps=overlaps)
+    if launch is not None:
         return plan, launch, None, summing
+    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     if not plan.chunked:
-        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block)}
-        constants |= {"LONG": long, **semantics}
+        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block), **rest}
         return plan, Launch(_backward_kernel, plan.warps, constants, lazy=2), None, summing
     pulling = Launch(_backward_pull_kernel, plan.warps, {"N": width, "BLOCK": 4 * plan.block, **semantics}, lazy=1)
-    constants |= {"LONG": long, **semantics}
+    constants |= rest
     return plan, Launch(_backward_columns_kernel, plan.warps, constants, lazy=2), pulling, summing

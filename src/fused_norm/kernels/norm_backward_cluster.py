@@ -17,7 +17,7 @@ from .clusters import exchange, open_boxes, opening, prefetch_row, resident_clus
 from .launch import Launch, on
 from .norm_forward import gamma_of
 from .plans import CLUSTER_REGISTERS, BackwardPlan
-from .triton_utils import round_to
+from .triton_utils import let_next_begin, round_to
 
 
 @triton.jit
@@ -49,10 +49,12 @@ def _backward_cluster_kernel(
     AHEAD: tl.constexpr,
     OPENING: tl.constexpr,
     EXCHANGE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
+    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     col = tl.arange(0, CTAS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     in_row = col < N
@@ -99,10 +101,11 @@ def plan_clusters(
     width: int,
     factor: float | None,
     constants: dict[str, Any],
-) -> tuple[BackwardPlan, Launch]:
+) -> tuple[BackwardPlan, Launch] | None:
     """The plan with no more clusters than the device runs at once, as one more takes a wave, and their launch.
 
-    ``dtypes`` are those of total, dy, ds, weight, dx, dr and dw, ``constants`` LONG and what follows it.
+    None where it runs none, as in a small part of a GPU. ``dtypes`` are those of total, dy, ds, weight, dx, dr and dw,
+    ``constants`` OVERLAPS and what follows it.
     """
     constants = {
         "N": width, "CTAS": plan.ctas, "WIDTH": plan.block, "AHEAD": plan.ahead, "OPENING": opening(plan.ctas),
@@ -118,6 +121,8 @@ def plan_clusters(
     compiled = launch.compiled(device, (dy, ds, total, weight, torch.float32, dx, dr, shares), (width,) * 5, (factor,))
     with on(device):
         resident = resident_clusters(compiled)
+    if resident == 0:
+        return None
     # Where the driver does not say: an H200 runs .91 and more of what its processors have room for.
     most = plan.programs * 7 // 8 if resident is None else min(plan.programs, resident)
     return replace(plan, programs=max(1, most)), launch

@@ -50,6 +50,8 @@ class Device:
     """Bytes that one program may use at most."""
     clusters: bool = False
     """Whether rows may be held by thread-block clusters: where that was measured."""
+    overlaps: bool = False
+    """Whether a launch may begin before the one in front of it has ended (programmatic dependent launch)."""
 
     def warps(self, wanted: int) -> int:
         """``wanted`` counts warps of 32 lanes; a 64-lane device gets half as many for the same number of lanes."""

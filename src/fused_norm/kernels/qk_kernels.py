@@ -24,7 +24,16 @@ from .native.recording import allocated
 from .norm_backward import SHARE_COLUMNS, SMALL, SMALL_SHARES, arrivals, sum_of_shares
 from .norm_forward import load_gamma, normalised, rstd_from, square
 from .plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan, next_power_of_2
-from .triton_utils import against_heads, empty, empty_rows_like, facts_of, memory_order, round_to
+from .triton_utils import (
+    against_heads,
+    await_previous,
+    empty,
+    empty_rows_like,
+    facts_of,
+    let_next_begin,
+    memory_order,
+    round_to,
+)
 
 
 @triton.jit
@@ -399,6 +408,7 @@ def _qk_backward_kernel(
     STAGES: tl.constexpr,
     SHARE_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -407,6 +417,7 @@ def _qk_backward_kernel(
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
+    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     share_ptr = shares_ptr
@@ -462,8 +473,10 @@ def _sum_qk_shares_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """dw of q and of k from the programs' shares: each in one tile, in a fixed order, rounded once."""
+    await_previous(OVERLAPS)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         if q_dw_ptr is not None:
@@ -789,12 +802,16 @@ def _plan_backward(
             programs = limit
         if not small or programs == 0:
             rows = next_power_of_2(plan.programs)
-            constants = {"N": width, "ROWS": rows, "BLOCK": SHARE_COLUMNS}
+            overlaps = device.overlaps and programs > 0
+            constants = {"N": width, "ROWS": rows, "BLOCK": SHARE_COLUMNS, "OVERLAPS": overlaps}
             warps = device.warps(max(1, min(16, rows // 64)))
-            summing = _launch_of(_sum_qk_shares_kernel, (*inputs[2:4], *needed[2:]), warps, constants)
+            summing = _launch_of(
+                _sum_qk_shares_kernel, (*inputs[2:4], *needed[2:]), warps, constants, overlaps=overlaps
+            )
     constants = _constants(plan, inputs, layouts, casting, zero_centered)
     whole = next_power_of_2(width)
     constants |= {"STAGES": plan.stages, "SHARE_ROWS": max(1, 8192 // whole), "WHOLE": whole}
+    constants["OVERLAPS"] = summing is not None and device.overlaps
     return _Backward(
         _launch_of(_qk_backward_kernel, (*inputs, *gradients, *needed, summing is None), plan.warps, constants, lazy=3),
         summing,
@@ -849,15 +866,21 @@ def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> 
 
 
 def _launch_of(
-    kernel: Any, arguments: Sequence[Any], warps: int, constants: dict[str, Any], lazy: int = 0, fuse: bool = True
+    kernel: Any,
+    arguments: Sequence[Any],
+    warps: int,
+    constants: dict[str, Any],
+    lazy: int = 0,
+    fuse: bool = True,
+    overlaps: bool = False,
 ) -> Launch:
     """The launch of a kernel with these constants, for arguments of the same dtypes and the same ones of them None.
 
-    ``fuse``: see ``Launch``.
+    ``fuse`` and ``overlaps``: see ``Launch``.
     """
     present = tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)
     key = kernel, present, warps, tuple(constants.values())
     launch = _launches.get(key)
     if launch is None:
-        launch = _launches[key] = Launch(kernel, warps, constants, lazy, fuse=fuse)
+        launch = _launches[key] = Launch(kernel, warps, constants, lazy, fuse=fuse, overlaps=overlaps)
     return launch

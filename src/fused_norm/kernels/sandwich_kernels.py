@@ -25,7 +25,7 @@ from .plans import (
     sandwich_backward_plan,
     sandwich_forward_plan,
 )
-from .triton_utils import empty, empty_rows_like, facts_of, round_to, rows_of, same_rows
+from .triton_utils import await_previous, empty, empty_rows_like, facts_of, let_next_begin, round_to, rows_of, same_rows
 
 
 @triton.jit
@@ -140,10 +140,12 @@ def _sandwich_backward_kernel(
     STAGES: tl.constexpr,
     RELOAD: tl.constexpr,
     SHARE_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     LONG: tl.constexpr,
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
+    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
@@ -218,8 +220,10 @@ def _sum_both_shares_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One or two weights' gradients from the programs' shares, as ``norm_backward`` sums those of one."""
+    await_previous(OVERLAPS)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.arange(0, ROWS)
     live = (program < P)[:, None] & (col < N)[None, :]
@@ -437,8 +441,10 @@ def _plan_backward(
     if wanted and not small:
         shares = next_power_of_2(plan.programs)
         warps = device.warps(max(1, min(16, shares // 64)))
-        summing = Launch(_sum_both_shares_kernel, warps, {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS})
+        shape = {"N": width, "ROWS": shares, "BLOCK": SHARE_COLUMNS, "OVERLAPS": device.overlaps}
+        summing = Launch(_sum_both_shares_kernel, warps, shape, overlaps=device.overlaps)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
-    constants |= {"RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block), "LONG": long}
+    constants |= {"RELOAD": plan.reload, "SHARE_ROWS": max(1, 8192 // plan.block)}
+    constants |= {"OVERLAPS": summing is not None and device.overlaps, "LONG": long}
     constants |= {"CASTING": casting, "ZERO_CENTERED": zero_centered}
     return plan, Launch(_sandwich_backward_kernel, plan.warps, constants, lazy=2), summing

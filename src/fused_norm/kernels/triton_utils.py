@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import forward_ad
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import INTERPRETED
 from .native.recording import allocated
@@ -33,6 +34,20 @@ def round_to(value, dtype: tl.constexpr):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
     return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def let_next_begin(OVERLAPS: tl.constexpr):
+    """A launch that is made to overlap with this one may begin as soon as there is room for it."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(OVERLAPS: tl.constexpr):
+    """Waits until the launch that this one overlaps with has ended, and all that it wrote can be read."""
+    if OVERLAPS:
+        gdc_wait()
 
 
 @triton.jit
@@ -67,7 +82,8 @@ def facts_of(device: torch.device) -> Device:
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
     nvidia = device.type == "cuda" and torch.version.hip is None
     clusters = nvidia and properties.major == 9 and _TRITON >= (3, 6)
-    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, clusters)
+    overlaps = nvidia and properties.major >= 9
+    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, clusters, overlaps)
 
 
 def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
