@@ -420,9 +420,20 @@ def test_where_the_driver_does_not_say_some_processors_are_left_empty(monkeypatc
     monkeypatch.setattr(norm_backward_cluster, "on", lambda _: nullcontext())
     monkeypatch.setattr(norm_backward_cluster, "resident_clusters", lambda _: answer[0])
     plan = replace(IN_A_CLUSTER, programs=66)
-    for answer[0], programs in ((None, 57), (62, 62), (70, 66), (0, 1)):
-        found, _ = norm_backward_cluster.plan_clusters(plan, torch.device("meta"), (FP32,) * 7, 2048, None, {})
-        assert found == replace(plan, programs=programs)
+    for answer[0], programs in ((None, 57), (62, 62), (70, 66), (0, 0)):
+        found = norm_backward_cluster.plan_clusters(plan, torch.device("meta"), (FP32,) * 7, 2048, None, {})
+        assert (found and found[0]) == (replace(plan, programs=programs) if programs else None)
+
+
+def test_where_no_cluster_runs_rows_are_read_twice(
+    device: str, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    monkeypatch.setattr(norm_backward, "facts_of", lambda _: Device(processors=4, clusters=True))
+    monkeypatch.setattr(norm_backward, "plan_clusters", lambda *_: None)
+    monkeypatch.setattr(norm_backward, "_backwards", {})
+    norm = Norm("llama", x=BF16, w=BF16)
+    assert_within_budget(norm, make_inputs(norm, (3, 2 * WIDEST_BACKWARD), device))
+    assert "_backward_columns_kernel" in launched
 
 
 def test_a_driver_that_is_not_there_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
