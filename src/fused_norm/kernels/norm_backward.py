@@ -112,7 +112,6 @@ def _backward_kernel(
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < N
@@ -161,6 +160,7 @@ def _backward_kernel(
                     ds_ptr, dx_ptr, dr_ptr, g_tail, s_tail, pull, rstd, scale, row_in, col_tail, live_tail,
                     ds_stride, dx_stride, dr_stride,
                 )  # fmt: skip
+    let_next_begin(OVERLAPS)
     if dw_ptr is not None:
         _store_share(dw_ptr, program, dw, col, N)
         if TAIL:
@@ -232,7 +232,6 @@ def _backward_columns_kernel(
     ZERO_CENTERED: tl.constexpr,
 ):
     """The second half for wide rows: a block of columns of every row, given each row's pull."""
-    let_next_begin(OVERLAPS)
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
@@ -255,6 +254,7 @@ def _backward_columns_kernel(
                 ds_ptr, dx_ptr, dr_ptr, dy * gamma, s, pull, rstd, scale, row_in, col, live,
                 ds_stride, dx_stride, dr_stride,
             )  # fmt: skip
+    let_next_begin(OVERLAPS)
     if dw_ptr is not None:
         _store_share(dw_ptr, program, dw, col, N)
 

@@ -54,7 +54,6 @@ def _backward_cluster_kernel(
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     col = tl.arange(0, CTAS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     in_row = col < N
@@ -90,6 +89,7 @@ def _backward_cluster_kernel(
                 tl.store(dx_ptr + row * dx_stride + col, round_to(dx, dx_ptr.dtype.element_ty), mask=in_row)
             if dr_ptr is not None:
                 tl.store(dr_ptr + row * dr_stride + col, round_to(grad, dr_ptr.dtype.element_ty), mask=in_row)
+    let_next_begin(OVERLAPS)
     if dw_ptr is not None:
         tl.store(dw_ptr + program.to(tl.int64) * N + col, dw, mask=in_row)
 

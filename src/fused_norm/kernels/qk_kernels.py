@@ -417,7 +417,6 @@ def _qk_backward_kernel(
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     share_ptr = shares_ptr
@@ -442,6 +441,7 @@ def _qk_backward_kernel(
                 K_TOKENS, K_HEADS, STAGES, N, R, BLOCK, GRAIN, LONG, CASTING, ZERO_CENTERED,
                 k_dw_ptr is not None,
             )  # fmt: skip
+    let_next_begin(OVERLAPS)
     if arrived_ptr is not None:
         tl.debug_barrier()  # all of this program's share is stored before it counts as arrived
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == programs - 1:

@@ -145,7 +145,6 @@ def _sandwich_backward_kernel(
     CASTING: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    let_next_begin(OVERLAPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
@@ -191,6 +190,7 @@ def _sandwich_backward_kernel(
                     g = g * inner_gamma
                 dx = round_to(_input_grad(g, x, inner_rstd, N), dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + row_in * dx_stride + col[None, :], dx, mask=live)
+    let_next_begin(OVERLAPS)
     share_ptr = shares_ptr
     if dinner_ptr is not None:
         tl.store(share_ptr + program * N + col, tl.sum(dinner, axis=0), mask=in_row)

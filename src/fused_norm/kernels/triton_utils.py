@@ -38,7 +38,11 @@ def round_to(value, dtype: tl.constexpr):
 
 @triton.jit
 def let_next_begin(OVERLAPS: tl.constexpr):
-    """A launch that is made to overlap with this one may begin as soon as there is room for it."""
+    """A launch that is made to overlap with this one may begin when all programs have come here.
+
+    Stands behind a loop: at the beginning the next launch would lie waiting beside all of this one, and profilers count
+    its time.
+    """
     if OVERLAPS:
         gdc_launch_dependents()
 
