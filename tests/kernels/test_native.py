@@ -179,7 +179,7 @@ def test_what_differs_is_recorded_anew(device: str, native: Halves, in_python: C
         lambda x, w: rms_norm(x.reshape(2, 3, 40), w),
         lambda x, w: rms_norm(x, x[0]),
     ]
-    x, _, w = _arguments(device)
+    x, _, w = (tensor.detach() for tensor in _arguments(device))
     with torch.no_grad():
         for _ in range(2):
             for call in calls:
@@ -419,6 +419,24 @@ def test_what_is_saved_is_freed_with_the_graph_and_by_a_backward(device: str, na
             del y
         gc.collect()
         assert alive() is None
+
+
+def test_what_is_saved_of_the_outputs_keeps_no_graph_alive(device: str, native: Halves) -> None:
+    x, r, w = _arguments(device)
+    for _ in range(2):
+        y, s = add_rms_norm(x, r, w)
+        held = _Held()
+        y.grad_fn.metadata["held"] = held
+        alive = weakref.ref(held)
+        del held, y
+        assert alive() is not None
+        del s
+        gc.collect()
+        assert alive() is None
+
+
+class _Held:
+    """Something that a node of autograd holds."""
 
 
 def test_a_long_chain_is_taken_down_without_recursion(device: str, native: Halves) -> None:

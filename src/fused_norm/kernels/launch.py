@@ -17,6 +17,7 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
 
 INT32_LIMIT = 2**31
+# The parameters of a kernel in PTX, and the bits of each.
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
 _PARAMETER = re.compile(r"\.param\s+\.[a-z](\d+)")
 _PREPARED_LIMIT = 4096
