@@ -365,9 +365,14 @@ def test_hooks_on_gradients_may_replace_them(device: str, native: Halves, in_pyt
 
 def test_only_the_sum_is_used(device: str, native: Halves, in_python: Callable[..., Any]) -> None:
     x, r, w = _arguments(device)
-    for function in (lambda: add_rms_norm(x, r, w)[1], lambda: norm_add_norm(x, r, w, w)[1]):
+
+    def add_only() -> Tensor:
+        return add_rms_norm(x, r, w)[1]
+
+    for function in (add_only, lambda: norm_add_norm(x, r, w, w)[1]):
         for _ in range(2):
-            found = torch.autograd.grad(function().square().sum(), (x, r))
+            *found, dw = torch.autograd.grad(function().square().sum(), (x, r, w), allow_unused=True)
+            assert (dw is None) == (function is add_only)
             expected = in_python(lambda function=function: torch.autograd.grad(function().square().sum(), (x, r)))
             assert all(map(torch.equal, found, expected))
 
