@@ -254,17 +254,22 @@ class _Subclass(Tensor):
 def test_whoever_watches_the_dispatcher_sees_the_operators(device: str, native: Halves) -> None:
     x, _, w = _arguments(device)
     y = rms_norm(x, w)
-    with _Watching() as mode:
-        y = rms_norm(x, w)
-        torch.autograd.grad(y, x, torch.ones_like(y))
-    assert {"fused_norm.rms_norm_forward.default", "fused_norm.rms_norm_backward.default"} <= set(mode.seen)
-    assert native["rms_norm"].replayed() == (1, 0)
+    torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    for forward_too in (True, False):
+        with _Watching() as mode:
+            if forward_too:
+                torch.autograd.grad(rms_norm(x, w), x, torch.ones_like(y))
+                assert "fused_norm.rms_norm_forward.default" in mode.seen
+            else:
+                torch.autograd.grad(y, x, torch.ones_like(y))
+        assert "fused_norm.rms_norm_backward.default" in mode.seen
+    assert native["rms_norm"].replayed() == (1, 1)
     mapped = torch.func.vmap(lambda row: row.square().sum())(x.detach())  # A transform by itself does not disturb.
     assert mapped.shape == (6,)
     with pytest.raises(Exception, match=r"vmap|generate_vmap_rule|functorch"):
         torch.func.vmap(lambda row: rms_norm(row, w))(x)
     rms_norm(x.detach().as_subclass(_Subclass), w)
-    assert native["rms_norm"].replayed() == (1, 0)
+    assert native["rms_norm"].replayed() == (1, 1)
 
 
 class _Functions(TorchFunctionMode):
@@ -294,6 +299,7 @@ def test_whoever_watches_launches_sees_them(device: str, native: Halves) -> None
 
 def test_a_second_differentiation_raises(device: str, native: Halves) -> None:
     x, _, w = _arguments(device)
+    torch.autograd.grad(rms_norm(x, w).square().sum(), x)
     for _ in range(2):
         (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -375,6 +381,21 @@ def test_only_the_sum_is_used(device: str, native: Halves, in_python: Callable[.
             assert (dw is None) == (function is add_only)
             expected = in_python(lambda function=function: torch.autograd.grad(function().square().sum(), (x, r)))
             assert all(map(torch.equal, found, expected))
+
+
+def test_one_graph_is_asked_for_one_gradient_and_then_another(
+    device: str, native: Halves, in_python: Callable[..., Any]
+) -> None:
+    x, r, w = _arguments(device)
+
+    def gradients(*wanted: Tensor) -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(x, r, w)
+        return torch.autograd.grad((y, s), wanted, (torch.ones_like(y), torch.ones_like(s)))
+
+    for wanted in ((x, r, w), (x,), (w,), (r, w), (x, r), (x, r, w)):
+        expected = in_python(lambda wanted=wanted: gradients(*wanted))
+        assert all(map(torch.equal, gradients(*wanted), expected))
+    assert native["add_rms_norm"].replayed() == (6, 6)
 
 
 def test_gradients_share_no_memory(device: str, native: Halves) -> None:
@@ -542,6 +563,7 @@ def test_known_answers_only_what_was_recorded(device: str, native: Halves) -> No
     assert native["rms_norm"](*arguments) is not NotImplemented
     assert native["rms_norm"].known(*arguments) is not NotImplemented
     assert native["rms_norm"].known(x, w, 1e-6, "llama", False) is NotImplemented
+    assert native["rms_norm"](*arguments, mode=None) is NotImplemented
     assert native["rms_norm"](x, w, 1e-6, "llama", False, [1]) is NotImplemented
     assert native["rms_norm"](x, 1.0, 1e-6, "llama", False, None) is NotImplemented
     assert native["rms_norm"](None, w, 1e-6, "llama", False, None) is NotImplemented
