@@ -592,6 +592,17 @@ def test_learned_angles_get_their_gradient_after_a_recording(device: str, native
     assert torch.autograd.grad(y.sum(), cos)[0].abs().sum() > 0
 
 
+def test_heads_and_tokens_of_one_number_are_told_apart(
+    device: str, native: Halves, in_python: Callable[..., Any]
+) -> None:
+    q, k = (torch.randn(2, 4, 4, 16, device=device) for _ in range(2))
+    cos, sin = (torch.randn(2, 4, 16, device=device) for _ in range(2))
+    for dim in (1, 2, 1):
+        expected = in_python(lambda dim=dim: qk_norm_rope(q, k, None, None, cos, sin, unsqueeze_dim=dim))
+        assert all(map(torch.equal, qk_norm_rope(q, k, None, None, cos, sin, unsqueeze_dim=dim), expected))
+    assert native["qk_norm"].replayed() == (3, 0)
+
+
 def test_profiles_name_the_operators(device: str, native: Halves) -> None:
     x, r, w = _arguments(device)
     add_rms_norm(x, r, w)
