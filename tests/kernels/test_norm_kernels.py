@@ -216,20 +216,23 @@ def test_rows_in_two_pieces_get_all_planned_programs(
     assert grids[-1] == ("_backward_kernel", (3, 1))
 
 
-@pytest.mark.parametrize("width", [33, 47, 48])
-def test_rows_in_two_pieces_are_all_that_is_written(width: int, device: str) -> None:
+def _assert_all_that_is_written(plan: BackwardPlan, width: int, device: str) -> None:
+    """Every element of the gradients is written, and nothing beside them."""
     norm = Norm("llama", x=BF16, w=BF16, r=FP32)
     inputs = make_inputs(norm, (9, width), device)
     _, s, rstd = norm_forward.launch_forward(inputs.x, inputs.r, inputs.w, 1e-6, "llama", False, True)
     guarded = Guarded()
     dx, dr, dw = guarded(s, BF16), guarded(s), guarded(inputs.w)
-    norm_backward.launch_backward(
-        inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw, plan=IN_TWO_PIECES
-    )
+    norm_backward.launch_backward(inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw, plan=plan)
     assert guarded.intact()
     for gradient, expected in zip((dx, dr, dw), ("dx", "dr", "dw"), strict=True):
         exact = getattr(run_true(norm, inputs), expected)
         torch.testing.assert_close(gradient.double(), exact, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("width", [33, 47, 48])
+def test_rows_in_two_pieces_are_all_that_is_written(width: int, device: str) -> None:
+    _assert_all_that_is_written(IN_TWO_PIECES, width, device)
 
 
 IN_A_CLUSTER = BackwardPlan(1, 512, 2, stages=1, programs=3, reload=True, ctas=4)
@@ -339,18 +342,7 @@ def test_64_bit_offsets_compute_the_same_in_a_cluster(
 @pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize("width", [1537, 2000, 2048])
 def test_rows_in_a_cluster_are_all_that_is_written(width: int, device: str) -> None:
-    norm = Norm("llama", x=BF16, w=BF16, r=FP32)
-    inputs = make_inputs(norm, (9, width), device)
-    _, s, rstd = norm_forward.launch_forward(inputs.x, inputs.r, inputs.w, 1e-6, "llama", False, True)
-    guarded = Guarded()
-    dx, dr, dw = guarded(s, BF16), guarded(s), guarded(inputs.w)
-    norm_backward.launch_backward(
-        inputs.dy, inputs.ds, s, inputs.w, rstd, "llama", False, dx, dr, dw, plan=IN_A_CLUSTER
-    )
-    assert guarded.intact()
-    for gradient, expected in zip((dx, dr, dw), ("dx", "dr", "dw"), strict=True):
-        exact = getattr(run_true(norm, inputs), expected)
-        torch.testing.assert_close(gradient.double(), exact, rtol=2**-7, atol=2**-7)
+    _assert_all_that_is_written(IN_A_CLUSTER, width, device)
 
 
 @pytest.mark.usefixtures("clusters")
