@@ -299,10 +299,11 @@ def test_whoever_watches_launches_sees_them(device: str, native: Halves) -> None
 
 def test_a_second_differentiation_raises(device: str, native: Halves) -> None:
     x, _, w = _arguments(device)
-    torch.autograd.grad(rms_norm(x, w).square().sum(), x)
-    for _ in range(2):
-        (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+    dy = torch.ones_like(x)
+    torch.autograd.grad(rms_norm(x, w), x, dy)
+    for gradient in (dy, dy.detach().requires_grad_(), dy):
+        (dx,) = torch.autograd.grad(rms_norm(x, w), x, gradient, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiated again"):
             dx.sum().backward()
 
 
@@ -392,7 +393,7 @@ def test_one_graph_is_asked_for_one_gradient_and_then_another(
         y, s = add_rms_norm(x, r, w)
         return torch.autograd.grad((y, s), wanted, (torch.ones_like(y), torch.ones_like(s)))
 
-    for wanted in ((x, r, w), (x,), (w,), (r, w), (x, r), (x, r, w)):
+    for wanted in ((w,), (x,), (r, w), (x, r), (x, r, w), (w,)):
         expected = in_python(lambda wanted=wanted: gradients(*wanted))
         assert all(map(torch.equal, gradients(*wanted), expected))
     assert native["add_rms_norm"].replayed() == (6, 6)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm, check_residual, check_scale
-from .library import define, direct_apply, given, is_direct
+from .library import define, direct_apply, given, is_direct, once_differentiable
 from .native import Operation
 from .native.recording import lazy_clone
 from .norm_backward import launch_backward
@@ -168,7 +168,7 @@ def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor |
     return dx if need_dx else None, dr if need_dr else None, dw if need_dw else None, None, None, None, None, None
 
 
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_gradients_once = once_differentiable(_gradients)
 _direct = direct_apply(_AddRMSNorm)
 
 

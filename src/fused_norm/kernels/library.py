@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,25 @@ def is_direct(tensor: Tensor) -> bool:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for direct calls: without the Python around it, which looks after transforms."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def once_differentiable(gradients: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
+    """A backward whose results raise when they are differentiated, if they depend on anything that can be.
+
+    PyTorch's own of this name looks at the incoming gradients alone: with a constant one, second derivatives with
+    respect to what the forward saved would be missing without a word.
+    """
+
+    def once(ctx: Any, *incoming: Tensor | None) -> Sequence[Tensor | None]:
+        with torch.no_grad():
+            found = gradients(ctx, *incoming)
+        if not any(tensor is not None and tensor.requires_grad for tensor in (*incoming, *ctx.saved_tensors)):
+            return found
+        message = b"the gradient of a fused norm cannot be differentiated again"
+        raising: Callable[..., Any] = torch._C._functions.DelayedError(message, len(found))
+        return raising(*[None if tensor is None else tensor.detach().requires_grad_() for tensor in found])
+
+    return once
 
 
 def given(tensor: Tensor | None, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define, direct_apply, given, is_direct
+from .library import define, direct_apply, given, is_direct, once_differentiable
 from .native import Operation
 from .rms_norm import norm_gradients
 from .sandwich_kernels import empty_sandwich, launch_norm_add_forward
@@ -77,7 +77,7 @@ def _gradients(ctx: Any, ds: Tensor) -> tuple[Tensor | None, ...]:
     return dx, ds.to(ctx.residual_dtype) if need_dr else None, dw, None, None, None
 
 
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_gradients_once = once_differentiable(_gradients)
 _direct = direct_apply(_NormAdd)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define, direct_apply, given, is_direct
+from .library import define, direct_apply, given, is_direct, once_differentiable
 from .native import Operation
 from .rms_norm import norm_gradients
 from .sandwich_kernels import empty_sandwich, launch_norm_add_norm_backward, launch_norm_add_norm_forward
@@ -171,7 +171,7 @@ def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor |
     )
 
 
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_gradients_once = once_differentiable(_gradients)
 _direct = direct_apply(_NormAddNorm)
 
 

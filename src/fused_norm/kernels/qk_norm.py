@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_heads, check_rope
-from .library import define, direct_apply, given, is_direct
+from .library import define, direct_apply, given, is_direct, once_differentiable
 from .native import Operation
 from .qk_kernels import empty_gradients, empty_outputs, heads_dim_of, launch_backward, launch_forward
 from .triton_utils import runs_kernels_on
@@ -109,7 +109,7 @@ def _gradients(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[
     return *grads, None, None, None, None, None, None
 
 
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_gradients_once = once_differentiable(_gradients)
 _direct = direct_apply(_QKNorm)
 _native = Operation(_QKNorm, launch_forward, tensors=6, values=4)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_norm
-from .library import define, direct_apply, given, is_direct
+from .library import define, direct_apply, given, is_direct, once_differentiable
 from .native import Operation
 from .norm_backward import launch_backward
 from .norm_forward import empty_outputs, launch_forward
@@ -125,7 +125,7 @@ def norm_gradients(
     return dx if need_dx else None, dw if need_dw else None
 
 
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+_gradients_once = once_differentiable(_gradients)
 _direct = direct_apply(_RMSNorm)
 
 
