@@ -114,6 +114,17 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
         load()
 
 
+def test_without_a_home_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library.Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(SWITCH, raising=False)
+    with pytest.raises(UnavailableError, match="XDG_CACHE_HOME"):
+        load()
+
+
 def test_a_damaged_library_is_unavailable(cache: Path) -> None:
     cache.mkdir()
     library._path().write_bytes(b"not a library")
@@ -143,9 +154,12 @@ def test_operators_go_without_it(caplog: pytest.LogCaptureFixture, monkeypatch: 
         raise UnavailableError("nothing works here")
 
     monkeypatch.setattr(library, "load", unavailable)
-    with caplog.at_level(logging.INFO, logger="fused_norm"):
-        assert library.library.__wrapped__() is None
-    assert "nothing works here" in caplog.text
+    for switch, level in (("1", logging.WARNING), ("0", logging.INFO)):
+        monkeypatch.setenv(SWITCH, switch)
+        with caplog.at_level(logging.INFO, logger="fused_norm"):
+            assert library.library.__wrapped__() is None
+        assert "nothing works here" in caplog.text
+        assert caplog.records[-1].levelno == level
     operation = Operation(type("_Function", (), {}), print, tensors=1, values=0)  # type: ignore[arg-type]
     operation.connect(None)
     assert operation.call(1) is NotImplemented

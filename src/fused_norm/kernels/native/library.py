@@ -50,7 +50,8 @@ def library() -> ModuleType | None:
         own_allocator = torch.cuda.get_allocator_backend() != "pluggable"  # it cannot be replaced after its first use
         module.connect(*_cuda_addresses(), _launch_hooks(), own_allocator, False)
     except UnavailableError as reason:
-        logger.info("operators go without native code, which costs the host time: %s", reason)
+        level = logging.INFO if _switched_off() else logging.WARNING
+        logger.log(level, "operators go without native code, which costs the host time and nothing else: %s", reason)
         return None
     return module
 
@@ -91,8 +92,12 @@ def load() -> ModuleType:
     return module
 
 
+def _switched_off() -> bool:
+    return os.environ.get(SWITCH, "1") == "0"
+
+
 def _check_wanted() -> None:
-    if os.environ.get(SWITCH, "1") == "0":
+    if _switched_off():
         raise UnavailableError(f"{SWITCH} is 0")
     if torch.version.hip is not None:
         raise UnavailableError("it is written for CUDA, and this PyTorch is for ROCm")
@@ -105,7 +110,10 @@ def _path() -> Path:
         str(torch._C._GLIBCXX_USE_CXX11_ABI),
     )  # fmt: skip
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise UnavailableError(f"{error} XDG_CACHE_HOME names a place to keep it") from error
     return Path(root, "fused_norm", f"_replay-{fingerprint}{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
@@ -119,7 +127,9 @@ def _compile(path: Path) -> None:
             if not path.exists():
                 _compile_alone(compiler, path)
     except OSError as error:
-        raise UnavailableError(f"it cannot be kept in {path.parent}: {error}") from error
+        raise UnavailableError(
+            f"it cannot be kept in {path.parent} ({error}); XDG_CACHE_HOME names another place"
+        ) from error
 
 
 def _compiler() -> str:
