@@ -238,6 +238,17 @@ def test_a_second_differentiation_raises(constant: bool, device: str) -> None:
         dx.sum().backward()
 
 
+def test_what_is_saved_is_looked_at_once(device: str) -> None:
+    """Checkpoints refuse a second look, and a backward that may be differentiated again must not need one."""
+    x = torch.randn(3, 7, device=device, requires_grad=True)
+    w = torch.randn(7, device=device, requires_grad=True)
+    for create_graph in (False, True):
+        y = torch.utils.checkpoint.checkpoint(lambda x: rms_norm(x, w) * 1.0, x, use_reentrant=False)
+        found = torch.autograd.grad(y, (x, w), torch.ones_like(y), create_graph=create_graph)
+        expected = torch.autograd.grad(rms_norm(x, w), (x, w), torch.ones_like(y))
+        assert all(map(torch.equal, found, expected))
+
+
 def test_a_changed_input_is_noticed_in_the_backward(device: str) -> None:
     x = torch.randn(3, 7, device=device, requires_grad=True)
     hidden = x * 2

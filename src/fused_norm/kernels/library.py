@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .native import BackwardContext
+
 _library = torch.library.Library("fused_norm", "DEF")
 _PLAIN = (Tensor, Parameter)
 
@@ -52,9 +54,10 @@ def once_differentiable(gradients: Callable[..., Sequence[Tensor | None]]) -> Ca
     """
 
     def once(ctx: Any, *incoming: Tensor | None) -> Sequence[Tensor | None]:
+        saved = ctx.saved_tensors  # asked for once: checkpoints refuse a second time
         with torch.no_grad():
-            found = gradients(ctx, *incoming)
-        if not any(tensor is not None and tensor.requires_grad for tensor in (*incoming, *ctx.saved_tensors)):
+            found = gradients(BackwardContext(ctx, saved, ctx.needs_input_grad), *incoming)
+        if not any(tensor is not None and tensor.requires_grad for tensor in (*incoming, *saved)):
             return found
         message = b"the gradient of a fused norm cannot be differentiated again"
         raising: Callable[..., Any] = torch._C._functions.DelayedError(message, len(found))

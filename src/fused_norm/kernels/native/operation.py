@@ -28,10 +28,10 @@ class _Context:
         self.zeros = value
 
 
-class _Backward:
+class BackwardContext:
     """The context that a ``Function``'s backward is called with: that of its forward, and the tensors of one call."""
 
-    def __init__(self, forward: _Context, saved: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
+    def __init__(self, forward: Any, saved: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
         self._forward = forward
         self.saved_tensors = saved
         self.needs_input_grad = needed
@@ -118,7 +118,7 @@ class Operation:
     def _backward(
         self, context: _Context, saved: Sequence[Any], gradients: Sequence[Any], needed: Sequence[bool]
     ) -> Sequence[Any]:
-        return self._function.backward(_Backward(context, saved, needed), *gradients)
+        return self._function.backward(BackwardContext(context, saved, needed), *gradients)
 
 
 def _never(*_: Any) -> Any:
