@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, rms_norm
-from fused_norm.kernels.native import library as library_module
-from fused_norm.kernels.native.library import UnavailableError, load
+from fused_norm.kernels.native import build
+from fused_norm.kernels.native.build import UnavailableError, load
 from fused_norm.kernels.native.operation import Operation
 from fused_norm.kernels.triton_utils import empty_rows_like
 
@@ -38,7 +38,7 @@ Halves = dict[str, Any]
 def native(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Halves]:
     """Operators replay natively, with nothing recorded yet."""
     try:
-        library = load() if device == "cpu" else library_module.library()
+        library = load() if device == "cpu" else build.library()
     except UnavailableError as reason:
         pytest.skip(f"no native library: {reason}")
     if library is None:

@@ -179,25 +179,34 @@ def test_a_wide_row_in_two_pieces(width: int, plan: BackwardPlan, device: str, p
     assert_within_budget(norm, make_inputs(norm, (5, width), device))
 
 
-@pytest.mark.parametrize("frozen", ["w", "x", "xr"])
-def test_frozen_arguments_change_no_gradient_of_rows_in_two_pieces(frozen: str, device: str, planned: Callable) -> None:
-    planned(IN_TWO_PIECES)
+def _assert_frozen_change_no_gradient(width: int, frozen: str, device: str) -> None:
     norm = Norm("llama", x=BF16, w=BF16, r=BF16)
-    inputs = make_inputs(norm, (9, 47), device)
+    inputs = make_inputs(norm, (9, width), device)
     whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
     for name in "xrw":
         gradient = getattr(part, f"d{name}")
         assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}")), name
 
 
-def test_rows_in_two_pieces_repeat_and_do_not_know_their_neighbours(device: str, planned: Callable) -> None:
-    planned(IN_TWO_PIECES)
+def _assert_rows_repeat_alone(width: int, device: str) -> None:
+    """Bit for bit, and without the rows beside them."""
     norm = Norm("llama", x=BF16, w=BF16, r=BF16)
-    inputs = make_inputs(norm, (9, 47), device)
+    inputs = make_inputs(norm, (9, width), device)
     first, again = run(norm.fused, inputs), run(norm.fused, inputs)
     assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
     part = replace(inputs, **{name: getattr(inputs, name)[3:6] for name in ("x", "r", "dy", "ds")})
     assert torch.equal(run(norm.fused, part).dx, first.dx[3:6])
+
+
+@pytest.mark.parametrize("frozen", ["w", "x", "xr"])
+def test_frozen_arguments_change_no_gradient_of_rows_in_two_pieces(frozen: str, device: str, planned: Callable) -> None:
+    planned(IN_TWO_PIECES)
+    _assert_frozen_change_no_gradient(47, frozen, device)
+
+
+def test_rows_in_two_pieces_repeat_and_do_not_know_their_neighbours(device: str, planned: Callable) -> None:
+    planned(IN_TWO_PIECES)
+    _assert_rows_repeat_alone(47, device)
 
 
 def test_rows_in_two_pieces_get_all_planned_programs(
@@ -278,23 +287,13 @@ def test_any_number_of_rows_in_clusters(rows: int, device: str, planned: Callabl
 @pytest.mark.parametrize("frozen", ["w", "x", "r", "xr", "xw"])
 def test_frozen_arguments_change_no_gradient_of_rows_in_a_cluster(frozen: str, device: str, planned: Callable) -> None:
     planned(IN_A_CLUSTER)
-    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
-    inputs = make_inputs(norm, (9, 1999), device)
-    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
-    for name in "xrw":
-        gradient = getattr(part, f"d{name}")
-        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}")), name
+    _assert_frozen_change_no_gradient(1999, frozen, device)
 
 
 @pytest.mark.usefixtures("clusters")
 def test_rows_in_a_cluster_repeat_and_do_not_know_their_neighbours(device: str, planned: Callable) -> None:
     planned(IN_A_CLUSTER)
-    norm = Norm("llama", x=BF16, w=BF16, r=BF16)
-    inputs = make_inputs(norm, (9, 2000), device)
-    first, again = run(norm.fused, inputs), run(norm.fused, inputs)
-    assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
-    part = replace(inputs, **{name: getattr(inputs, name)[3:6] for name in ("x", "r", "dy", "ds")})
-    assert torch.equal(run(norm.fused, part).dx, first.dx[3:6])
+    _assert_rows_repeat_alone(2000, device)
 
 
 @pytest.mark.usefixtures("clusters")

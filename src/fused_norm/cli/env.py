@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from .. import __version__
-    from ..kernels.native.library import state as native_state
+    from ..kernels.native.build import state as native_state
     from .common import backend
 
     facts = {

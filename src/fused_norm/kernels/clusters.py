@@ -24,7 +24,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .triton_utils import _interpreted
+from .triton_utils import interpreted
 
 
 def opening(ctas: int) -> str:
@@ -79,7 +79,7 @@ mov.f32 $0, sum;
 @triton.jit
 def open_boxes(OPENING: tl.constexpr):
     """The address of this block's boxes, once every block of the cluster has some."""
-    if _interpreted:
+    if interpreted:
         return 0
     return tl.inline_asm_elementwise(OPENING, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -87,7 +87,7 @@ def open_boxes(OPENING: tl.constexpr):
 @triton.jit
 def sum_over_blocks(parts, boxes, turn, CTAS: tl.constexpr, EXCHANGE: tl.constexpr):
     """The sum of ``parts`` [CTAS] in every block, [CTAS]; ``turn`` is the number of sums before this one."""
-    if _interpreted:
+    if interpreted:
         return tl.broadcast_to(tl.sum(parts, axis=0)[None], [CTAS])
     bits = parts.to(tl.int32, bitcast=True)
     return tl.inline_asm_elementwise(EXCHANGE, "=f,r,r,r", [bits, boxes, turn], dtype=tl.float32, is_pure=False, pack=1)
@@ -98,7 +98,7 @@ def prefetch_row(ptr, row, stride, M, CTAS: tl.constexpr, WIDTH: tl.constexpr, N
     """Asks for a row, if there is one, to be brought to L2, a line of 128 bytes for each request."""
     LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
     col = tl.arange(0, CTAS)[:, None] * WIDTH + tl.arange(0, WIDTH // LINE)[None, :] * LINE
-    if not _interpreted:
+    if not interpreted:
         tl.inline_asm_elementwise(
             "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, $2, 0;\n@wanted prefetch.global.L2 [$1];\nmov.b32 $0, 0;\n}",
             "=r,l,r",

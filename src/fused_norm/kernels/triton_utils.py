@@ -16,7 +16,7 @@ from .launch import INTERPRETED
 from .native.recording import allocated
 from .plans import Device
 
-_interpreted = tl.constexpr(INTERPRETED)
+interpreted = tl.constexpr(INTERPRETED)
 _TRITON = tuple(int(number) for number in triton.__version__.split(".")[:2])
 
 
@@ -29,7 +29,7 @@ def round_to(value, dtype: tl.constexpr):
     """
     if dtype == tl.float32:
         return value
-    if _interpreted and dtype == tl.bfloat16:
+    if interpreted and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)

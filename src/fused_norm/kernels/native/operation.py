@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import library
+from .build import library
 from .recording import NotRecordableError, recording
 
 logger = logging.getLogger("fused_norm")

@@ -7,7 +7,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_lazy_clone.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
@@ -114,18 +113,22 @@ class Owned {
     }
   }
   PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
 
  private:
   PyObject* object_;
 };
 
-// Takes over a new reference; a null one is the Python error that is set, which goes on as an exception of ours.
+// The Python error that is set goes on as an exception of ours.
+[[noreturn]] void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw std::move(error);
+}
+
+// Takes over a new reference; a null one is a Python error.
 Owned own(PyObject* object) {
   if (object == nullptr) {
-    python_error error;
-    error.persist();
-    throw std::move(error);
+    throw_python_error();
   }
   return Owned(object);
 }
@@ -214,7 +217,7 @@ struct Program {
 int64_t integer(PyObject* object) {
   const long long value = PyLong_AsLongLong(object);
   if (value == -1 && PyErr_Occurred()) {
-    throw python_error();
+    throw_python_error();
   }
   return value;
 }

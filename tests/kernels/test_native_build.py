@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fused_norm.kernels.native import library
-from fused_norm.kernels.native.library import SWITCH, UnavailableError, load
+from fused_norm.kernels.native import build
+from fused_norm.kernels.native.build import SWITCH, UnavailableError, load
 from fused_norm.kernels.native.operation import Operation
 
 BROKEN = "#error this cannot be compiled\n"
@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and a source that compiles in no time."""
     source = tmp_path / "replay.cpp"
     source.write_text(TINY)
-    monkeypatch.setattr(library, "_SOURCE", source)
+    monkeypatch.setattr(build, "_SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(SWITCH, raising=False)
     return tmp_path / "fused_norm"
@@ -58,19 +58,19 @@ def test_it_is_compiled_once_and_said_so(cache: Path, caplog: pytest.LogCaptureF
 
 def test_another_source_is_compiled_anew(cache: Path) -> None:
     _needs_a_compiler()
-    library._SOURCE.write_text(TINY + "// changed")
+    build._SOURCE.write_text(TINY + "// changed")
     load()
     assert len(_built(cache)) == 2
 
 
 def test_a_compiler_that_fails_is_not_asked_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _needs_a_compiler()
-    library._SOURCE.write_text(BROKEN)
+    build._SOURCE.write_text(BROKEN)
     with pytest.raises(UnavailableError, match="failed, see"):
         load()
     (told,) = cache.glob("*.failed")
     assert "this cannot be compiled" in told.read_text()
-    monkeypatch.setattr(library.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     with pytest.raises(UnavailableError, match="remove that file"):
         load()
 
@@ -91,21 +91,24 @@ def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_env_tells_what_becomes_of_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _needs_a_compiler()
-    monkeypatch.setattr(library.torch.cuda, "is_available", lambda: False)
-    assert library.state() == "not used without a GPU"
-    monkeypatch.setattr(library.torch.cuda, "is_available", lambda: True)
-    assert library.state() == "compiled"
-    library._SOURCE.write_text(BROKEN)
-    assert library.state() == "compiled at the first call"
+    monkeypatch.setattr(build.torch.cuda, "is_available", lambda: False)
+    assert build.state() == "not used without a GPU"
+    monkeypatch.setattr(build.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build.knobs.runtime, "interpret", True)
+    assert build.state() == "not used by Triton's interpreter"
+    monkeypatch.setattr(build.knobs.runtime, "interpret", False)
+    assert build.state() == "compiled"
+    build._SOURCE.write_text(BROKEN)
+    assert build.state() == "compiled at the first call"
     with pytest.raises(UnavailableError):
         load()
-    assert "could not be compiled" in library.state()
-    library._SOURCE.write_text(TINY + "// changed")
+    assert "could not be compiled" in build.state()
+    build._SOURCE.write_text(TINY + "// changed")
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.setenv("CXX", "nothing")
-    assert "no C++ compiler" in library.state()
+    assert "no C++ compiler" in build.state()
     monkeypatch.setenv(SWITCH, "0")
-    assert library.state() == f"not used: {SWITCH} is 0"
+    assert build.state() == f"not used: {SWITCH} is 0"
 
 
 def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
@@ -118,7 +121,7 @@ def test_without_a_home_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(library.Path, "home", homeless)
+    monkeypatch.setattr(build.Path, "home", homeless)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv(SWITCH, raising=False)
     with pytest.raises(UnavailableError, match="XDG_CACHE_HOME"):
@@ -127,7 +130,7 @@ def test_without_a_home_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_damaged_library_is_unavailable(cache: Path) -> None:
     cache.mkdir()
-    library._path().write_bytes(b"not a library")
+    build._path().write_bytes(b"not a library")
     with pytest.raises(UnavailableError, match="cannot be loaded"):
         load()
 
@@ -138,10 +141,10 @@ def test_of_several_processes_one_compiles(cache: Path) -> None:
         path.unlink()
     program = (
         "import logging, pathlib, sys; logging.basicConfig()\n"
-        "from fused_norm.kernels.native import library\n"
-        "library._SOURCE = pathlib.Path(sys.argv[1]); library.load()\n"
+        "from fused_norm.kernels.native import build\n"
+        "build._SOURCE = pathlib.Path(sys.argv[1]); build.load()\n"
     )
-    command = [sys.executable, "-c", program, str(library._SOURCE)]
+    command = [sys.executable, "-c", program, str(build._SOURCE)]
     started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[1] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
@@ -149,15 +152,22 @@ def test_of_several_processes_one_compiles(cache: Path) -> None:
     assert len(_built(cache)) == 1
 
 
+def test_the_interpreter_has_nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(build, "load", lambda: pytest.fail("compiled for nothing"))
+    assert build.library.__wrapped__() is None
+
+
 def test_operators_go_without_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable() -> None:
         raise UnavailableError("nothing works here")
 
-    monkeypatch.setattr(library, "load", unavailable)
+    monkeypatch.setattr(build, "load", unavailable)
+    monkeypatch.setattr(build.knobs.runtime, "interpret", False)
     for switch, level in (("1", logging.WARNING), ("0", logging.INFO)):
         monkeypatch.setenv(SWITCH, switch)
         with caplog.at_level(logging.INFO, logger="fused_norm"):
-            assert library.library.__wrapped__() is None
+            assert build.library.__wrapped__() is None
         assert "nothing works here" in caplog.text
         assert caplog.records[-1].levelno == level
     operation = Operation(type("_Function", (), {}), print, tensors=1, values=0)  # type: ignore[arg-type]

@@ -41,10 +41,12 @@ class UnavailableError(Exception):
 
 @lru_cache(maxsize=1)
 def library() -> ModuleType | None:
-    """The library, connected to the CUDA driver; None where there is none, said once.
+    """The library, connected to the CUDA driver; None where there is none, or nothing to launch, said once.
 
     Without it everything works as it does with it, and each call costs the host more.
     """
+    if knobs.runtime.interpret:
+        return None
     try:
         module = load()
         own_allocator = torch.cuda.get_allocator_backend() != "pluggable"  # it cannot be replaced after its first use
@@ -62,6 +64,8 @@ def state() -> str:
         _check_wanted()
         if not torch.cuda.is_available():
             return "not used without a GPU"
+        if knobs.runtime.interpret:
+            return "not used by Triton's interpreter"
         if _path().exists():
             return "compiled"
         _compiler()
@@ -153,7 +157,7 @@ def _compile_alone(compiler: str, path: Path) -> None:
     if failed.exists():
         raise UnavailableError(f"it could not be compiled, see {failed}; remove that file to try again")
     logger.warning(
-        "compiling native code for PyTorch %s, once (some 15 s; %s=0 goes without)", torch.__version__, SWITCH
+        "compiling native code for PyTorch %s, once (some 12 s; %s=0 goes without)", torch.__version__, SWITCH
     )
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
