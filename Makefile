@@ -16,10 +16,10 @@ READY := $(VENV)/.ready
 PYTEST := -m pytest -n 2
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge test lint format matrix clean
+.PHONY: help demo converge test test-all lint format matrix clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 demo: $(READY) ## train stock and fused twins on real text and compare them; the picture lands in build/demo
 	$(BIN)/fused-norm demo --out build/demo $(DEMO)
@@ -27,8 +27,11 @@ demo: $(READY) ## train stock and fused twins on real text and compare them; the
 converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge
 	$(BIN)/fused-norm converge --out build/converge $(CONVERGE)
 
-test: $(READY) ## run the tests
-	$(BIN)/python $(PYTEST) $(TESTS)
+test: $(READY) ## run the fast tests: every operator, family and command, in a few minutes
+	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
+
+test-all: test ## run the slow tests too
+	$(BIN)/python $(PYTEST) -m slow $(TESTS)
 
 lint: $(READY) ## check style, format and types
 	$(BIN)/ruff check
