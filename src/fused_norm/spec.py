@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "none"]
@@ -43,6 +43,10 @@ class NormSpec:
             raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, not {self.casting!r}")
         if self.zero_centered and not self.weighted:
             raise ValueError("zero_centered needs a weight: without one there is no gamma to centre")
+
+    def without_eps(self) -> NormSpec:
+        """The part of the meaning that kernels are compiled for."""
+        return replace(self, weighted=True, eps=0.0)
 
     def __str__(self) -> str:
         gamma = "1 + weight" if self.zero_centered else "weight" if self.weighted else "no weight"

@@ -1,5 +1,6 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
+from . import replay
 from .add_rms_norm import add_rms_norm
 from .norm_add import norm_add
 from .norm_add_norm import norm_add_norm
@@ -7,4 +8,4 @@ from .plans import MODES
 from .qk_norm import qk_norm, qk_norm_rope
 from .rms_norm import rms_norm
 
-__all__ = ["MODES", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm", "qk_norm_rope", "rms_norm"]
+__all__ = ["MODES", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm", "qk_norm_rope", "replay", "rms_norm"]

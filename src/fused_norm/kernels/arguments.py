@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..spec import CASTINGS
 from .plans import forward_plan
-from .triton_utils import against_heads
+from .triton.memory import against_heads
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """What kernels take; float64 goes to the PyTorch reference."""
@@ -17,8 +16,6 @@ def check_norm(
     name: str,
     x: Tensor,
     weight: Tensor | None,
-    casting: str,
-    zero_centered: bool,
     mode: str | None = None,
     *,
     x_name: str = "x",
@@ -28,18 +25,12 @@ def check_norm(
 
     ``x_name`` and ``weight_name``: what the operator calls these.
     """
-    if casting not in CASTINGS:
-        raise ValueError(f"{name}: casting must be one of {', '.join(CASTINGS)}, not {casting!r}")
     _check_float(name, x_name, x)
     if x.dim() == 0:
         raise ValueError(f"{name}: {x_name} must have at least one dimension, the one that is normalised")
     if mode is not None:
         forward_plan(x.shape[-1], mode=mode)
     if weight is None:
-        if zero_centered:
-            raise ValueError(
-                f"{name}: zero_centered needs {weight_name}; pass zero_centered=False for a norm without one"
-            )
         return
     _check_float(name, weight_name, weight)
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
@@ -78,15 +69,13 @@ def check_heads(
     k: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    casting: str,
-    zero_centered: bool,
 ) -> None:
     """Raises TypeError or ValueError for q and k that cannot be normalised together."""
     if (q_weight is None) != (k_weight is None):
         missing, given = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
         raise ValueError(f"{name}: {missing} is None and {given} is not; pass both or neither")
     for side, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
-        check_norm(name, x, weight, casting, zero_centered, x_name=side, weight_name=f"{side}_weight")
+        check_norm(name, x, weight, x_name=side, weight_name=f"{side}_weight")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name}: q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call rms_norm for each"

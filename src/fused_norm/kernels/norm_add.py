@@ -1,109 +1,70 @@
-"""The norm of a branch and the residual add behind it in one pass: operator, autograd, public function."""
+"""The norm of a branch and the residual add behind it in one pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define, direct_apply, given, is_direct, once_differentiable
-from .native import Operation
-from .rms_norm import norm_gradients
-from .sandwich_kernels import empty_sandwich, launch_norm_add_forward
-from .triton_utils import runs_kernels_on
+from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .plans import WIDEST_SANDWICH_FORWARD
+from .rms_norm import RMS_NORM
+from .triton.norm_forward import empty_norm, launch_norm_forward
+from .triton.sandwich_kernels import empty_norm_add, launch_sandwich_forward
 
 
-def _forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    save_rstd: bool,
-) -> tuple[Tensor, Tensor]:
-    s, rstd = launch_norm_add_forward(x, residual, weight, eps, casting, zero_centered, save_rstd)
-    return s, given(rstd, x)
+class NormAdd(Operator):
+    """``norm_add`` as an operator."""
 
+    name = "norm_add"
+    tensors = "Tensor x, Tensor residual, Tensor? weight"
+    outputs = ("s",)
+    kept = ("rstd",)
+    saved = "Tensor x, Tensor? weight, Tensor rstd"
+    facts = "ScalarType residual_dtype"
+    gradients = ("dx", "dr", "dw")
 
-def _forward_fake(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    save_rstd: bool,
-) -> tuple[Tensor, Tensor]:
-    _, s, rstd, _ = empty_sandwich(x, residual, weight, None, casting, save_rstd, closed=False)
-    return s, given(rstd, x)
+    def check(self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None) -> None:
+        check_norm(self.name, x, weight)
+        check_residual(self.name, x, residual)
 
+    def reference(self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None) -> Tensor:
+        return reference.norm_add(spec, x, residual, weight)
 
-_forward_op = define(
-    "norm_add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, str casting, bool zero_centered,"
-    " bool save_rstd) -> (Tensor s, Tensor rstd)",
-    _forward,
-    _forward_fake,
-)
-
-
-class _NormAdd(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
-    ) -> Tensor:
-        run = launch_norm_add_forward if is_direct(x) else _forward_op
-        s, rstd = run(x, residual, weight, eps, casting, zero_centered, True)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.semantics = casting, zero_centered
-        ctx.residual_dtype = residual.dtype
-        return s
+        self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None, *, training: bool, launch: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        s, rstd = empty_norm_add(spec, x, residual, weight, training)
+        if not launch:
+            return s, rstd
+        if x.shape[-1] <= WIDEST_SANDWICH_FORWARD:
+            launch_sandwich_forward(spec, x, residual, weight, None, (None, s, rstd, None))
+            return s, rstd
+        branch, _, rstd = outputs = empty_norm(spec, x, None, weight, training)
+        launch_norm_forward(spec, x, None, weight, outputs)
+        return torch.add(residual, branch, out=s), rstd
 
-    @staticmethod
-    def backward(ctx: Any, ds: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients_once(ctx, ds) if torch.is_grad_enabled() else _gradients(ctx, ds)
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, residual, weight = arguments
+        return (x, weight, results[1]), (residual.dtype,)
 
-
-def _gradients(ctx: Any, ds: Tensor) -> tuple[Tensor | None, ...]:
-    need_dx, need_dr, need_dw, *_ = ctx.needs_input_grad
-    dx = dw = None
-    if need_dx or need_dw:
-        x, weight, rstd = ctx.saved_tensors
-        dx, dw = norm_gradients(ds, x, weight, rstd, ctx.semantics, need_dx, need_dw)
-    # As an add passes it on: what arrives, unless it must be converted.
-    return dx, ds.to(ctx.residual_dtype) if need_dr else None, dw, None, None, None
-
-
-_gradients_once = once_differentiable(_gradients)
-_direct = direct_apply(_NormAdd)
-
-
-def _plain(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool) -> Tensor:
-    return launch_norm_add_forward(x, residual, weight, eps, casting, zero_centered, False)[0]
+    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+        (ds,), (residual_dtype,) = call.incoming, call.facts
+        need_dx, need_dr, need_dw = call.needed
+        dx = dw = None
+        if need_dx or need_dw:
+            norm_call = call._replace(facts=(), needed=(need_dx, need_dw))
+            dx, dw = RMS_NORM.differentiate(spec, norm_call, plain=plain)
+        # As an add passes it on: what arrives, unless it must be converted.
+        return dx, ds.to(residual_dtype) if need_dr and ds is not None else None, dw
 
 
-_native = Operation(_NormAdd, _plain, tensors=3, values=3)
-
-
-def norm_add_unchecked(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
-) -> Tensor:
-    """``norm_add`` for arguments known to be good and tensors that kernels take."""
-    if not torch.compiler.is_compiling():
-        s = _native.call(x, residual, weight, eps, casting, zero_centered)
-        if s is not NotImplemented:
-            return s
-    direct = is_direct(x)
-    differentiable = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
-    if torch.is_grad_enabled() and differentiable:
-        apply = _direct if direct else _NormAdd.apply
-        return apply(x, residual, weight, eps, casting, zero_centered)
-    if direct:
-        return _plain(x, residual, weight, eps, casting, zero_centered)
-    return _forward_op(x, residual, weight, eps, casting, zero_centered, False)[0]
+NORM_ADD = NormAdd()
 
 
 def norm_add(
@@ -112,7 +73,7 @@ def norm_add(
     weight: Tensor | None,
     eps: float = 1e-6,
     *,
-    casting: str = "llama",
+    casting: Casting = "llama",
     zero_centered: bool = False,
 ) -> Tensor:
     """A residual plus the RMSNorm of its branch, what the norm returns never written.
@@ -136,12 +97,4 @@ def norm_add(
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    if not torch.compiler.is_compiling():
-        s = _native.known(x, residual, weight, eps, casting, zero_centered)
-        if s is not NotImplemented:
-            return s
-    check_norm("norm_add", x, weight, casting, zero_centered)
-    check_residual("norm_add", x, residual)
-    if not runs_kernels_on(x, residual, weight):
-        return reference.norm_add(x, residual, weight, eps, casting, zero_centered)
-    return norm_add_unchecked(x, residual, weight, eps, casting, zero_centered)
+    return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)

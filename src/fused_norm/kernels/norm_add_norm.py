@@ -1,224 +1,113 @@
-"""The norm of a branch, the residual add and the norm of the sum in one pass: operator, autograd, public function."""
+"""The norm of a branch, the residual add and the norm of the sum in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .library import define, direct_apply, given, is_direct, once_differentiable
-from .native import Operation
-from .rms_norm import norm_gradients
-from .sandwich_kernels import empty_sandwich, launch_norm_add_norm_backward, launch_norm_add_norm_forward
-from .triton_utils import empty, empty_rows_like, runs_kernels_on
+from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD
+from .rms_norm import RMS_NORM
+from .triton.memory import empty_rows_like
+from .triton.norm_backward import launch_norm_backward
+from .triton.norm_forward import empty_norm, launch_norm_forward
+from .triton.sandwich_kernels import empty_sandwich, launch_sandwich_backward, launch_sandwich_forward
 
 
-def _forward(
-    x: Tensor,
-    residual: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    save_rstd: bool,
-) -> tuple[Tensor, ...]:
-    y, s, inner_rstd, rstd = launch_norm_add_norm_forward(
-        x, residual, inner_weight, weight, eps, casting, zero_centered, save_rstd
-    )
-    return y, s, given(inner_rstd, x), given(rstd, x)
+class NormAddNorm(Operator):
+    """``norm_add_norm`` as an operator."""
 
+    name = "norm_add_norm"
+    tensors = "Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight"
+    outputs = ("y", "s")
+    kept = ("inner_rstd", "rstd")
+    saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
+    facts = "ScalarType residual_dtype"
+    gradients = ("dx", "dr", "dinner", "dw")
 
-def _forward_fake(
-    x: Tensor,
-    residual: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    save_rstd: bool,
-) -> tuple[Tensor, ...]:
-    y, s, inner_rstd, rstd = empty_sandwich(x, residual, inner_weight, weight, casting, save_rstd)
-    return y, s, given(inner_rstd, x), given(rstd, x)
+    def check(
+        self, spec: NormSpec, x: Tensor, residual: Tensor, inner_weight: Tensor | None, weight: Tensor | None
+    ) -> None:
+        check_norm(self.name, x, inner_weight, weight_name="inner_weight")
+        check_norm(self.name, x, weight)
+        check_residual(self.name, x, residual)
 
+    def reference(
+        self, spec: NormSpec, x: Tensor, residual: Tensor, inner_weight: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return reference.norm_add_norm(spec, x, residual, inner_weight, weight)
 
-def _gradients_of(
-    dy: Tensor,
-    ds: Tensor | None,
-    s: Tensor,
-    x: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    inner_rstd: Tensor,
-    rstd: Tensor,
-    casting: str,
-    zero_centered: bool,
-    need_dx: bool,
-    dr_dtype: torch.dtype | None,
-    need_dinner: bool,
-    need_dw: bool,
-) -> tuple[Tensor | None, ...]:
-    """``(dx, dr, dinner, dw)``, each None where it is not needed; a dtype that is None says so of dr."""
-    gradients = _empty_gradients(s, x, inner_weight, weight, need_dx, dr_dtype, need_dinner, need_dw)
-    launch_norm_add_norm_backward(
-        dy, ds, s, x, inner_weight, weight, inner_rstd, rstd, casting, zero_centered, *gradients
-    )
-    return gradients
-
-
-def _empty_gradients(
-    s: Tensor,
-    x: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    need_dx: bool,
-    dr_dtype: torch.dtype | None,
-    need_dinner: bool,
-    need_dw: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    return (
-        empty_rows_like(s, x.dtype) if need_dx else None,
-        None if dr_dtype is None else empty_rows_like(s, dr_dtype),
-        empty(inner_weight.shape, inner_weight) if need_dinner and inner_weight is not None else None,
-        empty(weight.shape, weight) if need_dw and weight is not None else None,
-    )
-
-
-def _backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(given(gradient, dy) for gradient in _gradients_of(dy, *arguments))
-
-
-def _backward_fake(
-    dy: Tensor,
-    ds: Tensor | None,
-    s: Tensor,
-    x: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    inner_rstd: Tensor,
-    rstd: Tensor,
-    casting: str,
-    zero_centered: bool,
-    *wanted: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(given(gradient, dy) for gradient in _empty_gradients(s, x, inner_weight, weight, *wanted))
-
-
-_forward_op = define(
-    "norm_add_norm_forward(Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight, float eps, str casting,"
-    " bool zero_centered, bool save_rstd) -> (Tensor y, Tensor s, Tensor inner_rstd, Tensor rstd)",
-    _forward,
-    _forward_fake,
-)
-_backward_op = define(
-    "norm_add_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight,"
-    " Tensor inner_rstd, Tensor rstd, str casting, bool zero_centered, bool need_dx, ScalarType? dr_dtype,"
-    " bool need_dinner, bool need_dw) -> (Tensor dx, Tensor dr, Tensor dinner, Tensor dw)",
-    _backward,
-    _backward_fake,
-)
-
-
-class _NormAddNorm(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any,
+        self,
+        spec: NormSpec,
         x: Tensor,
         residual: Tensor,
         inner_weight: Tensor | None,
         weight: Tensor | None,
-        eps: float,
-        casting: str,
-        zero_centered: bool,
-    ) -> tuple[Tensor, Tensor]:
-        run = launch_norm_add_norm_forward if is_direct(x) else _forward_op
-        y, s, inner_rstd, rstd = run(x, residual, inner_weight, weight, eps, casting, zero_centered, True)
-        ctx.save_for_backward(s, x, inner_weight, weight, inner_rstd, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.semantics = casting, zero_centered
-        ctx.residual_dtype = residual.dtype
-        return y, s
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients_once(ctx, dy, ds) if torch.is_grad_enabled() else _gradients(ctx, dy, ds)
-
-
-def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-    need_dx, need_dr, need_dinner, need_dw, *_ = ctx.needs_input_grad
-    s, x, inner_weight, weight, inner_rstd, rstd = ctx.saved_tensors
-    if dy is None:  # only the sum was used
-        dx = dr = dinner = None
-        if ds is not None and (need_dx or need_dinner):
-            dx, dinner = norm_gradients(ds, x, inner_weight, inner_rstd, ctx.semantics, need_dx, need_dinner)
-        if ds is not None and need_dr:
-            dr = ds.to(ctx.residual_dtype, copy=True)
-        return dx, dr, dinner, None, None, None, None
-    run: Callable[..., Any] = _gradients_of if is_direct(dy) else _backward_op
-    dr_dtype = ctx.residual_dtype if need_dr else None
-    wanted = need_dx, dr_dtype, need_dinner, need_dw
-    gradients = run(dy, ds, s, x, inner_weight, weight, inner_rstd, rstd, *ctx.semantics, *wanted)
-    return (
-        *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)),
-        None,
-        None,
-        None,
-    )
-
-
-_gradients_once = once_differentiable(_gradients)
-_direct = direct_apply(_NormAddNorm)
-
-
-def _plain(
-    x: Tensor,
-    residual: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    y, s, *_ = launch_norm_add_norm_forward(x, residual, inner_weight, weight, eps, casting, zero_centered, False)
-    return y, s
-
-
-_native = Operation(_NormAddNorm, _plain, tensors=4, values=3)
-
-
-def norm_add_norm_unchecked(
-    x: Tensor,
-    residual: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """``norm_add_norm`` for arguments known to be good and tensors that kernels take."""
-    if not torch.compiler.is_compiling():
-        outputs = _native.call(x, residual, inner_weight, weight, eps, casting, zero_centered)
-        if outputs is not NotImplemented:
+        *,
+        training: bool,
+        launch: bool = True,
+    ) -> tuple[Tensor | None, ...]:
+        outputs = empty_sandwich(spec, x, residual, inner_weight, weight, training)
+        if not launch:
             return outputs
-    direct = is_direct(x)
-    differentiable = (
-        x.requires_grad
-        or residual.requires_grad
-        or (inner_weight is not None and inner_weight.requires_grad)
-        or (weight is not None and weight.requires_grad)
-    )
-    if torch.is_grad_enabled() and differentiable:
-        apply = _direct if direct else _NormAddNorm.apply
-        return apply(x, residual, inner_weight, weight, eps, casting, zero_centered)
-    if direct:
-        return _plain(x, residual, inner_weight, weight, eps, casting, zero_centered)
-    y, s, *_ = _forward_op(x, residual, inner_weight, weight, eps, casting, zero_centered, False)
-    return y, s
+        if x.shape[-1] <= WIDEST_SANDWICH_FORWARD:
+            launch_sandwich_forward(spec, x, residual, inner_weight, weight, outputs)
+            return outputs
+        y, s, inner_rstd, rstd = outputs
+        branch, *_ = empty_norm(spec, x, None, inner_weight, False)
+        launch_norm_forward(spec, x, None, inner_weight, (branch, x, inner_rstd))
+        launch_norm_forward(spec, branch, residual, weight, (y, s, rstd))
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, residual, inner_weight, weight = arguments
+        _, s, inner_rstd, rstd = results
+        return (s, x, inner_weight, weight, inner_rstd, rstd), (residual.dtype,)
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+        dy, ds = call.incoming
+        if dy is not None or ds is None:
+            return super().differentiate(spec, call, plain=plain)
+        # Only the sum was used.
+        _, x, inner_weight, _, inner_rstd, _ = call.saved
+        need_dx, need_dr, need_dinner, _ = call.needed
+        dx = dinner = None
+        if need_dx or need_dinner:
+            norm_call = BackwardCall((ds,), (x, inner_weight, inner_rstd), (), (need_dx, need_dinner))
+            dx, dinner = RMS_NORM.differentiate(spec, norm_call, plain=plain)
+        return dx, ds.to(call.facts[0]) if need_dr else None, dinner, None
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        dy, ds = call.incoming
+        s, x, inner_weight, weight, inner_rstd, rstd = call.saved
+        need_dx, need_dr, need_dinner, need_dw = call.needed
+        dx = empty_rows_like(s, x.dtype) if need_dx else None
+        dr = empty_rows_like(s, call.facts[0]) if need_dr else None
+        dinner = inner_weight.new_empty(inner_weight.shape) if need_dinner and inner_weight is not None else None
+        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        if not launch:
+            return dx, dr, dinner, dw
+        if s.shape[-1] <= WIDEST_SANDWICH_BACKWARD:
+            weights, rstds = (inner_weight, weight), (inner_rstd, rstd)
+            launch_sandwich_backward(spec, dy, ds, s, x, weights, rstds, (dx, dr, dinner, dw))
+            return dx, dr, dinner, dw
+        # Rows too wide to be held take a backward for each norm; ``g`` is the gradient of s.
+        g = None
+        if dx is not None or dinner is not None:
+            g = dr if dr is not None and dr.dtype == s.dtype else empty_rows_like(s)
+        launch_norm_backward(spec, dy, ds, s, weight, rstd, None if g is dr else g, dr, dw)
+        if g is not None:
+            launch_norm_backward(spec, g, None, x, inner_weight, inner_rstd, dx, None, dinner)
+        return dx, dr, dinner, dw
+
+
+NORM_ADD_NORM = NormAddNorm()
 
 
 def norm_add_norm(
@@ -228,7 +117,7 @@ def norm_add_norm(
     weight: Tensor | None,
     eps: float = 1e-6,
     *,
-    casting: str = "llama",
+    casting: Casting = "llama",
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A residual plus the RMSNorm of its branch, and the RMSNorm of that sum, in one pass (Gemma 2's sandwich).
@@ -247,20 +136,11 @@ def norm_add_norm(
 
     Returns:
         ``(y, s)``: the norm and the new residual. s has the dtype that the branch's norm and residual promote to; y
-        follows from it. Both have x's shape and memory order. No two gradients share storage.
+        follows from it. Both have x's shape and memory order.
 
     Raises:
         TypeError: for a dtype that is not floating point.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    if not torch.compiler.is_compiling():
-        outputs = _native.known(x, residual, inner_weight, weight, eps, casting, zero_centered)
-        if outputs is not NotImplemented:
-            return outputs
-    check_norm("norm_add_norm", x, inner_weight, casting, zero_centered, weight_name="inner_weight")
-    check_norm("norm_add_norm", x, weight, casting, zero_centered)
-    check_residual("norm_add_norm", x, residual)
-    if not runs_kernels_on(x, residual, inner_weight, weight):
-        return reference.norm_add_norm(x, residual, inner_weight, weight, eps, casting, zero_centered)
-    return norm_add_norm_unchecked(x, residual, inner_weight, weight, eps, casting, zero_centered)
+    return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)

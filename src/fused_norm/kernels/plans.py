@@ -24,12 +24,6 @@ WIDEST_FORWARD = 32768
 WIDEST_BACKWARD = 16384
 """The same for the backward, which holds more of each element."""
 
-WIDEST_CLUSTER = 131_072
-"""Elements of a row that a cluster of blocks can hold in the backward."""
-
-CLUSTER_REGISTERS = 128
-"""Registers of a lane in such a cluster: sixteen warps fill a processor, of one block or of several."""
-
 WIDEST_SANDWICH_FORWARD = 16384
 """The same for the forward of a norm, an add and a norm: compiled for sm_90, fp32 rows of 32768 spill 80 bytes."""
 
@@ -48,8 +42,6 @@ class Device:
     warp_size: int = 32
     shared_memory: int = 232_448
     """Bytes that one program may use at most."""
-    clusters: bool = False
-    """Whether rows may be held by thread-block clusters: where that was measured."""
     overlaps: bool = False
     """Whether a launch may begin before the one in front of it has ended (programmatic dependent launch)."""
 
@@ -83,17 +75,14 @@ class BackwardPlan:
 
     Attributes:
         rows: in a tile.
-        block: columns in a tile, or in the part of it that one block of a cluster holds.
-        warps: of a program, or of each block of a cluster.
+        block: columns in a tile.
+        warps: of a program.
         stages: tiles in flight, the one computed included.
-        programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile,
-            but of clusters no more either.
+        programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile.
         reload: read the weight again for every tile instead of keeping it in registers.
         chunked: the row does not fit; its sums come first, then blocks of ``block`` columns.
         tail: columns in a second piece of each tile, where ``block`` alone does not hold a row: a power of two, so that
             5120 = 4096 + 1024 leaves no lane idle. 0 is none.
-        ctas: blocks of the thread-block cluster that holds a row; it is one program. 1 is none.
-        ahead: bring the next row to L2 while this one is computed; for a cluster.
     """
 
     rows: int
@@ -104,13 +93,11 @@ class BackwardPlan:
     reload: bool = False
     chunked: bool = False
     tail: int = 0
-    ctas: int = 1
-    ahead: bool = False
 
     @property
     def columns(self) -> int:
         """All columns in a tile."""
-        return self.ctas * self.block + self.tail
+        return self.block + self.tail
 
 
 @lru_cache(maxsize=1024)
@@ -177,14 +164,6 @@ def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
     """The table of ``backward_plan``, shared memory aside."""
     block = next_power_of_2(width)
     sms = device.processors
-    if WIDEST_BACKWARD < block <= WIDEST_CLUSTER and device.clusters and width % 16 == 0:
-        # Read once, .95 of a copy's bandwidth at 4096x32768 and .81 at 2048x65536: 1.6 and 1.4 times as fast as read
-        # twice, as below; at 1024x131072 8 % faster. Eight blocks beat four by 3 % and 21 % at the first two, and a
-        # cluster more than runs at once costs a quarter of it all. The wider the row, the fewer are in flight: at 65536
-        # asking for the next row gains 14 %, while at 32768 that loses 12 %. Rows not aligned to 16 elements spill.
-        warps = block // 8192
-        programs = max(1, 16 // warps * sms // 8)
-        return BackwardPlan(1, block // 8, warps, stages=1, programs=programs, reload=True, ctas=8, ahead=block > 32768)
     if block > WIDEST_BACKWARD:
         # x and dy are read twice and dw stays in registers: a row in registers would spill.
         return BackwardPlan(2, 2048, device.warps(4), stages=2, programs=4 * sms, chunked=True)

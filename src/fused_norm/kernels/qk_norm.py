@@ -1,163 +1,91 @@
-"""The norm of q's and k's heads in one launch, with or without RoPE: operator, autograd, public functions."""
+"""The norm of q's and k's heads in one launch, with or without RoPE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
-from .library import define, direct_apply, given, is_direct, once_differentiable
-from .native import Operation
-from .qk_kernels import empty_gradients, empty_outputs, heads_dim_of, launch_backward, launch_forward
-from .triton_utils import runs_kernels_on
+from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .triton.memory import empty_rows_like, heads_dim_of
+from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    unsqueeze_dim: int,
-) -> tuple[Tensor, Tensor]:
-    return empty_outputs(q, k, q_weight, k_weight, cos, casting)
+class QKNorm(Operator):
+    """``qk_norm_rope`` as an operator; without cos and sin it is ``qk_norm``.
 
-
-def _backward(dq_out: Tensor | None, dk_out: Tensor | None, q: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    grads = launch_backward(dq_out, dk_out, q, *arguments[:-4], needed=arguments[-4:])
-    return tuple(given(gradient, q) for gradient in grads)
-
-
-def _backward_fake(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(given(gradient, q) for gradient in empty_gradients(q, k, q_weight, k_weight, arguments[-4:]))
-
-
-_forward_op = define(
-    "qk_norm_forward(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, float eps,"
-    " str casting, bool zero_centered, int unsqueeze_dim) -> (Tensor q_out, Tensor k_out)",
-    launch_forward,
-    _forward_fake,
-)
-_backward_op = define(
-    "qk_norm_backward(Tensor? dq_out, Tensor? dk_out, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight,"
-    " Tensor? cos, Tensor? sin, float eps, str casting, bool zero_centered, int unsqueeze_dim, bool need_dq,"
-    " bool need_dk, bool need_dq_weight, bool need_dk_weight)"
-    " -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
-    _backward,
-    _backward_fake,
-)
-
-
-class _QKNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        eps: float,
-        casting: str,
-        zero_centered: bool,
-        unsqueeze_dim: int,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
-        ctx.set_materialize_grads(False)
-        ctx.semantics = eps, casting, zero_centered, unsqueeze_dim
-        run: Callable[..., Any] = launch_forward if is_direct(q) else _forward_op
-        return run(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
-
-    @staticmethod
-    def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients_once(ctx, dq_out, dk_out) if torch.is_grad_enabled() else _gradients(ctx, dq_out, dk_out)
-
-
-def _gradients(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
-    need_dq, need_dk, need_dq_weight, need_dk_weight, *_ = ctx.needs_input_grad
-    # A side that is unused, or that needs nothing, gets no work; nor does autograd then want a zero for it.
-    if dq_out is None or not (need_dq or need_dq_weight):
-        dq_out, need_dq, need_dq_weight = None, False, False
-    if dk_out is None or not (need_dk or need_dk_weight):
-        dk_out, need_dk, need_dk_weight = None, False, False
-    present = dk_out if dq_out is None else dq_out
-    if present is None:
-        return (None,) * 10
-    needed = need_dq, need_dk, need_dq_weight, need_dk_weight
-    if is_direct(present):
-        grads = launch_backward(dq_out, dk_out, *ctx.saved_tensors, *ctx.semantics, needed=needed)
-    else:
-        grads = _backward_op(dq_out, dk_out, *ctx.saved_tensors, *ctx.semantics, *needed)
-        grads = tuple(gradient if need else None for gradient, need in zip(grads, needed, strict=True))
-    return *grads, None, None, None, None, None, None
-
-
-_gradients_once = once_differentiable(_gradients)
-_direct = direct_apply(_QKNorm)
-_native = Operation(_QKNorm, launch_forward, tensors=6, values=4)
-
-
-def qk_norm_unchecked(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """``qk_norm`` for arguments known to be good and tensors that kernels take."""
-    return qk_norm_rope_unchecked(q, k, q_weight, k_weight, None, None, eps, casting, zero_centered, 1)
-
-
-def qk_norm_rope_unchecked(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    unsqueeze_dim: int,
-) -> tuple[Tensor, Tensor]:
-    """``qk_norm_rope`` for arguments known to be good, tensors that kernels take, and angles the same for all heads.
-
-    Without cos and sin it is ``qk_norm``.
+    Kernels take angles that are the same for all heads and want no gradient.
     """
-    if not torch.compiler.is_compiling():
-        outputs = _native.call(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
-        if outputs is not NotImplemented:
-            return outputs
-    direct = is_direct(q)
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or (q_weight is not None and q_weight.requires_grad)
-        or (k_weight is not None and k_weight.requires_grad)
-    ):
-        run = _direct if direct else _QKNorm.apply
-    else:
-        run = launch_forward if direct else _forward_op
-    return run(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
+
+    name = "qk_norm"
+    tensors = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
+    options = "int unsqueeze_dim"
+    outputs = ("q_out", "k_out")
+    saved = tensors
+    facts = options
+    gradients = ("dq", "dk", "dq_weight", "dk_weight")
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        q, k, q_weight, k_weight, cos, sin, unsqueeze_dim = arguments
+        name = "qk_norm" if cos is None else "qk_norm_rope"
+        check_heads(name, q, k, q_weight, k_weight)
+        if cos is not None:
+            check_rope(name, q, k, cos, sin, unsqueeze_dim)
+
+    def takes(self, *arguments: Any) -> bool:
+        *_, cos, sin, unsqueeze_dim = arguments
+        if cos is not None:
+            learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+            if learned or heads_dim_of(cos, unsqueeze_dim) is None:
+                return False
+        return super().takes(*arguments)
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return reference.qk_norm_rope(spec, *arguments)
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Tensor, Tensor]:
+        *inputs, unsqueeze_dim = arguments
+        q, k, q_weight, k_weight, cos, _ = inputs
+        outputs = empty_heads(spec, q, q_weight, cos), empty_heads(spec, k, k_weight, cos)
+        if launch:
+            launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim)
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        *inputs, unsqueeze_dim = arguments
+        return inputs, (unsqueeze_dim,)
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+        # A side that is unused, or that needs nothing, gets no work.
+        needed = list(call.needed)
+        incoming = list(call.incoming)
+        for side in (0, 1):
+            if incoming[side] is None or not (needed[side] or needed[side + 2]):
+                incoming[side], needed[side], needed[side + 2] = None, False, False
+        if not any(needed):
+            return None, None, None, None
+        call = call._replace(incoming=tuple(incoming), needed=tuple(needed))
+        return super().differentiate(spec, call, plain=plain)
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, *_ = call.saved
+        need_dq, need_dk, need_dq_weight, need_dk_weight = call.needed
+        dx = empty_rows_like(q) if need_dq else None, empty_rows_like(k) if need_dk else None
+        dw = (
+            q_weight.new_empty(q_weight.shape) if need_dq_weight and q_weight is not None else None,
+            k_weight.new_empty(k_weight.shape) if need_dk_weight and k_weight is not None else None,
+        )
+        if launch:
+            launch_qk_backward(spec, tuple(call.saved), tuple(call.incoming), dx, dw, call.facts[0])
+        return *dx, *dw
+
+
+QK_NORM = QKNorm()
 
 
 def qk_norm(
@@ -167,7 +95,7 @@ def qk_norm(
     k_weight: Tensor | None,
     eps: float = 1e-6,
     *,
-    casting: str = "llama",
+    casting: Casting = "llama",
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of every head of q and of k, each with its weight, in one launch: ``rms_norm`` of both.
@@ -190,14 +118,7 @@ def qk_norm(
         ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    if not torch.compiler.is_compiling():
-        outputs = _native.known(q, k, q_weight, k_weight, None, None, eps, casting, zero_centered, 1)
-        if outputs is not NotImplemented:
-            return outputs
-    check_heads("qk_norm", q, k, q_weight, k_weight, casting, zero_centered)
-    if not runs_kernels_on(q, k, q_weight, k_weight):
-        return reference.qk_norm(q, k, q_weight, k_weight, eps, casting, zero_centered)
-    return qk_norm_unchecked(q, k, q_weight, k_weight, eps, casting, zero_centered)
+    return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1)
 
 
 def qk_norm_rope(
@@ -209,7 +130,7 @@ def qk_norm_rope(
     sin: Tensor,
     eps: float = 1e-6,
     *,
-    casting: str = "llama",
+    casting: Casting = "llama",
     zero_centered: bool = False,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
@@ -241,13 +162,5 @@ def qk_norm_rope(
         ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    if not torch.compiler.is_compiling():
-        outputs = _native.known(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
-        if outputs is not NotImplemented:
-            return outputs
-    check_heads("qk_norm_rope", q, k, q_weight, k_weight, casting, zero_centered)
-    check_rope("qk_norm_rope", q, k, cos, sin, unsqueeze_dim)
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if learned or heads_dim_of(cos, unsqueeze_dim) is None or not runs_kernels_on(q, k, q_weight, k_weight, cos, sin):
-        return reference.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
-    return qk_norm_rope_unchecked(q, k, q_weight, k_weight, cos, sin, eps, casting, zero_centered, unsqueeze_dim)
+    spec = norm_spec(casting, zero_centered, eps)
+    return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)

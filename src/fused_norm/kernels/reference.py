@@ -10,99 +10,68 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..spec import NormSpec
+
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    *,
-    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+    spec: NormSpec, x: Tensor, weight: Tensor | None, *, inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt
 ) -> Tensor:
-    """RMSNorm of the last dimension, with the rounding points of ``casting`` (see ``NormSpec``).
+    """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
     ``inverse_root`` is how ``v ** -0.5`` is spelled: modelling code differs in it, in the last place of an fp32.
     """
-    if casting == "none":
-        return _uncast(x, weight, eps, zero_centered, inverse_root)
+    if spec.casting == "none":
+        return _uncast(spec, x, weight, inverse_root)
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
-    x_hat = x_wide * inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + eps)
-    if casting == "llama":
+    x_hat = x_wide * inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if spec.casting == "llama":
         x_hat = x_hat.to(x.dtype)
-        return x_hat if weight is None else gamma(weight, zero_centered) * x_hat
+        return x_hat if weight is None else gamma(weight, spec.zero_centered) * x_hat
     if weight is not None:
-        x_hat = x_hat * gamma(weight.to(wide), zero_centered)
+        x_hat = x_hat * gamma(weight.to(wide), spec.zero_centered)
     return x_hat.to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-    scale: float = 1.0,
+    spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """``s = residual + x * scale``, each step rounded to its dtype, and the norm of that sum: ``(norm(s), s)``."""
     total = residual + (x if scale == 1.0 else x * scale)
-    return rms_norm(total, weight, eps, casting, zero_centered), total
+    return rms_norm(spec, total, weight), total
 
 
-def norm_add(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool
-) -> Tensor:
+def norm_add(spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None) -> Tensor:
     """``residual + norm(x)``, the norm rounded to its own dtype first."""
-    return residual + rms_norm(x, weight, eps, casting, zero_centered)
+    return residual + rms_norm(spec, x, weight)
 
 
 def norm_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    inner_weight: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
+    spec: NormSpec, x: Tensor, residual: Tensor, inner_weight: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``s = residual + norm(x)``, rounded to its dtype, and the norm of that rounded sum: ``(norm(s), s)``."""
-    total = norm_add(x, residual, inner_weight, eps, casting, zero_centered)
-    return rms_norm(total, weight, eps, casting, zero_centered), total
-
-
-def qk_norm(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """The norm of every head of q and of k."""
-    return rms_norm(q, q_weight, eps, casting, zero_centered), rms_norm(k, k_weight, eps, casting, zero_centered)
+    total = norm_add(spec, x, residual, inner_weight)
+    return rms_norm(spec, total, weight), total
 
 
 def qk_norm_rope(
+    spec: NormSpec,
     q: Tensor,
     k: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    casting: str,
-    zero_centered: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
     unsqueeze_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of every head, then RoPE."""
+    """The norm of every head of q and of k, then RoPE where there are cos and sin."""
+    q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
+    if cos is None or sin is None:
+        return q, k
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     elif cos.dim() == 2:
         cos, sin = (angles[None].unsqueeze(unsqueeze_dim) for angles in (cos, sin))
-    q, k = qk_norm(q, k, q_weight, k_weight, eps, casting, zero_centered)
     return rope(q, cos, sin), rope(k, cos, sin)
 
 
@@ -119,18 +88,16 @@ def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return 1.0 + weight if zero_centered else weight
 
 
-def _uncast(
-    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, inverse_root: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _uncast(spec: NormSpec, x: Tensor, weight: Tensor | None, inverse_root: Callable[[Tensor], Tensor]) -> Tensor:
     """Every step rounded to x's dtype unless that overflows: fp16 squares go on in fp32 instead of as inf."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
     mean = _round_in_range(_round_in_range(x_wide * x_wide, x.dtype).mean(-1, keepdim=True), x.dtype)
-    shifted = _round_in_range(mean + eps, x.dtype)
+    shifted = _round_in_range(mean + spec.eps, x.dtype)
     narrow = shifted.to(x.dtype)
     rstd = torch.where(narrow.isinf(), inverse_root(shifted), inverse_root(narrow)).to(x.dtype)
     x_hat = x * rstd
-    return x_hat if weight is None else gamma(weight, zero_centered) * x_hat
+    return x_hat if weight is None else gamma(weight, spec.zero_centered) * x_hat
 
 
 def _round_in_range(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,156 +1,62 @@
-"""RMSNorm: operator, autograd, public function."""
+"""RMSNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm
-from .library import define, direct_apply, given, is_direct, once_differentiable
-from .native import Operation
-from .norm_backward import launch_backward
-from .norm_forward import empty_outputs, launch_forward
-from .triton_utils import empty, empty_rows_like, runs_kernels_on
+from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .triton.memory import empty_rows_like
+from .triton.norm_backward import launch_norm_backward
+from .triton.norm_forward import empty_norm, launch_norm_forward
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
-) -> tuple[Tensor, Tensor]:
-    y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, save_rstd, mode)
-    return y, given(rstd, x)
+class RMSNorm(Operator):
+    """``rms_norm`` as an operator."""
 
+    name = "rms_norm"
+    tensors = "Tensor x, Tensor? weight"
+    options = "str? mode"
+    outputs = ("y",)
+    kept = ("rstd",)
+    saved = "Tensor x, Tensor? weight, Tensor rstd"
+    gradients = ("dx", "dw")
 
-def _forward_fake(
-    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, save_rstd: bool, mode: str | None
-) -> tuple[Tensor, Tensor]:
-    y, _, rstd = empty_outputs(x, None, weight, casting, save_rstd)
-    return y, given(rstd, x)
+    def check(self, spec: NormSpec, x: Tensor, weight: Tensor | None, mode: str | None) -> None:
+        check_norm(self.name, x, weight, mode)
 
+    def reference(self, spec: NormSpec, x: Tensor, weight: Tensor | None, mode: str | None) -> Tensor:
+        return reference.rms_norm(spec, x, weight)
 
-def _gradients_of(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    casting: str,
-    zero_centered: bool,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dw)``, each None where it is not needed."""
-    dx, dw = _empty_gradients(x, weight, need_dx, need_dw)
-    launch_backward(dy, None, x, weight, rstd, casting, zero_centered, dx, None, dw)
-    return dx, dw
-
-
-def _empty_gradients(
-    x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    dx = empty_rows_like(x) if need_dx else None
-    return dx, empty(weight.shape, weight) if need_dw and weight is not None else None
-
-
-def _backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(given(gradient, x) for gradient in _gradients_of(dy, x, *arguments))
-
-
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    casting: str,
-    zero_centered: bool,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor, ...]:
-    return tuple(given(gradient, x) for gradient in _empty_gradients(x, weight, need_dx, need_dw))
-
-
-_forward_op = define(
-    "rms_norm_forward(Tensor x, Tensor? weight, float eps, str casting, bool zero_centered, bool save_rstd, str? mode)"
-    " -> (Tensor y, Tensor rstd)",
-    _forward,
-    _forward_fake,
-)
-_backward_op = define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str casting, bool zero_centered,"
-    " bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
-    _backward,
-    _backward_fake,
-)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None
-    ) -> Tensor:
-        if is_direct(x):
-            y, _, rstd = launch_forward(x, None, weight, eps, casting, zero_centered, True, mode)
-        else:
-            y, rstd = _forward_op(x, weight, eps, casting, zero_centered, True, mode)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.semantics = casting, zero_centered
-        return y
+        self, spec: NormSpec, x: Tensor, weight: Tensor | None, mode: str | None, *, training: bool, launch: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        outputs = empty_norm(spec, x, None, weight, training)
+        if launch:
+            launch_norm_forward(spec, x, None, weight, outputs, mode)
+        y, _, rstd = outputs
+        return y, rstd
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients_once(ctx, dy) if torch.is_grad_enabled() else _gradients(ctx, dy)
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, weight, _ = arguments
+        return (x, weight, results[1]), ()
 
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    x, weight, rstd = ctx.saved_tensors
-    dx, dw = norm_gradients(dy, x, weight, rstd, ctx.semantics, need_dx, need_dw)
-    return dx, dw, None, None, None, None
-
-
-def norm_gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    semantics: tuple[str, bool],
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dw)`` from a norm's gradient, each None where it is not needed; semantics: casting and centering."""
-    run: Callable[..., Any] = _gradients_of if is_direct(dy) else _backward_op
-    dx, dw = run(dy, x, weight, rstd, *semantics, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, rstd) = call.incoming, call.saved
+        need_dx, need_dw = call.needed
+        dx = empty_rows_like(x) if need_dx else None
+        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        if launch:
+            launch_norm_backward(spec, dy, None, x, weight, rstd, dx, None, dw)
+        return dx, dw
 
 
-_gradients_once = once_differentiable(_gradients)
-_direct = direct_apply(_RMSNorm)
-
-
-def _plain(x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None) -> Tensor:
-    return launch_forward(x, None, weight, eps, casting, zero_centered, False, mode)[0]
-
-
-_native = Operation(_RMSNorm, _plain, tensors=2, values=4)
-
-
-def rms_norm_unchecked(
-    x: Tensor, weight: Tensor | None, eps: float, casting: str, zero_centered: bool, mode: str | None = None
-) -> Tensor:
-    """``rms_norm`` for arguments known to be good and tensors that kernels take."""
-    if not torch.compiler.is_compiling():
-        y = _native.call(x, weight, eps, casting, zero_centered, mode)
-        if y is not NotImplemented:
-            return y
-    direct = is_direct(x)
-    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        apply = _direct if direct else _RMSNorm.apply
-        return apply(x, weight, eps, casting, zero_centered, mode)
-    if direct:
-        return _plain(x, weight, eps, casting, zero_centered, mode)
-    return _forward_op(x, weight, eps, casting, zero_centered, False, mode)[0]
+RMS_NORM = RMSNorm()
 
 
 def rms_norm(
@@ -158,7 +64,7 @@ def rms_norm(
     weight: Tensor | None,
     eps: float = 1e-6,
     *,
-    casting: str = "llama",
+    casting: Casting = "llama",
     zero_centered: bool = False,
     mode: str | None = None,
 ) -> Tensor:
@@ -180,15 +86,8 @@ def rms_norm(
 
     Raises:
         TypeError: for a dtype that is not floating point.
-        ValueError: for a weight of another width or device, an unknown casting, a zero-centered norm without weight, or
-            a mode that cannot hold a row this wide.
+        ValueError: for a weight of another width or device, an unknown casting, or a mode that cannot hold a row this
+            wide.
         RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
-    if not torch.compiler.is_compiling():
-        y = _native.known(x, weight, eps, casting, zero_centered, mode)
-        if y is not NotImplemented:
-            return y
-    check_norm("rms_norm", x, weight, casting, zero_centered, mode)
-    if not runs_kernels_on(x, weight):
-        return reference.rms_norm(x, weight, eps, casting, zero_centered)
-    return rms_norm_unchecked(x, weight, eps, casting, zero_centered, mode)
+    return RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, weight, mode)

@@ -22,12 +22,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 
 logger = logging.getLogger("fused_norm")
 
 SWITCH = "FUSED_NORM_NATIVE"
 """Environment variable; 0 goes without the native library."""
+
+TESTED_TORCH, TESTED_TRITON = ("2.11", "2.13"), ("3.6", "3.7")
+"""Releases that replays were tested with; the library uses parts of PyTorch and Triton that may change in others."""
 
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -36,12 +40,12 @@ _COMPILE_SECONDS = 600
 
 
 class UnavailableError(Exception):
-    """Why there is no native library."""
+    """There is no native library; the message says why."""
 
 
 @lru_cache(maxsize=1)
 def library() -> ModuleType | None:
-    """The library, connected to the CUDA driver; None where there is none, or nothing to launch, said once.
+    """The library, connected to the CUDA driver; None where it cannot be had, which is said once.
 
     Without it everything works as it does with it, and each call costs the host more.
     """
@@ -51,15 +55,17 @@ def library() -> ModuleType | None:
         module = load()
         own_allocator = torch.cuda.get_allocator_backend() != "pluggable"  # it cannot be replaced after its first use
         module.connect(*_cuda_addresses(), _launch_hooks(), own_allocator, False)
-    except UnavailableError as reason:
+    except Exception as reason:  # whatever it is, operators work without
         level = logging.INFO if _switched_off() else logging.WARNING
-        logger.log(level, "operators go without native code, which costs the host time and nothing else: %s", reason)
+        surprise = None if isinstance(reason, UnavailableError) else reason
+        text = "operators go without native code, which costs the host time and nothing else: %s"
+        logger.log(level, text, reason, exc_info=surprise)
         return None
     return module
 
 
 def state() -> str:
-    """What becomes of the library here, in a few words, without compiling or loading it."""
+    """Say in a few words what becomes of the library here, without compiling or loading it."""
     try:
         _check_wanted()
         if not torch.cuda.is_available():
@@ -97,14 +103,20 @@ def load() -> ModuleType:
 
 
 def _switched_off() -> bool:
-    return os.environ.get(SWITCH, "1") == "0"
+    return os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off", "no")
 
 
 def _check_wanted() -> None:
     if _switched_off():
-        raise UnavailableError(f"{SWITCH} is 0")
+        raise UnavailableError(f"{SWITCH} is {os.environ[SWITCH]}")
     if torch.version.hip is not None:
         raise UnavailableError("it is written for CUDA, and this PyTorch is for ROCm")
+    for package, version, tested in (
+        ("PyTorch", torch.__version__, TESTED_TORCH),
+        ("Triton", triton.__version__, TESTED_TRITON),
+    ):
+        if ".".join(version.split(".")[:2]) not in tested:
+            raise UnavailableError(f"it was tested with {package} {' and '.join(tested)}, and this is {version}")
 
 
 def _path() -> Path:
@@ -146,7 +158,7 @@ def _compiler() -> str:
 
 
 def _failed(path: Path) -> Path:
-    """What the compiler said when it failed."""
+    """The file that holds what the compiler said when it failed."""
     return path.with_suffix(".failed")
 
 
@@ -181,7 +193,7 @@ def _compile_alone(compiler: str, path: Path) -> None:
 
 
 def _cuda_addresses() -> tuple[int, ...]:
-    """Of the functions that ``replay.cpp`` calls, in its order."""
+    """The addresses of the functions that ``replay.cpp`` calls, in its order."""
     try:
         torch_cuda = ctypes.CDLL("libtorch_cuda.so")
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,5 +1,5 @@
 // An operator without Python: what its Python code allocates and launches for some tensors is recorded once
-// (recording.py) and then replayed for all that are like them, in the forward and, by a node of autograd, in the backward.
+// (recorder.py) and then replayed for all that are like them, in the forward and, by a node of autograd, in the backward.
 //
 // Two sets of tensors are alike where dtypes, shapes, strides, device, alignment to 16 bytes, which of them share an address
 // and which want a gradient agree, the other arguments are equal, and so are the stream and whether it is being captured.
@@ -7,7 +7,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/_lazy_clone.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
@@ -154,28 +153,19 @@ struct Kernel {
   std::vector<Parameter> parameters;
 };
 
-struct Result {
-  int64_t slot;  // -1 where there is none
-  bool lazy_clone;
-};
-
-// Tensors have slots: first the inputs, then the constants, then what is allocated.
+// Tensors have slots: first the inputs, then what is allocated; -1 is none.
 struct Program {
-  std::vector<Tensor> constants;
   std::vector<Allocation> allocations;
   std::vector<Kernel> kernels;
-  std::vector<Result> results;
-  std::vector<int64_t> saved;  // slots
+  std::vector<int64_t> results, saved;
 
   // Appends to `slots`, which holds the inputs.
   void run(Tensors& slots, c10::Device device, void* stream) const {
-    slots.append(constants.begin(), constants.end());
     const c10::DispatchKeySet keys(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
     c10::Allocator* allocator = c10::GetAllocator(device.type());
     // Deterministic mode fills what is empty; otherwise the dispatcher need not be asked.
     const bool dispatched = !driver.allocator_is_registered ||
         (at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory());
-    const size_t given = slots.size();
     for (const Allocation& one : allocations) {
       slots.push_back(
           dispatched ? at::empty_strided(one.sizes, one.strides, at::dtype(one.dtype).device(device))
@@ -188,10 +178,7 @@ struct Program {
       for (const Parameter& parameter : kernel.parameters) {
         uint64_t value = parameter.value;
         if (parameter.slot >= 0) {
-          const Tensor& tensor = slots[parameter.slot];
-          // Only what was allocated here is written; reading as const keeps lazily cloned gradients what they are.
-          const bool own = static_cast<size_t>(parameter.slot) >= given;
-          value = reinterpret_cast<uint64_t>(own ? tensor.mutable_data_ptr() : tensor.const_data_ptr());
+          value = reinterpret_cast<uint64_t>(slots[parameter.slot].data_ptr());
         }
         values[count] = value;
         pointers[count] = &values[count];
@@ -206,11 +193,7 @@ struct Program {
   }
 
   Tensor result(const Tensors& slots, size_t index) const {
-    const Result& one = results[index];
-    if (one.slot < 0) {
-      return Tensor();
-    }
-    return one.lazy_clone ? at::_lazy_clone(slots[one.slot]) : slots[one.slot];
+    return results[index] < 0 ? Tensor() : slots[results[index]];
   }
 };
 
@@ -243,20 +226,16 @@ PyObject* item(PyObject* tuple, Py_ssize_t index) {
   return PyTuple_GET_ITEM(tuple, index);
 }
 
-// From what `Recording.program` returns.
+// From what `Recorder.program` returns.
 Program program_of(PyObject* recorded) {
   Program program;
-  program.constants = sequence<Tensor>(item(recorded, 0), [](PyObject* one) {
-    TORCH_CHECK(THPVariable_Check(one), "fused_norm: a constant is a tensor");
-    return THPVariable_Unpack(one);
-  });
-  program.allocations = sequence<Allocation>(item(recorded, 1), [](PyObject* one) {
+  program.allocations = sequence<Allocation>(item(recorded, 0), [](PyObject* one) {
     PyObject* dtype = item(one, 2);
     TORCH_CHECK(THPDtype_Check(dtype), "fused_norm: an allocation has a dtype");
     return Allocation{
         integers(item(one, 0)), integers(item(one, 1)), reinterpret_cast<THPDtype*>(dtype)->scalar_type};
   });
-  program.kernels = sequence<Kernel>(item(recorded, 2), [](PyObject* one) {
+  program.kernels = sequence<Kernel>(item(recorded, 1), [](PyObject* one) {
     Kernel kernel{
         reinterpret_cast<void*>(integer(item(one, 0))),
         static_cast<unsigned>(integer(item(one, 1))),
@@ -270,10 +249,8 @@ Program program_of(PyObject* recorded) {
     TORCH_CHECK(kernel.parameters.size() <= kMostParameters, "fused_norm: a kernel has too many parameters");
     return kernel;
   });
-  program.results = sequence<Result>(item(recorded, 3), [](PyObject* one) {
-    return Result{integer(item(one, 0)), integer(item(one, 1)) != 0};
-  });
-  program.saved = integers(item(recorded, 4));
+  program.results = integers(item(recorded, 2));
+  program.saved = integers(item(recorded, 3));
   return program;
 }
 
@@ -384,9 +361,8 @@ using Recordings = std::unordered_map<Key, std::shared_ptr<Recorded>, KeyHash>;
 struct Signature {
   bool recorded = false;  // or else it is Python's
   Program program;
-  bool zeros = false;  // for gradients that are missing
-  Owned context;       // what the backward's Python wants to know of the forward
-  Owned arguments;     // keeps alive the strings in the key
+  Owned known;      // what the backward's Python wants to know of the forward
+  Owned arguments;  // keeps alive what the key has the address of
   std::mutex mutex;
   Recordings<Program> backwards;  // null for one that is Python's
 };
@@ -439,9 +415,8 @@ struct ReplayNode : public Node {
         inputs.push_back(variable.unpack(getptr()));
       }
     }
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      const bool missing = !gradients[i].defined() && signature->zeros;
-      inputs.push_back(missing ? input_metadata(i).zeros_like() : std::move(gradients[i]));
+    for (Tensor& gradient : gradients) {
+      inputs.push_back(std::move(gradient));
     }
     Key key;
     for (size_t i = 0; i < num_outputs(); ++i) {
@@ -494,7 +469,7 @@ struct ReplayNode : public Node {
     return program;
   }
 
-  // `function(context, saved, gradients, needed)`.
+  // `function(known, saved, gradients, needed)`.
   Owned ask(PyObject* function, const Tensors& inputs) {
     Owned kept = tuple_of(inputs.data(), saved.size());
     Owned gradients = tuple_of(inputs.data() + saved.size(), inputs.size() - saved.size());
@@ -502,7 +477,7 @@ struct ReplayNode : public Node {
     for (size_t i = 0; i < num_outputs(); ++i) {
       PyTuple_SET_ITEM(needed.get(), i, PyBool_FromLong(task_should_compute_output(i)));
     }
-    PyObject* arguments[] = {signature->context.get(), kept.get(), gradients.get(), needed.get()};
+    PyObject* arguments[] = {signature->known.get(), kept.get(), gradients.get(), needed.get()};
     return own(PyObject_Vectorcall(function, arguments, 4, nullptr));
   }
 
@@ -537,34 +512,41 @@ Pointer new_node(Arguments&&... arguments) {
 
 // ---- Calls from Python ----
 
+// A call has the meaning of the norm, which is told apart by its address, then tensors, then other values.
 std::shared_ptr<Signature> record(Operation* self, PyObject* const* arguments, bool differentiable) {
-  Owned packed = own(PyTuple_New(self->tensors + self->values));
-  for (Py_ssize_t i = 0; i < self->tensors + self->values; ++i) {
+  const Py_ssize_t count = 1 + self->tensors + self->values;
+  Owned packed = own(PyTuple_New(count));
+  Owned kept = own(PyTuple_New(1 + self->values));
+  for (Py_ssize_t i = 0; i < count; ++i) {
     Py_INCREF(arguments[i]);
     PyTuple_SET_ITEM(packed.get(), i, arguments[i]);
+    const Py_ssize_t among_kept = i == 0 ? 0 : i - self->tensors;
+    if (i == 0 || among_kept > 0) {
+      Py_INCREF(arguments[i]);
+      PyTuple_SET_ITEM(kept.get(), among_kept, arguments[i]);
+    }
   }
   PyObject* asked[] = {packed.get(), differentiable ? Py_True : Py_False};
   Owned recorded = own(PyObject_Vectorcall(self->record_forward, asked, 2, nullptr));
   auto signature = std::make_shared<Signature>();
-  signature->arguments = own(PyTuple_GetSlice(packed.get(), self->tensors, self->tensors + self->values));
+  signature->arguments = std::move(kept);
   if (recorded.get() != Py_None) {
     signature->recorded = true;
     signature->program = program_of(item(recorded.get(), 0));
     Py_INCREF(item(recorded.get(), 1));
-    signature->context = Owned(item(recorded.get(), 1));
-    signature->zeros = item(recorded.get(), 2) == Py_True;
+    signature->known = Owned(item(recorded.get(), 1));
   }
   return signature;
 }
 
 PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, bool may_record) {
   HANDLE_TH_ERRORS
-  if (count != self->tensors + self->values || calls_are_watched() || launches_are_watched()) {
+  if (count != 1 + self->tensors + self->values || calls_are_watched() || launches_are_watched()) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   Tensors slots;
   bool differentiable = false;
-  for (Py_ssize_t i = 0; i < self->tensors; ++i) {
+  for (Py_ssize_t i = 1; i <= self->tensors; ++i) {
     if (arguments[i] == Py_None) {
       slots.emplace_back();
     } else if (THPVariable_CheckExact(arguments[i])) {
@@ -588,8 +570,9 @@ PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, 
   if (!describe(key, slots.data(), slots.size(), device)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  for (Py_ssize_t i = 0; i < self->values; ++i) {
-    if (!describe(key, arguments[self->tensors + i])) {
+  key.push_back(reinterpret_cast<int64_t>(arguments[0]));
+  for (Py_ssize_t i = 1 + self->tensors; i < count; ++i) {
+    if (!describe(key, arguments[i])) {
       Py_RETURN_NOTIMPLEMENTED;
     }
   }

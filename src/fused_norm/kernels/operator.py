@@ -1,0 +1,305 @@
+"""One fused operator: every way that a call can take to its kernels, or to the PyTorch formula."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..spec import Casting, NormSpec
+from .triton.devices import runs_kernels_on
+
+Tensors = Sequence[Tensor | None]
+Facts = tuple[Any, ...]
+
+_library = torch.library.Library("fused_norm", "DEF")
+_SPEC = "str casting, bool zero_centered, float eps"
+_PLAIN = (Tensor, Parameter)
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of one backward.
+
+    Attributes:
+        incoming: the gradients of the outputs, None for those that nothing depends on.
+        saved: the tensors that the forward saved.
+        facts: what else it saved.
+        needed: which of the operator's ``gradients`` are wanted.
+    """
+
+    incoming: Tensors
+    saved: Sequence[Any]
+    facts: Facts
+    needed: Sequence[bool]
+
+
+class Executor(Protocol):
+    """Runs an operator in a faster way, for some calls."""
+
+    def run(self, spec: NormSpec, *arguments: Any) -> Any:
+        """The operator's outputs, or NotImplemented where the operator has to make them itself."""
+
+    def run_known(self, spec: NormSpec, *arguments: Any) -> Any:
+        """``run`` for arguments like some that it ran before; NotImplemented for all others: nobody checked them."""
+
+
+class Operator(ABC):
+    """A differentiable operator with a norm in it; a subclass says what is launched, and there is one instance of each.
+
+    ``operator.checked(spec, *tensors, *options)`` is for users' arguments; ``operator(spec, *tensors, *options)`` for
+    arguments known to be good and tensors that kernels take. A call goes, in this order, to
+
+    - the PyTorch reference, where kernels cannot run (``checked`` alone);
+    - the executor, if one has registered itself and takes the call;
+    - the launch, inside an autograd function if a gradient is wanted, where nobody watches the dispatcher;
+    - the operators registered under ``torch.ops.fused_norm`` otherwise: what torch.compile, dispatch modes and tensor
+      subclasses see.
+    """
+
+    name: ClassVar[str]
+    tensors: ClassVar[str]
+    """The schema of the tensors; the first of them is always there."""
+    options: ClassVar[str] = ""
+    """The schema of what follows the tensors."""
+    outputs: ClassVar[tuple[str, ...]]
+    kept: ClassVar[tuple[str, ...]] = ()
+    """What the forward computes for the backward alone, while training."""
+    saved: ClassVar[str]
+    """The schema of the tensors that the backward takes besides the gradients of the outputs."""
+    facts: ClassVar[str] = ""
+    """The schema of what else it takes."""
+    gradients: ClassVar[tuple[str, ...]]
+    """Of the first tensors, in their order."""
+
+    executor: Executor | None = None
+
+    def __init__(self) -> None:
+        """Register the operator with PyTorch, and with the executor if there is one."""
+        self.tensor_count, self.option_count = _count(self.tensors), _count(self.options)
+        self._forward_op = _define(
+            f"{self.name}_forward({_joined(_SPEC, self.tensors, self.options, 'bool training')})"
+            f" -> {_results((*self.outputs, *self.kept))}",
+            self._registered_forward,
+        )
+        if type(self).backward is not Operator.backward:
+            incoming = (f"Tensor? d{output}" for output in self.outputs)
+            needed = (f"bool need_{gradient}" for gradient in self.gradients)
+            self._backward_op = _define(
+                f"{self.name}_backward({_joined(_SPEC, *incoming, self.saved, self.facts, *needed)})"
+                f" -> {_results(self.gradients)}",
+                self._registered_backward,
+            )
+        self.function = _autograd_function(self)
+        # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
+        self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+        _operators.append(self)
+        if _make_executor is not None:
+            self.executor = _make_executor(self)
+
+    @abstractmethod
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        """Raise TypeError or ValueError for arguments that are no good."""
+
+    @abstractmethod
+    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
+        """The outputs by PyTorch's own operators."""
+
+    @abstractmethod
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        """``outputs`` and ``kept``, the latter None unless ``training``; only allocated where not ``launch``."""
+
+    @abstractmethod
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        """Pick from a forward's arguments and results what the backward takes: ``saved`` and ``facts``."""
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        """``gradients`` from a gradient that is there, None where not needed; only allocated where not ``launch``."""
+        raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+        """``backward``, or the registered operator of it where the call is not ``plain``."""
+        if plain:
+            return self.backward(spec, call)
+        found = self._backward_op(*_values(spec), *call.incoming, *call.saved, *call.facts, *call.needed)
+        return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
+
+    def takes(self, *arguments: Any) -> bool:
+        """Return whether kernels can run on good arguments."""
+        return runs_kernels_on(*arguments[: self.tensor_count])
+
+    def checked(self, spec: NormSpec, *arguments: Any) -> Any:
+        """The outputs, for arguments of any kind."""
+        if self.executor is not None and not torch.compiler.is_compiling():
+            outputs = self.executor.run_known(spec, *arguments)
+            if outputs is not NotImplemented:
+                return outputs
+        self.check(spec, *arguments)
+        if not self.takes(*arguments):
+            return self.reference(spec, *arguments)
+        return self(spec, *arguments)
+
+    def __call__(self, spec: NormSpec, *arguments: Any) -> Any:
+        """The outputs, for arguments known to be good and tensors that kernels take."""
+        tensors = arguments[: self.tensor_count]
+        if torch.compiler.is_compiling():
+            # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.
+            if spec.eps == 0.0 or 0.0 in arguments[self.tensor_count :]:
+                pass
+        elif self.executor is not None:
+            outputs = self.executor.run(spec, *arguments)
+            if outputs is not NotImplemented:
+                return outputs
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            apply = self._apply_plain if _is_plain(tensors) else self.function.apply
+            return apply(spec, *arguments)
+        return self.only_outputs(self.run(spec, *arguments, training=False))
+
+    def run(self, spec: NormSpec, *arguments: Any, training: bool) -> tuple[Any, ...]:
+        """``forward``, in the way that fits the tensors."""
+        if _is_plain(arguments[: self.tensor_count]):
+            return self.forward(spec, *arguments, training=training)
+        return self._forward_op(*_values(spec), *arguments, training)
+
+    def only_outputs(self, results: Sequence[Any]) -> Any:
+        """What a call returns of a forward's results."""
+        return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
+
+    def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
+        casting, zero_centered, eps, *rest, training = arguments
+        spec = NormSpec(casting, zero_centered, eps=eps)
+        return _filled(self.forward(spec, *rest, training=training, launch=launch), rest[0])
+
+    def _registered_backward(self, launch: bool, *arguments: Any) -> Any:
+        casting, zero_centered, eps, *rest = arguments
+        spec = NormSpec(casting, zero_centered, eps=eps)
+        incoming, rest = rest[: len(self.outputs)], rest[len(self.outputs) :]
+        needed = rest[-len(self.gradients) :]
+        saved, facts = rest[: _count(self.saved)], rest[_count(self.saved) : -len(self.gradients)]
+        lead = next(gradient for gradient in incoming if gradient is not None)
+        call = BackwardCall(incoming, saved, tuple(facts), needed)
+        return _filled(self.backward(spec, call, launch=launch), lead)
+
+
+_operators: list[Operator] = []
+_make_executor: Callable[[Operator], Executor] | None = None
+
+
+def set_executor(make: Callable[[Operator], Executor] | None) -> None:
+    """Give every operator, present and future, an executor; None goes without."""
+    global _make_executor
+    _make_executor = make
+    for operator in _operators:
+        operator.executor = None if make is None else make(operator)
+
+
+def norm_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
+    """The meaning of a call's norm; equal arguments give the same object.
+
+    Raises:
+        ValueError: for an unknown casting.
+    """
+    if torch.compiler.is_compiling():
+        return NormSpec(casting, zero_centered, eps=eps)
+    return _kept_spec(casting, zero_centered, float(eps))
+
+
+@lru_cache(maxsize=1024)
+def _kept_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
+    return NormSpec(casting, zero_centered, eps=eps)
+
+
+def differentiate_once(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    """An operator's gradients; they raise when they are differentiated again, if they depend on anything that can be.
+
+    PyTorch's ``once_differentiable`` looks at the incoming gradients alone: with a constant one, second derivatives
+    with respect to what the forward saved would be missing without a word.
+    """
+    if all(gradient is None for gradient in call.incoming):
+        return (None,) * len(operator.gradients)
+    plain = _is_plain(call.incoming)
+    if not torch.is_grad_enabled():
+        return operator.differentiate(spec, call, plain=plain)
+    with torch.no_grad():
+        found = operator.differentiate(spec, call, plain=plain)
+    if not any(tensor is not None and tensor.requires_grad for tensor in (*call.incoming, *call.saved)):
+        return found
+    message = b"the gradient of a fused norm cannot be differentiated again"
+    raising: Callable[..., Any] = torch._C._functions.DelayedError(message, len(found))
+    return raising(*[None if tensor is None else tensor.detach().requires_grad_() for tensor in found])
+
+
+def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
+    differentiated = len(operator.gradients)
+    rest = (None,) * (operator.tensor_count - differentiated + operator.option_count)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, spec: NormSpec, *arguments: Any) -> Any:
+            results = operator.run(spec, *arguments, training=True)
+            saved, facts = operator.save(arguments, results)
+            ctx.save_for_backward(*saved)
+            ctx.set_materialize_grads(False)
+            ctx.spec_and_facts = spec, facts
+            return operator.only_outputs(results)
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+            spec, facts = ctx.spec_and_facts
+            needed = ctx.needs_input_grad[1 : 1 + differentiated]
+            call = BackwardCall(incoming, ctx.saved_tensors, facts, needed)
+            return None, *differentiate_once(operator, spec, call), *rest
+
+    Function.__name__ = Function.__qualname__ = f"{type(operator).__name__}Function"
+    return Function
+
+
+def _is_plain(tensors: Tensors) -> bool:
+    """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no tensor subclass.
+
+    Then nobody watches the dispatcher, and going round it saves its time on the host.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta) for tensor in tensors)
+    )
+
+
+def _define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Register an operator by its schema and return it; ``run(launch, ...)`` runs it or only allocates its outputs.
+
+    Operators carry no autograd rule: an ``autograd.Function`` outside of them is the cheapest on the host.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, lambda *arguments: run(True, *arguments), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fused_norm::{name}", lambda *arguments: run(False, *arguments), lib=_library)
+    return getattr(torch.ops.fused_norm, name).default
+
+
+def _values(spec: NormSpec) -> tuple[str, bool, float]:
+    return spec.casting, spec.zero_centered, spec.eps
+
+
+def _filled(results: Sequence[Tensor | None], like: Tensor) -> Any:
+    """The results of a registered operator, empty where there is none: a schema has no optional results."""
+    filled = [like.new_empty(0, dtype=torch.float32) if result is None else result for result in results]
+    return filled[0] if len(filled) == 1 else tuple(filled)
+
+
+def _joined(*schemas: str) -> str:
+    return ", ".join(schema for schema in schemas if schema)
+
+
+def _results(names: Sequence[str]) -> str:
+    return "Tensor" if len(names) == 1 else f"({_joined(*(f'Tensor {name}' for name in names))})"
+
+
+def _count(schema: str) -> int:
+    return len(schema.split(",")) if schema else 0

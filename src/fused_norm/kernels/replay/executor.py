@@ -1,0 +1,119 @@
+"""The executor that replays an operator natively, and the switch for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec import NormSpec
+from ..operator import BackwardCall, Operator, differentiate_once, set_executor
+from .build import library
+from .recorder import NotRecordableError, Program, Recorder
+
+logger = logging.getLogger("fused_norm")
+
+_executors: dict[str, ReplayExecutor] = {}
+
+
+def switch(on: bool) -> None:
+    """Turn native replay on or off for every operator; what was recorded is kept for the next time."""
+    set_executor(_executor_of if on else None)
+
+
+def _executor_of(operator: Operator) -> ReplayExecutor:
+    if operator.name not in _executors:
+        _executors[operator.name] = ReplayExecutor(operator)
+    return _executors[operator.name]
+
+
+class ReplayExecutor:
+    """Tries an operator natively.
+
+    ``run`` and ``run_known`` are as in ``Executor``: they return NotImplemented without the native library, away from
+    CUDA, for tensors that kernels cannot read in place, and while anybody watches the dispatcher or launches. Neither
+    must be called by what ``torch.compile`` traces.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self.run: Callable[..., Any] = self._load_and_run
+        self.run_known: Callable[..., Any] = _decline
+
+    def connect(self, module: Any) -> None:
+        """From now on run through a native library; None goes without."""
+        if module is None:
+            self.run = self.run_known = _decline
+            return
+        native = module.Operation(
+            name=self._operator.name,
+            tensors=self._operator.tensor_count,
+            values=self._operator.option_count,
+            record_forward=self._record_forward,
+            record_backward=self._record_backward,
+            backward=self._backward,
+        )
+        self.run, self.run_known = native, native.known
+
+    def _load_and_run(self, spec: NormSpec, *arguments: Any) -> Any:
+        """The first call on a GPU loads the library, and builds it if need be."""
+        if not isinstance(arguments[0], Tensor) or not arguments[0].is_cuda:
+            return NotImplemented
+        self.connect(library())
+        return self.run(spec, *arguments)
+
+    def _record_forward(self, call: Sequence[Any], differentiable: bool) -> tuple[Program, Any] | None:
+        """The program of a forward, and what its backward is to know besides tensors; None leaves it to Python."""
+        spec, *arguments = call
+
+        def forward() -> tuple[Sequence[Any], Sequence[Any], Any]:
+            results = self._operator.forward(spec, *arguments, training=differentiable)
+            saved, facts = self._operator.save(arguments, results) if differentiable else ((), ())
+            return results[: len(self._operator.outputs)], saved, (spec, facts)
+
+        return self._record(arguments[: self._operator.tensor_count], forward)
+
+    def _record_backward(
+        self, known: Any, saved: Sequence[Any], incoming: Sequence[Any], needed: Sequence[bool]
+    ) -> Program | None:
+        spec, facts = known
+
+        def backward() -> tuple[Sequence[Any], Sequence[Any], Any]:
+            call = BackwardCall(incoming, saved, facts, needed[: len(self._operator.gradients)])
+            return self._operator.differentiate(spec, call, plain=True), (), None
+
+        recorded = self._record([*saved, *incoming], backward)
+        return None if recorded is None else recorded[0]
+
+    def _record(
+        self, inputs: Sequence[Any], run: Callable[[], tuple[Sequence[Any], Sequence[Any], Any]]
+    ) -> tuple[Program, Any] | None:
+        """The program of what ``run`` does, which returns results, what is saved, and something to hand on."""
+        try:
+            # Outside of inference mode, in which the dispatcher is passed over.
+            with torch.inference_mode(False), torch.no_grad(), Recorder(inputs) as recorder:
+                results, saved, known = run()
+            return recorder.program(results, saved), known
+        except NotRecordableError as reason:
+            logger.debug("some calls of %s stay with Python: %s", self._operator.name, reason)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            logger.warning("some calls of %s stay with Python", self._operator.name, exc_info=True)
+        return None
+
+    def _backward(
+        self, known: Any, saved: Sequence[Any], incoming: Sequence[Any], needed: Sequence[bool]
+    ) -> Sequence[Any]:
+        """The backward in Python, behind a forward that was replayed; a gradient for each of the tensors."""
+        spec, facts = known
+        count = len(self._operator.gradients)
+        found = differentiate_once(self._operator, spec, BackwardCall(incoming, saved, facts, needed[:count]))
+        return *found, *[None] * (len(needed) - count)
+
+
+def _decline(*_: Any) -> Any:
+    return NotImplemented

@@ -1,0 +1,53 @@
+"""Where kernels run, and the facts about a device that launch plans use."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from triton import knobs
+
+from ..plans import Device
+
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+"""Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
+
+
+def runs_kernels_on(*tensors: Tensor | None) -> bool:
+    """Return whether kernels take these tensors (meta tensors are traced); the PyTorch reference takes all others.
+
+    It also takes everything under forward-mode differentiation: a kernel would drop the tangents without a word.
+    """
+    if forward_ad._current_level >= 0:
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == torch.float64:
+            return False
+    assert tensors[0] is not None
+    device = tensors[0].device.type
+    return device in ("cuda", "xpu", "meta") or (device == "cpu" and INTERPRETED)
+
+
+@lru_cache(maxsize=64)
+def facts_of(device: torch.device) -> Device:
+    """The facts about ``device`` that launch plans use."""
+    if device.type == "cpu":
+        return Device(processors=4)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
+    overlaps = device.type == "cuda" and torch.version.hip is None and properties.major >= 9
+    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make ``device`` current for a launch, where it is not already (Triton launches on the current device)."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device)
+    if device.index is None or module.current_device() == device.index:
+        return contextlib.nullcontext()
+    return module.device(device)

@@ -1,0 +1,138 @@
+"""What kernels share: rounding, the norm's formula, tiles of rows, and launches that overlap.
+
+The alphabet of all kernels: M rows of N columns; ``row`` and ``col`` index them, ``live`` masks what is inside, a tile
+is ROWS rows of BLOCK columns. ``x`` is the branch, ``scale`` what it is multiplied by (None is one), ``r`` the
+residual, ``s`` their sum (or x itself where there is no residual), ``w`` the weight, ``gamma`` what a row is multiplied
+by, ``x_hat`` the normalised row, ``rstd`` = 1/sqrt(mean(s^2) + eps), ``y`` the norm. In a backward ``dy``, ``ds``,
+``dx``, ``dr`` and ``dw`` are gradients, ``g`` the gradient of x_hat, and ``pull`` what the normalisation takes off each
+row. SPEC is a ``NormSpec`` without its eps. A tensor in memory is a pair of pointer and row stride. Arithmetic is fp32
+throughout.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .devices import INTERPRETED
+
+interpreted = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def round_to(value, dtype: tl.constexpr):
+    """fp32 values rounded to nearest even in ``dtype``, still as fp32.
+
+    Triton's interpreter truncates fp32 to bf16; there the bits are rounded by hand, so a later store is exact (but for
+    subnormal bf16, below 1.2e-38, which the interpreter's stores mangle).
+    """
+    if dtype == tl.float32:
+        return value
+    if interpreted and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _round_in_range(value, dtype: tl.constexpr):
+    """Rounded to ``dtype`` unless that overflows: fp16 squares go on in fp32 instead of as inf."""
+    rounded = round_to(value, dtype)
+    return tl.where(tl.abs(rounded) == float("inf"), value, rounded)
+
+
+@triton.jit
+def square(s, dtype: tl.constexpr, SPEC: tl.constexpr):
+    """s^2, rounded only where the casting says so."""
+    if SPEC.casting == "none":
+        return _round_in_range(s * s, dtype)
+    return s * s
+
+
+@triton.jit
+def rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, SPEC: tl.constexpr):
+    """The factor the forward uses: rounded at each step where the casting says so."""
+    mean = sum_of_squares * (1.0 / N)
+    if SPEC.casting == "none":
+        return round_to(tl.rsqrt(_round_in_range(_round_in_range(mean, dtype) + eps, dtype)), dtype)
+    return tl.rsqrt(mean + eps)
+
+
+@triton.jit
+def rstd_of(s, rstd_ptr, row, M, eps, dtype: tl.constexpr, N: tl.constexpr, SPEC: tl.constexpr):
+    """The forward's rstd for each row of ``s``, [ROWS, 1]; the exact one is stored for the backward."""
+    rstd = rstd_from(tl.sum(square(s, dtype, SPEC), axis=1), eps, dtype, N, SPEC)
+    if rstd_ptr is not None:
+        exact = rstd
+        if SPEC.casting == "none":
+            exact = tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / N) + eps)
+        tl.store(rstd_ptr + row, exact, mask=row < M)
+    return rstd[:, None]
+
+
+@triton.jit
+def normalised(s, rstd, dtype: tl.constexpr, SPEC: tl.constexpr):
+    """x_hat, which only gemma leaves unrounded."""
+    x_hat = s * rstd
+    if SPEC.casting != "gemma":
+        x_hat = round_to(x_hat, dtype)
+    return x_hat
+
+
+@triton.jit
+def load_gamma(w_ptr, col, in_row, SPEC: tl.constexpr):
+    """gamma for columns ``col``, [1, columns] fp32, from the weight; only gemma adds the one without rounding it."""
+    w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if SPEC.zero_centered:
+        w = w + 1.0
+        if SPEC.casting != "gemma":
+            w = round_to(w, w_ptr.dtype.element_ty)
+    return w[None, :]
+
+
+@triton.jit
+def input_grad(g, s, rstd, N: tl.constexpr):
+    """The gradient of a norm's input."""
+    pull = tl.sum(g * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
+    return rstd * (g - s * pull)
+
+
+@triton.jit
+def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
+    """The row numbers of a tile; 64-bit where an offset made from them could pass 2^31."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    return row.to(tl.int64) if LONG else row
+
+
+@triton.jit
+def load_tile(memory, row, col, live):
+    """The tile of rows ``row`` [ROWS] and columns ``col`` [columns] as fp32, zero where it is not live."""
+    ptr, stride = memory
+    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(memory, row, col, live, value):
+    """Round a tile to the dtype of what is in memory and write what is live of it."""
+    ptr, stride = memory
+    tl.store(ptr + row[:, None] * stride + col[None, :], round_to(value, ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def let_next_begin(OVERLAPS: tl.constexpr):
+    """Let a launch that is made to overlap with this one begin when all programs have come here.
+
+    Stands behind a loop: at the beginning the next launch would lie waiting beside all of this one, and profilers count
+    its time.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(OVERLAPS: tl.constexpr):
+    """Wait until the launch that this one overlaps with has ended, and all that it wrote can be read."""
+    if OVERLAPS:
+        gdc_wait()

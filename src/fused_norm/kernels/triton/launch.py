@@ -1,0 +1,158 @@
+"""Launching kernels: what Triton works out at every launch is worked out once per kernel and shape."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from .devices import INTERPRETED, on
+from .memory import INT32_LIMIT
+
+_PREPARED_LIMIT = 4096
+"""Sets of strides that a kernel remembers; a program that goes through more of them starts anew."""
+
+
+class LaunchObserver(Protocol):
+    """Is told of every launch of its thread instead of the GPU."""
+
+    def launched(self, launch: Launch, grid: tuple[int, int], arguments: tuple[Any, ...], strides: Any) -> None:
+        """Take note of a launch; ``arguments`` are the kernel's without its compile-time constants."""
+
+
+class _Observed(threading.local):
+    observer: LaunchObserver | None = None
+
+
+_observed = _Observed()
+
+
+@contextmanager
+def observed_by(observer: LaunchObserver) -> Iterator[None]:
+    """Hand this thread's launches to ``observer``."""
+    before = _observed.observer
+    _observed.observer = observer
+    try:
+        yield
+    finally:
+        _observed.observer = before
+
+
+class Launch:
+    """One kernel with its compile-time constants fixed.
+
+    Triton's own launch binds every argument and works out its specialisation anew each time. Here that happens once for
+    each device and set of strides; later launches whose pointers are all aligned to 16 bytes, as Triton then assumed,
+    go straight to the compiled kernel. All others, and all while a launch hook is set, take Triton's own way.
+    """
+
+    __slots__ = ("_constants", "_kernel", "_options", "_prepared", "_values")
+
+    def __init__(
+        self, kernel: Any, warps: int, constants: dict[str, Any], *, fuse: bool = True, overlaps: bool = False
+    ) -> None:
+        """``fuse``: a product that is added to may become one multiply-add, which does not round the product.
+
+        ``overlaps``: the kernel may begin before the launch in front of it has ended, and waits for it itself
+        (``await_previous``).
+        """
+        self._kernel = kernel
+        self._options: dict[str, int] = {"num_warps": warps}
+        if not fuse:
+            self._options["enable_fp_fusion"] = False
+        if overlaps:
+            self._options["launch_pdl"] = True
+        self._constants = constants
+        self._values = tuple(constants.values())
+        self._prepared: dict[Any, tuple[Any, Any, Any, Any]] = {}
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return self._kernel.__name__
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        counts: tuple[int, ...],
+        strides: tuple[int, ...] = (),
+        floats: tuple[float | None, ...] = (),
+    ) -> None:
+        """Launch ``kernel[grid](*tensors, *counts, *strides, *floats, **constants)`` on the tensors' device.
+
+        A tensor must have the dtype, and it or a float be present or None, as on the first call; the first tensor is
+        always present. The kernel does not specialise on ``counts``, 32 bits each: they may change freely.
+        """
+        lead = tensors[0]
+        assert lead is not None
+        if _observed.observer is not None:
+            _observed.observer.launched(self, grid, (*tensors, *counts, *strides, *floats), strides)
+            return
+        if not INTERPRETED and lead.is_cuda and counts[0] < INT32_LIMIT:
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            joint = 0
+            for address in addresses:
+                if address:
+                    joint |= address
+            if not joint & 15:
+                index = lead.get_device()
+                prepared = self._prepared.get((index, strides))
+                if prepared is None:
+                    self._prepare(index, grid, (*tensors, *counts, *strides, *floats), strides)
+                    return
+                if index == torch._C._cuda_getDevice() and not _hooked():
+                    run, function, metadata, _ = prepared
+                    stream = torch._C._cuda_getCurrentRawStream(index)
+                    run(
+                        grid[0], grid[1], 1, stream, function, metadata, None, None, None,
+                        *addresses, *counts, *strides, *floats, *self._values,
+                    )  # fmt: skip
+                    return
+        self._launch(grid, (*tensors, *counts, *strides, *floats))
+
+    def compiled(self, grid: tuple[int, int], arguments: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
+        """The compiled kernel that CUDA tensors aligned to 16 bytes get; the first such call launches it as well."""
+        index = arguments[0].get_device()
+        if (index, strides) not in self._prepared:
+            self._prepare(index, grid, arguments, strides)
+        return self._prepared[index, strides][3]
+
+    def _prepare(self, index: int, grid: tuple[int, int], arguments: tuple[Any, ...], strides: Any) -> None:
+        compiled = self._launch(grid, arguments)
+        if len(self._prepared) >= _PREPARED_LIMIT:
+            self._prepared.clear()
+        self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata, compiled
+
+    def _launch(self, grid: tuple[int, int], arguments: tuple[Any, ...]) -> Any:
+        with on(arguments[0].device):
+            return self._kernel[grid](*arguments, **self._options, **self._constants)
+
+
+def _runner(compiled: Any) -> Any:
+    """The function that launches a compiled kernel; for the Triton whose launcher is known, without Python inside."""
+    launcher = compiled.run
+    if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
+        return launcher
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return launcher
+    launch, cooperative, pdl = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def run(x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
+        launch(x, y, z, stream, function, cooperative, pdl, None, None, *arguments)
+
+    return run
+
+
+def _hooked() -> bool:
+    """Return whether somebody (a profiler) wants to see every launch."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

@@ -1,0 +1,119 @@
+"""Tensors as evenly spaced rows in memory: new ones, and existing ones brought into one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...spec import NormSpec
+
+INT32_LIMIT = 2**31
+
+
+def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
+    """An empty tensor of x's shape, dense and in x's memory order, with every row (the last dimension) contiguous.
+
+    ``dtype`` and ``width``, the length of a row, are x's own unless given.
+    """
+    if width is None and x.is_contiguous():
+        return torch.empty_like(x, dtype=dtype)
+    dtype = x.dtype if dtype is None else dtype
+    shape = x.shape if width is None else (*x.shape[:-1], width)
+    if x.is_contiguous():
+        return x.new_empty(shape, dtype=dtype)
+    strides = [1] * x.dim()
+    step = shape[-1]
+    for dim in reversed(memory_order(x)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+
+
+def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
+    """The tensors with one row stride (in elements) each, counting the rows of all of them in one order.
+
+    All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so
+    any order will do: it is the order of ``lead`` in memory, which makes transposed heads as good as contiguous ones. A
+    tensor whose rows are not evenly spaced in that order is copied; one from ``empty_rows_like(lead)`` never is.
+    """
+    tensors = (lead, *others)
+    if all(t is None or t.is_contiguous() for t in tensors):
+        return list(tensors), tuple([0 if t is None else t.shape[-1] for t in tensors])
+    order = memory_order(lead)
+    arranged: list[Tensor | None] = []
+    strides: list[int] = []
+    for tensor in tensors:
+        stride = 0 if tensor is None else _row_stride(tensor, order)
+        if tensor is not None and stride is None:
+            tensor = empty_rows_like(lead, tensor.dtype, tensor.shape[-1]).copy_(tensor)
+            stride = _row_stride(tensor, order)
+        assert stride is not None, "a dense tensor in the lead's memory order has evenly spaced rows"
+        arranged.append(tensor)
+        strides.append(stride)
+    return arranged, tuple(strides)
+
+
+def contiguous(weight: Tensor | None) -> Tensor | None:
+    """The weight, copied where its elements do not follow each other."""
+    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
+
+
+def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """The tensors' dtypes, None where there is no tensor: what a compiled kernel depends on besides its constants."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+
+
+def norm_dtype(spec: NormSpec, dtype: torch.dtype, weight: Tensor | None) -> torch.dtype:
+    """The dtype of a norm's output for an input of ``dtype``."""
+    return dtype if weight is None or spec.casting == "gemma" else promoted(dtype, weight.dtype)
+
+
+def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The dtype that two dtypes promote to."""
+    return dtype if dtype == other else torch.promote_types(dtype, other)
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """The leading dimensions from the slowest to the fastest in memory."""
+    return sorted(range(x.dim() - 1), key=x.stride, reverse=True)
+
+
+def against_heads(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of cos or sin against q's four dimensions; the stride of what is broadcast is 0."""
+    shape, strides = list(angles.shape), list(angles.stride())
+    for dim in (0, unsqueeze_dim)[len(shape) - 2 :]:
+        shape.insert(dim, 1)
+        strides.insert(dim, 0)
+    return shape, [0 if size == 1 else step for size, step in zip(shape, strides, strict=True)]
+
+
+def heads_dim_of(cos: Tensor, unsqueeze_dim: int) -> int | None:
+    """The dimension, 1 or 2, along which cos does not vary, which is then that of the heads; None where it has none."""
+    shape, _ = against_heads(cos, unsqueeze_dim)
+    return next((dim for dim in (unsqueeze_dim, 3 - unsqueeze_dim) if shape[dim] == 1), None)
+
+
+def is_long(tensors: Sequence[Tensor]) -> bool:
+    """Return whether an offset into one of the tensors could pass 2^31 elements."""
+    extents = (sum(n * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) for tensor in tensors)
+    return max(extents) >= INT32_LIMIT
+
+
+def _row_stride(tensor: Tensor, order: list[int]) -> int | None:
+    """Elements from one row to the next when rows are counted in ``order``, or None where that is not one number."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        return None
+    innermost: int | None = None
+    expected = 0
+    for dim in reversed(order):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 1:
+            continue
+        if innermost is None:
+            innermost = stride
+        elif stride != expected:
+            return None
+        expected = stride * size
+    return tensor.shape[-1] if innermost is None else innermost

@@ -1,0 +1,304 @@
+"""Launches the q and k kernels; what depends on shapes, strides and dtypes is worked out once for each set of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import NormSpec
+from ..plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan
+from .devices import facts_of
+from .launch import Launch
+from .memory import (
+    against_heads,
+    dtypes_of,
+    empty_rows_like,
+    heads_dim_of,
+    is_long,
+    memory_order,
+    norm_dtype,
+)
+from .qk_kernels import qk_backward_kernel, qk_forward_kernel
+from .weight_grad import sum_of_shares, sum_shares
+
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, q's weight, k's weight, cos, sin: the last two without RoPE None, the weights both or neither."""
+
+Sides = tuple[Tensor | None, Tensor | None]
+"""A tensor of q's side and one of k's."""
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_PLANNED_LIMIT = 4096
+"""Sets of shapes and strides that are remembered; a program that goes through more of them starts anew."""
+
+
+@dataclass(frozen=True)
+class _TileShape:
+    """Compile-time constants that all tiles share.
+
+    Attributes:
+        N: elements of a row.
+        R: elements of it that RoPE turns.
+        BLOCK: columns that are loaded at once.
+        GRAIN: elements that stay together when RoPE swaps halves.
+        LONG: whether offsets need 64 bits.
+    """
+
+    N: int
+    R: int
+    BLOCK: int
+    GRAIN: int
+    LONG: bool
+
+
+class _Layout(NamedTuple):
+    """The rows of some tensors of one shape as batches of tokens of heads.
+
+    Attributes:
+        tokens: in all batches.
+        length: tokens of a batch.
+        heads: of a token.
+        strides: of batch, token and head, for each tensor.
+        long: whether an offset could pass 2^31.
+    """
+
+    tokens: int
+    length: int
+    heads: int
+    strides: tuple[int, ...]
+    long: bool
+
+    def tiles(self, tile: HeadsTile) -> int:
+        """How many tiles they make."""
+        return -(-self.tokens // tile.tokens) * -(-self.heads // tile.heads)
+
+
+_ABSENT = _Layout(0, 1, 1, (0,) * 9, False)
+"""The layout of a side without a gradient."""
+
+
+class _Planned(NamedTuple):
+    """A launch worked out for tensors of certain shapes, strides and dtypes."""
+
+    launch: Launch
+    programs: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    summing: Launch | None = None
+    """The launch that sums the shares of the weights' gradients."""
+
+
+_planned: dict[Any, _Planned] = {}
+_launches: dict[Any, Launch] = {}
+
+
+def empty_heads(spec: NormSpec, x: Tensor, weight: Tensor | None, cos: Tensor | None) -> Tensor:
+    """The forward's output for q or k, not yet written, with the dtype and memory order that stock code gives it."""
+    dtype = norm_dtype(spec, x.dtype, weight)
+    if cos is None:
+        return empty_rows_like(x, dtype)
+    dtype = torch.promote_types(dtype, cos.dtype)
+    # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
+    return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
+
+
+def launch_qk_forward(spec: NormSpec, inputs: Inputs, outputs: tuple[Tensor, Tensor], unsqueeze_dim: int) -> None:
+    """Write q and k normalised and, with cos and sin, rotated to ``outputs``, from ``empty_heads``."""
+    key = spec, unsqueeze_dim, _signature(inputs)
+    planned = _planned.get(key)
+    if planned is None:
+        inputs, _ = _readable(inputs, unsqueeze_dim)
+        key = spec, unsqueeze_dim, _signature(inputs)
+        planned = _planned.get(key) or _remember(key, _plan_forward(spec, inputs, outputs, unsqueeze_dim))
+    if planned.programs:
+        launch, programs, counts, strides, _ = planned
+        launch((programs, 1), (*inputs, *outputs), counts, strides, (spec.eps,))
+
+
+def launch_qk_backward(
+    spec: NormSpec, inputs: Inputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+) -> None:
+    """Write the gradients of q and k (``dx``, from ``empty_rows_like``) and of their weights (``dw``).
+
+    None is written where one is None; a side without ``incoming`` gradient has none.
+    """
+    wanted = dtypes_of(*dx, *dw)
+    key = spec, unsqueeze_dim, _signature((*inputs, *incoming)), wanted
+    planned = _planned.get(key)
+    if planned is None:
+        inputs, incoming = _readable(inputs, unsqueeze_dim, incoming)
+        key = spec, unsqueeze_dim, _signature((*inputs, *incoming)), wanted
+        planned = _planned.get(key)
+        if planned is None:
+            planned = _remember(key, _plan_backward(spec, inputs, incoming, dx, dw, unsqueeze_dim))
+    launch, programs, counts, strides, summing = planned
+    width = inputs[0].shape[-1]
+    shares = None if summing is None else inputs[0].new_empty((programs, width), dtype=torch.float32)
+    if programs:
+        launch((programs, 1), (*inputs, *incoming, *dx, shares), counts, strides, (spec.eps,))
+    if summing is not None and shares is not None and width:
+        sum_shares(summing, shares, *dw, counts[-1])
+
+
+def _signature(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """All of the tensors that plans depend on; the device is that of the first."""
+    lead: Any = tensors[0]
+    described = [None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+    return lead.device, *described
+
+
+def _remember(key: Any, planned: _Planned) -> _Planned:
+    if len(_planned) >= _PLANNED_LIMIT:
+        _planned.clear()
+    _planned[key] = planned
+    return planned
+
+
+def _readable(inputs: Inputs, unsqueeze_dim: int, gradients: Sides = (None, None)) -> tuple[Any, Any]:
+    """Inputs and gradients, copied where kernels cannot read them in place."""
+    heads_dim = _heads_dim(inputs, unsqueeze_dim)
+    heads = [x if _layout((x,), heads_dim) else empty_rows_like(x).copy_(x) for x in inputs[:2]]
+    others = [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in inputs[2:]]
+    arranged = [
+        d if d is None or _layout((x, d), heads_dim) else empty_rows_like(x, d.dtype).copy_(d)
+        for x, d in zip(heads, gradients, strict=True)
+    ]
+    return (*heads, *others), tuple(arranged)
+
+
+def _heads_dim(inputs: Inputs, unsqueeze_dim: int) -> int | None:
+    return None if inputs[4] is None else heads_dim_of(inputs[4], unsqueeze_dim)
+
+
+def _layout(tensors: Sequence[Tensor], heads_dim: int | None) -> _Layout | None:
+    """The layout of ``tensors``, the first of which gives the order; None where three strides each do not tell it.
+
+    ``heads_dim``: of four dimensions, the one of the heads. Without RoPE (None) any rows will do: with as few strides
+    as possible, in the order of memory.
+    """
+    lead = tensors[0]
+    if lead.shape[-1] > 1 and any(tensor.stride(-1) != 1 for tensor in tensors):
+        return None
+    groups: list[list[int]] = []
+    if heads_dim is not None:
+        groups = [[0], [3 - heads_dim], [heads_dim]]
+    else:
+        for dim in memory_order(lead):
+            if lead.shape[dim] == 1:
+                continue
+            if groups and all(t.stride(groups[-1][-1]) == t.stride(dim) * t.shape[dim] for t in tensors):
+                groups[-1].append(dim)
+            else:
+                groups.append([dim])
+        if len(groups) > 3:
+            return None
+        if len(groups) < 2:
+            groups = [*groups, []]  # evenly spaced rows are tokens of one head
+        groups = [[]] * (3 - len(groups)) + groups
+    batch, length, heads = (math.prod(lead.shape[dim] for dim in group) for group in groups)
+    strides = tuple(tensor.stride(group[-1]) if group else 0 for tensor in tensors for group in groups)
+    tokens = batch * length if lead.numel() else 0
+    return _Layout(tokens, max(length, 1), max(heads, 1), strides, is_long(tensors))
+
+
+def _known(layout: _Layout | None) -> _Layout:
+    assert layout is not None, "a tensor without a layout was copied before"
+    return layout
+
+
+def _plan_forward(spec: NormSpec, inputs: Inputs, outputs: tuple[Tensor, Tensor], unsqueeze_dim: int) -> _Planned:
+    q, k, q_weight, k_weight, cos, _ = inputs
+    heads_dim = _heads_dim(inputs, unsqueeze_dim)
+    layouts = [_known(_layout(side, heads_dim)) for side in zip((q, k), outputs, strict=True)]
+    rotary = 0 if cos is None else cos.shape[-1]
+    plan = heads_forward_plan(*(layout.heads for layout in layouts), q.shape[-1], rotary, facts_of(q.device))
+    constants = _constants(spec, plan, inputs, layouts)
+    constants["Q_NORMED"] = _TRITON_DTYPES[norm_dtype(spec, q.dtype, q_weight)]
+    constants["K_NORMED"] = _TRITON_DTYPES[norm_dtype(spec, k.dtype, k_weight)]
+    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
+    launch = _launch_of(qk_forward_kernel, dtypes_of(*inputs), plan.warps, constants, fuse=cos is None)
+    strides = _strides(layouts, inputs, unsqueeze_dim)
+    return _Planned(launch, q_tiles + k_tiles, _counts(layouts, q_tiles), strides)
+
+
+def _plan_backward(
+    spec: NormSpec, inputs: Inputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+) -> _Planned:
+    heads_dim = _heads_dim(inputs, unsqueeze_dim)
+    layouts = [
+        _ABSENT if d is None else _known(_layout((x, d, empty_rows_like(x) if grad is None else grad), heads_dim))
+        for x, d, grad in zip(inputs[:2], incoming, dx, strict=True)
+    ]
+    q, cos = inputs[0], inputs[4]
+    width, rotary = q.shape[-1], 0 if cos is None else cos.shape[-1]
+    loads = 2 if 0 < rotary < width else 1  # of d: partners are loaded by themselves
+    column_bytes = max(
+        x.element_size() + loads * d.element_size() for x, d in zip(inputs[:2], incoming, strict=True) if d is not None
+    )
+    device = facts_of(q.device)
+    angle_bytes = 0 if cos is None else 2 * cos.element_size()
+    plan = heads_backward_plan(*(layout.heads for layout in layouts), width, rotary, column_bytes, angle_bytes, device)
+    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
+    q_programs, programs = q_tiles, q_tiles + k_tiles
+    needs_dw = [gradient is not None for gradient in dw]
+    summing, overlaps = None, False
+    if any(needs_dw):
+        if programs > plan.programs:
+            # Each side its part of the programs, and at least one where there is anything to do.
+            most = plan.programs - min(1, k_tiles)
+            q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
+            programs = plan.programs
+        overlaps = device.overlaps and programs > 0
+        summing = sum_of_shares(width, plan.programs, dtypes_of(*dw), device, overlaps)
+    constants = _constants(spec, plan, inputs, layouts)
+    constants |= {"STAGES": plan.stages, "OVERLAPS": overlaps, "Q_HAS_DW": needs_dw[0], "K_HAS_DW": needs_dw[1]}
+    launch = _launch_of(qk_backward_kernel, dtypes_of(*inputs, *incoming, *dx), plan.warps, constants)
+    return _Planned(launch, programs, _counts(layouts, q_programs), _strides(layouts, inputs, unsqueeze_dim), summing)
+
+
+def _constants(spec: NormSpec, plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout]) -> dict[str, Any]:
+    cos, sin = inputs[4:]
+    rotary = 0 if cos is None else cos.shape[-1]
+    angles_long = cos is not None and sin is not None and is_long((cos, sin))
+    grain = math.gcd(rotary // 2, 16) if rotary else 1
+    long = angles_long or any(layout.long for layout in layouts)
+    return {
+        "Q_TOKENS": plan.q.tokens,
+        "Q_HEADS": plan.q.heads,
+        "K_TOKENS": plan.k.tokens,
+        "K_HEADS": plan.k.heads,
+        "SHAPE": _TileShape(inputs[0].shape[-1], rotary, plan.block, grain, long),
+        "SPEC": spec.without_eps(),
+    }
+
+
+def _counts(layouts: Sequence[_Layout], q_programs: int) -> tuple[int, ...]:
+    return (*(count for layout in layouts for count in layout[:3]), q_programs)
+
+
+def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> tuple[int, ...]:
+    """Of q and its like, of k and its like, of cos and of sin, which do not vary along the heads."""
+    strides = [step for layout in layouts for step in layout.strides]
+    heads_dim = _heads_dim(inputs, unsqueeze_dim)
+    for angles in inputs[4:]:
+        steps = [0] * 4 if angles is None else against_heads(angles, unsqueeze_dim)[1]
+        strides += [steps[0], 0 if heads_dim is None else steps[3 - heads_dim]]
+    return tuple(strides)
+
+
+def _launch_of(
+    kernel: Any, dtypes: tuple[Any, ...], warps: int, constants: dict[str, Any], fuse: bool = True
+) -> Launch:
+    """The launch of a kernel with these constants, for arguments of these dtypes; one for all shapes that share it."""
+    key = kernel, dtypes, warps, tuple(constants.values())
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = Launch(kernel, warps, constants, fuse=fuse)
+    return launch

@@ -1,0 +1,70 @@
+"""The gradient of a weight: each program of a backward writes its share, and a launch behind it sums them.
+
+The sum has a fixed order, so the same inputs give the same bits; a share is fp32, and the sum is rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plans import Device, next_power_of_2
+from .language import await_previous, round_to
+from .launch import Launch
+
+_COLUMNS = 16
+"""Columns that one program sums, over all shares at once."""
+
+
+@triton.jit(do_not_specialize=["split", "end"])
+def _sum_shares_kernel(
+    shares_ptr,  # [end, N] fp32
+    first_ptr,  # [N] or None: the sum of the shares in front of ``split``
+    second_ptr,  # [N] or None: the sum of the others
+    split,
+    end,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    await_previous(OVERLAPS)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        if first_ptr is not None:
+            _sum_part(shares_ptr, first_ptr, 0, split, col, N, ROWS)
+    else:
+        if second_ptr is not None:
+            _sum_part(shares_ptr, second_ptr, split, end, col, N, ROWS)
+
+
+@triton.jit
+def _sum_part(shares_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.constexpr):
+    """Sum the shares from ``start`` to ``end`` in one tile."""
+    share = start + tl.arange(0, ROWS)
+    live = (share < end)[:, None] & (col < N)[None, :]
+    shares = tl.load(shares_ptr + share.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
+    tl.store(dw_ptr + col, round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
+
+
+@lru_cache(maxsize=1024)
+def sum_of_shares(
+    width: int, most: int, dtypes: tuple[torch.dtype | None, ...], device: Device, overlaps: bool
+) -> Launch:
+    """The launch that sums up to ``most`` shares of weights of ``width`` elements; ``sum_shares`` takes it.
+
+    ``dtypes``: those of the sums, because a launch is for tensors of the same dtypes only.
+    """
+    rows = next_power_of_2(most)
+    constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": overlaps}
+    return Launch(_sum_shares_kernel, device.warps(max(1, min(16, rows // 64))), constants, overlaps=overlaps)
+
+
+def sum_shares(launch: Launch, shares: Tensor, first: Tensor | None, second: Tensor | None, split: int) -> None:
+    """Write the sum of ``shares`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``."""
+    end, width = shares.shape
+    launch((-(-width // _COLUMNS), 1 if second is None else 2), (shares, first, second), (split, end))
