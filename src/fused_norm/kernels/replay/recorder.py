@@ -78,10 +78,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace != "aten" or func.overloadpacket.__name__ not in _ALLOCATIONS:
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else None
+        if name not in (*_ALLOCATIONS, "detach"):
             raise NotRecordableError(f"{func} is no allocation")
         made = func(*args, **(kwargs or {}))
-        self._allocated.append(made)
+        if name != "detach":  # which is how the dispatcher hands a tensor on: the same memory in the same layout
+            self._allocated.append(made)
         return made
 
     def launched(self, launch: Launch, grid: tuple[int, int], arguments: tuple[Any, ...], strides: Any) -> None:

@@ -19,7 +19,7 @@ from .devices import facts_of
 from .language import let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
-from .weight_grad import sum_of_shares, sum_shares
+from .weight_grad import sum_shares
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -200,7 +200,7 @@ def _backward_columns_kernel(
         _store_share(shares_ptr, program, dw, col, N)
 
 
-_planned: dict[Any, tuple[BackwardPlan, tuple[Launch, ...], Launch | None]] = {}
+_planned: dict[Any, tuple[BackwardPlan, tuple[Launch, ...]]] = {}
 
 
 def launch_norm_backward(
@@ -237,7 +237,7 @@ def launch_norm_backward(
     planned = _planned.get(key)
     if planned is None:
         planned = _planned[key] = _plan(planned_for, width, spec.without_eps(), long, plan)
-    plan, launches, summing = planned
+    plan, launches = planned
     blocks = -(-width // plan.columns)
     programs = -(-rows // plan.rows)
     if dw is not None or plan.chunked:
@@ -251,28 +251,24 @@ def launch_norm_backward(
             launches[0]((rows, 1), (dy, total, weight, rstd, pull), (rows,), (strides[0], strides[2]))
         read, grid = (*read, pull), (blocks, programs)
     launches[-1](grid, (*read, dx, dr, shares), (rows,), strides, (factor,))
-    if summing is not None and shares is not None:
-        sum_shares(summing, shares, dw, None, programs)
+    if shares is not None:
+        sum_shares(shares, dw, None, programs, -(-plan.programs // blocks), facts_of(total.device))
 
 
 def _plan(
     tensors: tuple[Tensor | None, ...], width: int, spec: NormSpec, long: bool, plan: BackwardPlan | None
-) -> tuple[BackwardPlan, tuple[Launch, ...], Launch | None]:
-    """The plan, the launches of its kernels, and the one that sums dw's shares."""
+) -> tuple[BackwardPlan, tuple[Launch, ...]]:
+    """The plan and the launches of its kernels."""
     total, dy, ds, weight, _, _, dw = tensors
     assert total is not None
     device = facts_of(total.device)
     column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
     plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
     overlaps = dw is not None and device.overlaps
-    summing = None
-    if dw is not None:
-        most = -(-plan.programs // -(-width // plan.columns))
-        summing = sum_of_shares(width, most, (dw.dtype, None), device, overlaps)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     rest = {"OVERLAPS": overlaps, "LONG": long, "SPEC": spec}
     if not plan.chunked:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload, **rest}
-        return plan, (Launch(_backward_kernel, plan.warps, constants),), summing
+        return plan, (Launch(_backward_kernel, plan.warps, constants),)
     pulling = Launch(_backward_pull_kernel, plan.warps, {"N": width, "BLOCK": 4 * plan.block, "SPEC": spec})
-    return plan, (pulling, Launch(_backward_columns_kernel, plan.warps, constants | rest)), summing
+    return plan, (pulling, Launch(_backward_columns_kernel, plan.warps, constants | rest))

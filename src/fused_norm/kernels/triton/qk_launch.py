@@ -25,7 +25,7 @@ from .memory import (
     norm_dtype,
 )
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
-from .weight_grad import sum_of_shares, sum_shares
+from .weight_grad import sum_shares
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q, k, q's weight, k's weight, cos, sin: the last two without RoPE None, the weights both or neither."""
@@ -91,8 +91,8 @@ class _Planned(NamedTuple):
     programs: int
     counts: tuple[int, ...]
     strides: tuple[int, ...]
-    summing: Launch | None = None
-    """The launch that sums the shares of the weights' gradients."""
+    most_shares: int = 0
+    """Programs that there can be at most, each with its share of the weights' gradients."""
 
 
 _planned: dict[Any, _Planned] = {}
@@ -138,13 +138,15 @@ def launch_qk_backward(
         planned = _planned.get(key)
         if planned is None:
             planned = _remember(key, _plan_backward(spec, inputs, incoming, dx, dw, unsqueeze_dim))
-    launch, programs, counts, strides, summing = planned
-    width = inputs[0].shape[-1]
-    shares = None if summing is None else inputs[0].new_empty((programs, width), dtype=torch.float32)
+    launch, programs, counts, strides, most = planned
+    q = inputs[0]
+    shares = None
+    if any(gradient is not None for gradient in dw):
+        shares = q.new_empty((programs, q.shape[-1]), dtype=torch.float32)
     if programs:
         launch((programs, 1), (*inputs, *incoming, *dx, shares), counts, strides, (spec.eps,))
-    if summing is not None and shares is not None and width:
-        sum_shares(summing, shares, *dw, counts[-1])
+    if shares is not None and q.shape[-1]:
+        sum_shares(shares, *dw, counts[-1], most, facts_of(q.device))
 
 
 def _signature(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -248,19 +250,21 @@ def _plan_backward(
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
     q_programs, programs = q_tiles, q_tiles + k_tiles
     needs_dw = [gradient is not None for gradient in dw]
-    summing, overlaps = None, False
-    if any(needs_dw):
-        if programs > plan.programs:
-            # Each side its part of the programs, and at least one where there is anything to do.
-            most = plan.programs - min(1, k_tiles)
-            q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
-            programs = plan.programs
-        overlaps = device.overlaps and programs > 0
-        summing = sum_of_shares(width, plan.programs, dtypes_of(*dw), device, overlaps)
+    if any(needs_dw) and programs > plan.programs:
+        # Each side its part of the programs, and at least one where there is anything to do.
+        most = plan.programs - min(1, k_tiles)
+        q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
+        programs = plan.programs
     constants = _constants(spec, plan, inputs, layouts)
-    constants |= {"STAGES": plan.stages, "OVERLAPS": overlaps, "Q_HAS_DW": needs_dw[0], "K_HAS_DW": needs_dw[1]}
+    constants |= {
+        "STAGES": plan.stages,
+        "OVERLAPS": any(needs_dw) and device.overlaps,
+        "Q_HAS_DW": needs_dw[0],
+        "K_HAS_DW": needs_dw[1],
+    }
     launch = _launch_of(qk_backward_kernel, dtypes_of(*inputs, *incoming, *dx), plan.warps, constants)
-    return _Planned(launch, programs, _counts(layouts, q_programs), _strides(layouts, inputs, unsqueeze_dim), summing)
+    strides = _strides(layouts, inputs, unsqueeze_dim)
+    return _Planned(launch, programs, _counts(layouts, q_programs), strides, plan.programs)
 
 
 def _constants(spec: NormSpec, plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout]) -> dict[str, Any]:

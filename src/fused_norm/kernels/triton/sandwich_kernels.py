@@ -29,7 +29,7 @@ from .language import (
 )
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, promoted, same_rows
-from .weight_grad import sum_of_shares, sum_shares
+from .weight_grad import sum_shares
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -193,7 +193,7 @@ def empty_norm_add(
 
 
 _planned_forwards: dict[Any, tuple[ForwardPlan, Launch]] = {}
-_planned_backwards: dict[Any, tuple[BackwardPlan, Launch, Launch | None]] = {}
+_planned_backwards: dict[Any, tuple[BackwardPlan, Launch]] = {}
 
 
 def launch_sandwich_forward(
@@ -262,16 +262,16 @@ def launch_sandwich_backward(
     planned = _planned_backwards.get(key)
     if planned is None:
         planned = _planned_backwards[key] = _plan_backward(tensors, (dinner, dw), spec.without_eps(), long, plan)
-    plan, launch, summing = planned
+    plan, launch = planned
     programs = -(-rows // plan.rows)
-    shares = first = second = None
-    if summing is not None:
+    first, second = (dinner, dw) if dinner is not None else (dw, None)
+    shares = None
+    if first is not None:
         programs = min(programs, plan.programs)
-        first, second = (dinner, dw) if dinner is not None else (dw, None)
         shares = dy.new_empty((programs * (1 if second is None else 2), width), dtype=torch.float32)
     launch((programs, 1), (*tensors, shares), (rows,), strides)
-    if summing is not None and shares is not None:
-        sum_shares(summing, shares, first, second, programs)
+    if shares is not None:
+        sum_shares(shares, first, second, programs, plan.programs, facts_of(dy.device))
 
 
 def _plan_backward(
@@ -280,8 +280,8 @@ def _plan_backward(
     spec: NormSpec,
     long: bool,
     plan: BackwardPlan | None,
-) -> tuple[BackwardPlan, Launch, Launch | None]:
-    """The plan, its launch, and the one that sums the shares of the weights' gradients."""
+) -> tuple[BackwardPlan, Launch]:
+    """The plan and its launch."""
     dy = tensors[0]
     assert dy is not None
     width, device = dy.shape[-1], facts_of(dy.device)
@@ -289,10 +289,7 @@ def _plan_backward(
     plan = plan or sandwich_backward_plan(width, column_bytes, device)
     wanted = [gradient is not None for gradient in weight_gradients]
     overlaps = any(wanted) and device.overlaps
-    summing = None
-    if any(wanted):
-        summing = sum_of_shares(width, plan.programs, dtypes_of(*weight_gradients), device, overlaps)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"RELOAD": plan.reload, "HAS_DINNER": wanted[0], "HAS_DW": wanted[1]}
     constants |= {"OVERLAPS": overlaps, "LONG": long, "SPEC": spec}
-    return plan, Launch(_sandwich_backward_kernel, plan.warps, constants), summing
+    return plan, Launch(_sandwich_backward_kernel, plan.warps, constants)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..plans import Device, next_power_of_2
 from .language import await_previous, round_to
 from .launch import Launch
+from .memory import dtypes_of
 
 _COLUMNS = 16
 """Columns that one program sums, over all shares at once."""
@@ -51,20 +52,20 @@ def _sum_part(shares_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.con
     tl.store(dw_ptr + col, round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
 
 
-@lru_cache(maxsize=1024)
-def sum_of_shares(
-    width: int, most: int, dtypes: tuple[torch.dtype | None, ...], device: Device, overlaps: bool
-) -> Launch:
-    """The launch that sums up to ``most`` shares of weights of ``width`` elements; ``sum_shares`` takes it.
+def sum_shares(
+    shares: Tensor, first: Tensor | None, second: Tensor | None, split: int, most: int, device: Device
+) -> None:
+    """Write the sum of ``shares`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``.
 
-    ``dtypes``: those of the sums, because a launch is for tensors of the same dtypes only.
+    ``most``: what P is at most; it decides the order of the sum. ``device``: the facts about where they are.
     """
-    rows = next_power_of_2(most)
-    constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": overlaps}
-    return Launch(_sum_shares_kernel, device.warps(max(1, min(16, rows // 64))), constants, overlaps=overlaps)
-
-
-def sum_shares(launch: Launch, shares: Tensor, first: Tensor | None, second: Tensor | None, split: int) -> None:
-    """Write the sum of ``shares`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``."""
     end, width = shares.shape
+    launch = _launch_of(width, next_power_of_2(most), dtypes_of(first, second), device)
     launch((-(-width // _COLUMNS), 1 if second is None else 2), (shares, first, second), (split, end))
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(width: int, rows: int, dtypes: tuple[torch.dtype | None, ...], device: Device) -> Launch:
+    constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": device.overlaps}
+    warps = device.warps(max(1, min(16, rows // 64)))
+    return Launch(_sum_shares_kernel, warps, constants, overlaps=device.overlaps)
