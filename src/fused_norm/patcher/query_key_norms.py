@@ -1,4 +1,4 @@
-"""The norms of queries and keys in an attention: found in its source and made in one call, perhaps with the rotation.
+"""The norms of queries and keys in an attention: found in its source, and made one call, perhaps with the rotation.
 
 In the forward of an attention,
 
@@ -9,15 +9,15 @@ In the forward of an attention,
 
 becomes, whatever the names are,
 
-    free = self.fused_norm_free(self.q_norm, self.k_norm)
-    query = self.fused_norm_unless(free, self.q_norm, expression).transpose(1, 2)
-    key = self.fused_norm_unless(free, self.k_norm, expression).transpose(1, 2)
+    postponed = self.fused_norm_may_postpone(self.q_norm, self.k_norm)
+    query = self.fused_norm_unless(postponed, self.q_norm, expression).transpose(1, 2)
+    key = self.fused_norm_unless(postponed, self.k_norm, expression).transpose(1, 2)
     cos, sin = position_embeddings
-    query, key = self.fused_norm_rotated(free, self.q_norm, self.k_norm, rotate, query, key, cos, sin)
+    query, key = self.fused_norm_rotated(postponed, self.q_norm, self.k_norm, rotate, query, key, cos, sin)
 
-A norm of the last dimension may wait until leading ones have changed places. Where hooks or wrappers must see each norm
-as a call of its own, ``free`` is false and all of it happens as before, in the order of before. Norms that no rotation
-follows directly are made together as soon as both inputs are there, by ``fused_norm_heads``.
+A norm of the last dimension may come after leading dimensions have changed places. Where hooks or wrappers must see
+each norm as a call of its own, ``postponed`` is false and everything happens in the original order. Norms that no
+rotation follows directly are computed together as soon as both inputs are there, by ``fused_norm_pair``.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .stream import bodies, call_of_own, edits_in_place, mentions
+from .statements import bodies, call_of_own, called_attribute, edits_in_place, mentions
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
-"""What norms of queries and keys are called."""
+"""The names of norms of queries and keys."""
 
-_FREE = "_fused_norm_free"
+_POSTPONED = "_fused_norm_postponed"
 
 
 @dataclass(frozen=True)
-class Heads:
+class Pair:
     """The norms of one attention's queries and keys.
 
     Attributes:
-        q_norm, k_norm: their attributes.
+        q_norm, k_norm: the attributes of the attention that hold them.
         rotate: the global name of the function that takes both normed tensors next, None where none does.
     """
 
@@ -50,18 +50,18 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class HeadsRewrite:
-    """What is fused of the heads number ``index``: the two norms, and the rotation if ``rotate``."""
+class PairRewrite:
+    """The order to fuse the two norms of the pair number ``index``, and the rotation with them if ``rotate``."""
 
     index: int
     rotate: bool
 
 
 @dataclass
-class PlacedHeads:
-    """``Heads`` and the statements that they are made of, in ``body``."""
+class PlacedPair:
+    """A ``Pair`` and the statements it is made of, in ``body``."""
 
-    heads: Heads
+    pair: Pair
     body: list[ast.stmt]
     statements: tuple[ast.Assign, ast.Assign]
     calls: tuple[ast.Call, ast.Call]
@@ -69,43 +69,43 @@ class PlacedHeads:
     rotation: ast.Assign | None
 
 
-def find_heads(definition: ast.FunctionDef, self_name: str) -> list[PlacedHeads]:
+def find_pairs(definition: ast.FunctionDef, self_name: str) -> list[PlacedPair]:
     """The pairs of q and k norms, in order."""
-    return [heads for body in bodies(definition) for heads in _heads_in(body, self_name)]
+    return [pair for body in bodies(definition) for pair in _pairs_in(body, self_name)]
 
 
-def make_together(place: PlacedHeads, rewrite: HeadsRewrite, self_name: str) -> None:
-    """Puts the fused calls in the place of the norms."""
+def fuse_pair(place: PlacedPair, rewrite: PairRewrite, self_name: str) -> None:
+    """Put the fused calls in the place of the norms."""
 
     def own(method: str, *arguments: ast.expr) -> ast.Call:
         return ast.Call(ast.Attribute(ast.Name(self_name, ast.Load()), method, ast.Load()), list(arguments), [])
 
-    free = f"{_FREE}{rewrite.index}"
+    postponed = f"{_POSTPONED}{rewrite.index}"
     norms = [call.func for call in place.calls]
     for call in place.calls:
-        call.args = [ast.Name(free, ast.Load()), call.func, *call.args]
+        call.args = [ast.Name(postponed, ast.Load()), call.func, *call.args]
         call.func = ast.Attribute(ast.Name(self_name, ast.Load()), "fused_norm_unless", ast.Load())
     first, second = place.statements
-    asked = ast.Assign([ast.Name(free, ast.Store())], own("fused_norm_free", *norms))
-    place.body.insert(place.body.index(first), asked)
+    ask = ast.Assign([ast.Name(postponed, ast.Store())], own("fused_norm_may_postpone", *norms))
+    place.body.insert(place.body.index(first), ask)
     if rewrite.rotate:
         assert place.rotation is not None
         rotation = place.rotation.value
         assert isinstance(rotation, ast.Call)
-        together = own("fused_norm_rotated", ast.Name(free, ast.Load()), *norms, rotation.func, *rotation.args)
+        together = own("fused_norm_rotated", ast.Name(postponed, ast.Load()), *norms, rotation.func, *rotation.args)
         together.keywords = rotation.keywords
         place.rotation.value = together
         return
     loads = [ast.Name(name, ast.Load()) for name in place.names]
     stores: list[ast.expr] = [ast.Name(name, ast.Store()) for name in place.names]
-    together = own("fused_norm_heads", ast.Name(free, ast.Load()), *norms, *loads)
+    together = own("fused_norm_pair", ast.Name(postponed, ast.Load()), *norms, *loads)
     place.body.insert(place.body.index(second) + 1, ast.Assign([ast.Tuple(stores, ast.Store())], together))
 
 
-def _heads_in(body: list[ast.stmt], self_name: str) -> Iterator[PlacedHeads]:
+def _pairs_in(body: list[ast.stmt], self_name: str) -> Iterator[PlacedPair]:
     first: tuple[int, ast.Assign, ast.Call, str] | None = None
     for position, statement in enumerate(body):
-        found = _normed_heads(statement, self_name)
+        found = _head_norm(statement, self_name)
         if first is not None and found is not None and not mentions(statement, first[3]):
             yield _placed(body, first, (position, *found))
             first = None
@@ -119,16 +119,15 @@ def _placed(
     body: list[ast.stmt],
     first: tuple[int, ast.Assign, ast.Call, str],
     second: tuple[int, ast.Assign, ast.Call, str],
-) -> PlacedHeads:
+) -> PlacedPair:
     names = (first[3], second[3])
     following = next(
         (statement for statement in body[second[0] + 1 :] if mentions(statement, *names) or edits_in_place(statement)),
         None,
     )
     rotate = _rotation(following, names)
-    q_norm, k_norm = (call.func.attr for call in (first[2], second[2]))  # type: ignore[attr-defined]
-    return PlacedHeads(
-        Heads(q_norm, k_norm, rotate),
+    return PlacedPair(
+        Pair(called_attribute(first[2]), called_attribute(second[2]), rotate),
         body,
         (first[1], second[1]),
         (first[2], second[2]),
@@ -137,7 +136,7 @@ def _placed(
     )
 
 
-def _normed_heads(statement: ast.stmt, self_name: str) -> tuple[ast.Assign, ast.Call, str] | None:
+def _head_norm(statement: ast.stmt, self_name: str) -> tuple[ast.Assign, ast.Call, str] | None:
     """A statement ``name = self.<q or k norm>(expression)``, perhaps with ``.transpose(1, 2)``; its call; the name."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
@@ -151,7 +150,7 @@ def _normed_heads(statement: ast.stmt, self_name: str) -> tuple[ast.Assign, ast.
     ):
         value = value.func.value
     call = call_of_own(value, self_name)
-    if not isinstance(target, ast.Name) or call is None or not QK_NAME.fullmatch(call.func.attr):  # type: ignore[attr-defined]
+    if not isinstance(target, ast.Name) or call is None or not QK_NAME.fullmatch(called_attribute(call)):
         return None
     return statement, call, target.id
 

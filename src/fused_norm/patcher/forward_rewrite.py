@@ -1,4 +1,4 @@
-"""Modules rewritten from their own source: what can be fused in a forward, and the forward with it fused."""
+"""A module's forward rewritten from its own source: the patterns found in it, and the forward with them fused."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ from typing import Any
 
 from torch import nn
 
-from .heads import Heads, HeadsRewrite, find_heads, make_together
-from .probe import UnrecognisedError
-from .rotation import Rotation, recognise_rotation
-from .source import compiled, definition_of, self_name
-from .stream import Add, AddRewrite, edits_in_place, find_adds, first_norm, hand_over
+from .forward_source import compiled, definition_of, self_name
+from .norm_recognition import UnrecognisedError
+from .query_key_norms import Pair, PairRewrite, find_pairs, fuse_pair
+from .residual_adds import Add, AddRewrite, find_adds, fuse_add
+from .rotation_recognition import Rotation, recognise_rotation
 
-Rewrite = AddRewrite | HeadsRewrite
+Rewrite = AddRewrite | PairRewrite
 
 
 @dataclass(frozen=True)
 class Patterns:
-    """What was found in a forward.
-
-    Attributes:
-        adds: the adds of the residual stream that have a norm before or after them, or come last.
-        heads: the pairs of q and k norms.
-        first_norm: the attribute of the norm that takes the input before anything else does.
-        edits_in_place: whether it may write into tensors that it was given or made.
-    """
+    """The patterns found in a forward: residual adds with a norm before or after them, and pairs of q and k norms."""
 
     adds: tuple[Add, ...]
-    heads: tuple[Heads, ...]
-    first_norm: str | None
-    edits_in_place: bool
+    pairs: tuple[Pair, ...]
 
 
 @cache
 def patterns_of(layer: Any) -> Patterns:
-    """What can be fused in the forward of a class.
+    """The patterns in the forward of a class.
 
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
@@ -47,14 +38,12 @@ def patterns_of(layer: Any) -> Patterns:
     own = self_name(function)
     return Patterns(
         adds=tuple(place.add for place in find_adds(definition, own)),
-        heads=tuple(place.heads for place in find_heads(definition, own)),
-        first_norm=first_norm(definition, own),
-        edits_in_place=edits_in_place(definition),
+        pairs=tuple(place.pair for place in find_pairs(definition, own)),
     )
 
 
 def rotation_of(layer: Any, name: str) -> Rotation:
-    """The rotation that a forward knows by a global name.
+    """The rotation that a forward calls by this global name.
 
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
@@ -66,11 +55,11 @@ def rotation_of(layer: Any, name: str) -> Rotation:
 
 
 def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
-    """The rotations that ``rewrites`` fuse; what is no rotation any more is left out, and called as it is."""
-    heads = patterns_of(layer).heads
+    """The rotations that ``rewrites`` fuse; one that is no longer a rotation is left out, and called as it is."""
+    pairs = patterns_of(layer).pairs
     found = []
     for rewrite in rewrites:
-        name = heads[rewrite.index].rotate if isinstance(rewrite, HeadsRewrite) and rewrite.rotate else None
+        name = pairs[rewrite.index].rotate if isinstance(rewrite, PairRewrite) and rewrite.rotate else None
         with contextlib.suppress(UnrecognisedError):
             found += [rotation_of(layer, name)] if name else []
     return tuple(found)
@@ -84,10 +73,10 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     """
     definition, function = definition_of(layer)
     own = self_name(function)
-    adds, heads = find_adds(definition, own), find_heads(definition, own)
+    adds, pairs = find_adds(definition, own), find_pairs(definition, own)
     for rewrite in rewrites:
         if isinstance(rewrite, AddRewrite):
-            hand_over(adds[rewrite.index], rewrite, own)
+            fuse_add(adds[rewrite.index], rewrite, own)
         else:
-            make_together(heads[rewrite.index], rewrite, own)
+            fuse_pair(pairs[rewrite.index], rewrite, own)
     return compiled(definition, function, layer)
