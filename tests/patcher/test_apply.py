@@ -54,7 +54,7 @@ def test_fp32_logits_and_gradients_are_stock_to_1e_5(model_type: str, device: st
     ("model_type", "dtype"),
     [
         *((model_type, torch.bfloat16) for model_type in MODEL_TYPES),
-        ("qwen3", torch.float16),
+        pytest.param("qwen3", torch.float16, marks=pytest.mark.slow),
         ("gemma2", torch.float16),
     ],
 )

@@ -101,7 +101,7 @@ def test_generation_with_a_static_cache_gives_the_stock_tokens(model_type: str, 
     assert torch.equal(fused.eval().generate(ids, **options), expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> None:
     torch._dynamo.reset()
     _, fused = twins(model_type, device)
