@@ -1,4 +1,4 @@
-"""What tests of patched models watch."""
+"""A record of the fused operators that patched models call."""
 
 from __future__ import annotations
 

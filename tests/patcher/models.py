@@ -15,7 +15,7 @@ MODEL_TYPES = list(FAMILIES)
 
 
 def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
-    """What ``apply_fused_norm`` fuses in a family's tiny model, with every kind."""
+    """The counts of the report on a family's tiny model."""
     return counts(**FAMILIES[model_type].sites(layers))
 
 

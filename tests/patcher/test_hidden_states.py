@@ -47,7 +47,7 @@ def by_tensor_hooks(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def layer_by_layer(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """The stream through a loop over the layers, written by hand: no causal mask, each layer with its own angles."""
+    """The residual stream before the first layer, after each layer, and after the norm, from a loop written by hand."""
     decoder = model.model
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     stream = decoder.embed_tokens(ids)

@@ -22,7 +22,7 @@ _POPPED = "_fused_norm_popped_forward"
 
 
 class _NoHubKernel:
-    """Hides ``kernel_layer_name``, by which a hub kernel would be bound over a fused forward."""
+    """A descriptor that hides ``kernel_layer_name``: transformers would bind a kernel from the hub over the forward."""
 
     def __get__(self, instance: object, owner: type | None = None) -> str:
         raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
@@ -30,7 +30,7 @@ class _NoHubKernel:
 
 @cache
 def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Module]:
-    """The fused class for norms of class ``origin`` with this meaning."""
+    """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``."""
     return _derive(
         FusedNorm,
         origin,
@@ -43,7 +43,7 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Modu
 
 @cache
 def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
-    """The class for modules of class ``origin`` with these patterns of their forward fused.
+    """The fused class for modules of class ``origin``, with these rewrites of their forward.
 
     Raises:
         SourceError: where the forward cannot be rewritten.
@@ -126,7 +126,11 @@ def origin_of(module: FusedNorm | FusedBlock) -> type[nn.Module]:
 
 
 def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
-    """Change the class; drop a bound forward of the old one, which the change back restores, and renew accelerate's."""
+    """Change the class, and with it the bound forwards of the old class that the instance holds.
+
+    transformers 4 leaves one in ``forward``: it is dropped, and put back when the class changes back. accelerate calls
+    the one in ``_old_forward``, which is made anew.
+    """
     attributes = vars(module)
     bound = _is_bound(attributes.get("forward"), module)
     kept_by_accelerate = _is_bound(attributes.get("_old_forward"), module)

@@ -66,7 +66,7 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
-    """The forward of a class with these of its patterns fused.
+    """The forward of a class, rewritten so that these patterns are fused.
 
     Raises:
         SourceError: where the forward cannot be rewritten.

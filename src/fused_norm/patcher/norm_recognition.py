@@ -31,7 +31,7 @@ _INVERSE_ROOTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda value: value.pow(-0.5),
     lambda value: 1.0 / value.sqrt(),
 )
-"""Ways modelling code spells ``v ** -0.5``: the same meaning, another last place in fp32."""
+"""Spellings of ``v ** -0.5`` in modelling code, which differ in the last place of an fp32."""
 
 
 class UnrecognisedError(Exception):
@@ -80,7 +80,7 @@ def recognise(module: nn.Module) -> Recognised:
 
 
 def _cache_key(module: nn.Module, weighted: bool) -> Any:
-    """All that decides the outcome: the class, its forward, plain attributes; None where there are other attributes."""
+    """The key under which the outcome is kept for equal modules; None where an attribute cannot be compared."""
     attributes = _own_attributes(module)
     if not all(isinstance(value, (int, float, str, tuple, type(None), torch.dtype)) for value in attributes.values()):
         return None
@@ -93,7 +93,7 @@ def _cache_key(module: nn.Module, weighted: bool) -> Any:
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The instance's attributes that are not every module's: no parameters, hooks, training flag or bound forward."""
+    """The instance's attributes without those that every module has: parameters, hooks, training flag, forward."""
     inherited = vars(nn.Module())
     return {name: value for name, value in vars(module).items() if name not in inherited and name != "forward"}
 
@@ -183,7 +183,7 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Call
 
 
 def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Rows that tell formulas apart (plain, tiny so that eps counts, large, zero) and weights that are not one."""
+    """Inputs and weights that tell formulas apart: plain, tiny (so that eps counts), large and zero rows."""
     generator = torch.Generator().manual_seed(0)
     rows = max(8, 2048 // max(width, 1))
     scale = torch.tensor([1.0, 1e-3, 16.0, 0.0]).repeat(rows // 4)[:, None]
@@ -194,7 +194,7 @@ def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None
 
 
 def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
-    """The module again without its tensors, hooks and instance forward, and with a weight and an eps of ours."""
+    """A copy of the module without its tensors, hooks and instance forward, with this weight and this eps."""
     shadow: nn.Module = object.__new__(type(module))
     nn.Module.__init__(shadow)
     vars(shadow).update(_own_attributes(module))

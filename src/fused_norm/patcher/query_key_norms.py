@@ -1,4 +1,4 @@
-"""The norms of queries and keys in an attention: found in its source, and made one call, perhaps with the rotation.
+"""The norms of queries and keys in an attention: found in its source, and joined to one call.
 
 In the forward of an attention,
 
@@ -51,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairRewrite:
-    """The order to fuse the two norms of the pair number ``index``, and the rotation with them if ``rotate``."""
+    """The pair number ``index``, to be fused, together with the rotation after it if ``rotate``."""
 
     index: int
     rotate: bool
@@ -137,7 +137,7 @@ def _placed(
 
 
 def _head_norm(statement: ast.stmt, self_name: str) -> tuple[ast.Assign, ast.Call, str] | None:
-    """A statement ``name = self.<q or k norm>(expression)``, perhaps with ``.transpose(1, 2)``; its call; the name."""
+    """Statement, call and name of ``name = self.<q or k norm>(expression)``, perhaps with ``.transpose(1, 2)``."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target, value = statement.targets[0], statement.value

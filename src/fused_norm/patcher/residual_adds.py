@@ -45,7 +45,7 @@ class Add:
 
 @dataclass(frozen=True)
 class AddRewrite:
-    """The norms to fuse with the add number ``index``: the norm after it, the inner norm, or both."""
+    """The add number ``index``, to be fused with the norm after it, with its inner norm, or with both."""
 
     index: int
     norm: bool

@@ -1,4 +1,4 @@
-"""The recognition of a rotary embedding by what it computes, bit for bit, over pairs of dtypes, as of norms."""
+"""The recognition of a rotary embedding by what it computes, bit for bit, over pairs of dtypes."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _BlockSurvey:
         self._rewrites: list[Rewrite] = []
 
     def rows(self) -> list[Site]:
-        """Its rows; ``changes`` holds the change that fuses those to be fused."""
+        """The module's rows; afterwards ``changes`` holds the change that fuses those to be fused."""
         try:
             patterns = patterns_of(self._origin)
         except SourceError as error:
@@ -117,7 +117,7 @@ class _BlockSurvey:
         return rows
 
     def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
-        """The add with the norm after it, then the norm of the branch with the add."""
+        """The rows of an add: with the norm after it, and with the norm of its branch."""
         done = next((one for one in self._done if isinstance(one, AddRewrite) and one.index == index), None)
         after = inner = None
         if add.norm is not None and self._holds_norm(add.norm):
@@ -135,7 +135,7 @@ class _BlockSurvey:
             self._rewrites.append(AddRewrite(index, with_norm, with_inner))
 
     def _survey_pair(self, index: int, pair: Pair) -> Iterator[Site]:
-        """The norms of queries and keys with the rotation after them."""
+        """The row of the norms of queries and keys with the rotation after them."""
         done = next((one for one in self._done if isinstance(one, PairRewrite) and one.index == index), None)
         names = (pair.q_norm, pair.k_norm)
         if not all(self._holds_norm(name) for name in names):
@@ -155,7 +155,7 @@ class _BlockSurvey:
             self._rewrites.append(PairRewrite(index, pair.rotate is not None and rotated.reason is None))
 
     def _both(self, rows: list[Site], pair: Pair) -> Site:
-        """The row of an attention, from those of its q and its k norm."""
+        """The row of an attention, from the rows of its q norm and its k norm."""
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
         if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, pair)):
             return replace(row, reason="its q and k norms differ in more than the weight", cause="formula")
