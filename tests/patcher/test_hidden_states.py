@@ -98,6 +98,7 @@ def test_a_hook_that_zeroes_the_gradient_of_a_hidden_state_stops_it(
 ) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device, length=9)
+    gradients = []
     for model in (stock, fused):
         states = reach(model, ids)
         states[1].register_hook(torch.zeros_like)
@@ -105,5 +106,5 @@ def test_a_hook_that_zeroes_the_gradient_of_a_hidden_state_stops_it(
         first, second = model.model.layers[:2]
         assert all(parameter.grad.count_nonzero() == 0 for parameter in first.parameters())
         assert all(parameter.grad.count_nonzero() > 0 for parameter in second.parameters())
-    for mine, theirs in zip(fused.model.layers.parameters(), stock.model.layers.parameters(), strict=True):
-        assert relative(mine.grad, theirs.grad) < 1e-5 or theirs.grad.count_nonzero() == 0
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.model.layers.parameters()]))
+    assert relative(*reversed(gradients)) < 1e-5
