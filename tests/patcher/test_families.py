@@ -115,3 +115,10 @@ def test_an_attention_whose_q_and_k_norms_differ_in_width_is_left_as_it_is() -> 
     fused_norm.apply_fused_norm(model)
     assert isinstance(model.model.layers[0], FusedBlock)
     assert not isinstance(model.model.layers[0].self_attn, FusedBlock)
+
+
+def test_a_layer_in_which_no_norm_takes_a_sum_has_a_row_that_says_so() -> None:
+    report = fused_norm.apply_fused_norm(model_of("olmo2"))
+    kept = [(site.path, site.kind, site.reason) for site in report.kept if site.kind == "residual"]
+    reason = "no norm in its forward takes the sum of an add"
+    assert kept == [(f"model.layers.{index}", "residual", reason) for index in range(2)]

@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .statements import bodies, call_of_own, called_attribute, edits_in_place, mentions
+from .statements import bodies, call_of_own, called_attribute, edits_in_place, make_call, mentions
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
@@ -58,14 +58,21 @@ class PairRewrite:
 
 
 @dataclass
+class HeadNorm:
+    """The statement ``name = self.<q or k norm>(expression)``, and the call in it."""
+
+    statement: ast.Assign
+    call: ast.Call
+    name: str
+
+
+@dataclass
 class PlacedPair:
     """A ``Pair`` and the statements it is made of, in ``body``."""
 
     pair: Pair
     body: list[ast.stmt]
-    statements: tuple[ast.Assign, ast.Assign]
-    calls: tuple[ast.Call, ast.Call]
-    names: tuple[str, str]
+    norms: tuple[HeadNorm, HeadNorm]
     rotation: ast.Assign | None
 
 
@@ -76,68 +83,55 @@ def find_pairs(definition: ast.FunctionDef, self_name: str) -> list[PlacedPair]:
 
 def fuse_pair(place: PlacedPair, rewrite: PairRewrite, self_name: str) -> None:
     """Put the fused calls in the place of the norms."""
-
-    def own(method: str, *arguments: ast.expr) -> ast.Call:
-        return ast.Call(ast.Attribute(ast.Name(self_name, ast.Load()), method, ast.Load()), list(arguments), [])
-
-    postponed = f"{_POSTPONED}{rewrite.index}"
-    norms = [call.func for call in place.calls]
-    for call in place.calls:
-        call.args = [ast.Name(postponed, ast.Load()), call.func, *call.args]
-        call.func = ast.Attribute(ast.Name(self_name, ast.Load()), "fused_norm_unless", ast.Load())
-    first, second = place.statements
-    ask = ast.Assign([ast.Name(postponed, ast.Store())], own("fused_norm_may_postpone", *norms))
-    place.body.insert(place.body.index(first), ask)
+    name = f"{_POSTPONED}{rewrite.index}"
+    first, second = place.norms
+    norms = [first.call.func, second.call.func]
+    for norm in place.norms:
+        norm.call.args = [ast.Name(name, ast.Load()), norm.call.func, *norm.call.args]
+        norm.call.func = ast.Attribute(ast.Name(self_name, ast.Load()), "fused_norm_unless", ast.Load())
+    ask = ast.Assign([ast.Name(name, ast.Store())], make_call(self_name, "fused_norm_may_postpone", norms, []))
+    place.body.insert(place.body.index(first.statement), ask)
+    arguments = [ast.Name(name, ast.Load()), *norms]
     if rewrite.rotate:
         assert place.rotation is not None
-        rotation = place.rotation.value
-        assert isinstance(rotation, ast.Call)
-        together = own("fused_norm_rotated", ast.Name(postponed, ast.Load()), *norms, rotation.func, *rotation.args)
-        together.keywords = rotation.keywords
-        place.rotation.value = together
+        rotate = place.rotation.value
+        assert isinstance(rotate, ast.Call)
+        arguments += [rotate.func, *rotate.args]
+        place.rotation.value = make_call(self_name, "fused_norm_rotated", arguments, rotate.keywords)
         return
-    loads = [ast.Name(name, ast.Load()) for name in place.names]
-    stores: list[ast.expr] = [ast.Name(name, ast.Store()) for name in place.names]
-    together = own("fused_norm_pair", ast.Name(postponed, ast.Load()), *norms, *loads)
-    place.body.insert(place.body.index(second) + 1, ast.Assign([ast.Tuple(stores, ast.Store())], together))
+    arguments += [ast.Name(norm.name, ast.Load()) for norm in place.norms]
+    results: list[ast.expr] = [ast.Name(norm.name, ast.Store()) for norm in place.norms]
+    both = ast.Assign([ast.Tuple(results, ast.Store())], make_call(self_name, "fused_norm_pair", arguments, []))
+    place.body.insert(place.body.index(second.statement) + 1, both)
 
 
 def _pairs_in(body: list[ast.stmt], self_name: str) -> Iterator[PlacedPair]:
-    first: tuple[int, ast.Assign, ast.Call, str] | None = None
+    first: HeadNorm | None = None
     for position, statement in enumerate(body):
         found = _head_norm(statement, self_name)
-        if first is not None and found is not None and not mentions(statement, first[3]):
-            yield _placed(body, first, (position, *found))
+        if first is not None and found is not None and not mentions(statement, first.name):
+            yield _placed(body, position, first, found)
             first = None
         elif found is not None:
-            first = (position, *found)
-        elif first is not None and (mentions(statement, first[3]) or edits_in_place(statement)):
+            first = found
+        elif first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
             first = None
 
 
-def _placed(
-    body: list[ast.stmt],
-    first: tuple[int, ast.Assign, ast.Call, str],
-    second: tuple[int, ast.Assign, ast.Call, str],
-) -> PlacedPair:
-    names = (first[3], second[3])
+def _placed(body: list[ast.stmt], position: int, first: HeadNorm, second: HeadNorm) -> PlacedPair:
+    """The pair whose second norm is in statement number ``position``, and the rotation after it."""
+    names = (first.name, second.name)
     following = next(
-        (statement for statement in body[second[0] + 1 :] if mentions(statement, *names) or edits_in_place(statement)),
+        (statement for statement in body[position + 1 :] if mentions(statement, *names) or edits_in_place(statement)),
         None,
     )
     rotate = _rotation(following, names)
-    return PlacedPair(
-        Pair(called_attribute(first[2]), called_attribute(second[2]), rotate),
-        body,
-        (first[1], second[1]),
-        (first[2], second[2]),
-        names,
-        following if rotate is not None else None,  # type: ignore[arg-type]
-    )
+    pair = Pair(called_attribute(first.call), called_attribute(second.call), rotate)
+    return PlacedPair(pair, body, (first, second), following if rotate is not None else None)  # type: ignore[arg-type]
 
 
-def _head_norm(statement: ast.stmt, self_name: str) -> tuple[ast.Assign, ast.Call, str] | None:
-    """Statement, call and name of ``name = self.<q or k norm>(expression)``, perhaps with ``.transpose(1, 2)``."""
+def _head_norm(statement: ast.stmt, self_name: str) -> HeadNorm | None:
+    """The norm that a statement computes, where that is all it does, perhaps with ``.transpose(1, 2)``."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target, value = statement.targets[0], statement.value
@@ -152,7 +146,7 @@ def _head_norm(statement: ast.stmt, self_name: str) -> tuple[ast.Assign, ast.Cal
     call = call_of_own(value, self_name)
     if not isinstance(target, ast.Name) or call is None or not QK_NAME.fullmatch(called_attribute(call)):
         return None
-    return statement, call, target.id
+    return HeadNorm(statement, call, target.id)
 
 
 def _rotation(statement: ast.stmt | None, names: tuple[str, str]) -> str | None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from .statements import bodies, call_of_own, called_attribute
+from .statements import bodies, call_of_own, called_attribute, make_call
 
 _Y = "_fused_norm_y"
 
@@ -90,25 +90,22 @@ def find_adds(definition: ast.FunctionDef, self_name: str) -> list[PlacedAdd]:
 
 def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     """Put the fused call in the add's place."""
-
-    def own(method: str, arguments: list[ast.expr], keywords: dict[str, ast.expr]) -> ast.Call:
-        function = ast.Attribute(ast.Name(self_name, ast.Load()), method, ast.Load())
-        return ast.Call(function, arguments, [ast.keyword(name, value) for name, value in keywords.items()])
-
-    branch, keywords = place.branch, {}
+    branch, inner, keywords = place.branch, None, []
     if rewrite.inner and place.inner_call is not None:
-        branch, keywords["inner"] = place.inner_call.args[0], place.inner_call.func
+        branch, inner = place.inner_call.args[0], place.inner_call.func
+        keywords.append(ast.keyword("inner", inner))
         if place.normed is not None:
             place.body.remove(place.normed)
     if not rewrite.norm or place.use is None:
-        place.statement.value = own("fused_norm_onto", [keywords["inner"], place.residual, branch], {})
+        assert inner is not None
+        place.statement.value = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], [])
         return
     if place.scale is not None:
-        keywords["scale"] = place.scale
+        keywords.append(ast.keyword("scale", place.scale))
     norm = place.use.value.func  # type: ignore[union-attr]
     y = ast.Tuple([ast.Name(_Y, ast.Store()), place.statement.targets[0]], ast.Store())
     place.statement.targets = [y]
-    place.statement.value = own("fused_norm_add", [norm, place.residual, branch], keywords)
+    place.statement.value = make_call(self_name, "fused_norm_add", [norm, place.residual, branch], keywords)
     place.use.value = ast.Name(_Y, ast.Load())
     if isinstance(place.use, ast.Assign):  # the name must not keep y alive longer than stock would
         place.body.insert(place.body.index(place.use) + 1, ast.Delete([ast.Name(_Y, ast.Del())]))

@@ -57,3 +57,8 @@ def called_attribute(call: ast.Call) -> str:
     """``<name>`` of such a call."""
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr
+
+
+def make_call(self_name: str, method: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.Call:
+    """``self.<method>(*arguments, **keywords)``."""
+    return ast.Call(ast.Attribute(ast.Name(self_name, ast.Load()), method, ast.Load()), arguments, keywords)
