@@ -1,4 +1,4 @@
-"""What a norm computes, as data: the vocabulary every other file uses."""
+"""The meaning of a norm as data, and the words that every other file uses for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NormSpec:
             one rounding to the input's dtype. ``none``: every step is rounded to the input's dtype, and the product has
             the promoted dtype.
         zero_centered: gamma is ``1 + weight``.
-        weighted: whether there is a weight at all.
+        weighted: the norm has a weight.
         eps: added to the mean of squares, in fp32.
     """
 

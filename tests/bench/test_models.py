@@ -94,13 +94,13 @@ def test_a_variant_that_raises_is_reported(session, monkeypatch):
 
 
 def test_each_of_our_variants_fuses_more_than_the_one_before(monkeypatch):
-    def wanted(*, norms=None, qk=None, rope=None, residual=None, sandwich=None, across=None):
+    def wanted(*, norms=None, qk=None, rope=None, residual=None, sandwich=None):
         """The options as the patcher reads them: one that is not given follows another."""
         norms, qk = norms is not False, qk is not False
         rope = qk if rope is None else rope
         residual = norms if residual is None else residual
-        sandwich, across = (residual if option is None else option for option in (sandwich, across))
-        chosen = {"norms": norms, "qk": qk, "rope": rope, "residual": residual, "sandwich": sandwich, "across": across}
+        sandwich = residual if sandwich is None else sandwich
+        chosen = {"norms": norms, "qk": qk, "rope": rope, "residual": residual, "sandwich": sandwich}
         return {name for name, value in chosen.items() if value}
 
     found = []
@@ -111,7 +111,7 @@ def test_each_of_our_variants_fuses_more_than_the_one_before(monkeypatch):
             pass
     assert all(less < more for less, more in itertools.pairwise(found))
     added = [more - less for less, more in itertools.pairwise([set(), *found])]
-    assert added == [{"norms"}, {"qk"}, {"rope"}, {"residual"}, {"sandwich", "across"}]
+    assert added == [{"norms"}, {"qk"}, {"rope"}, {"residual"}, {"sandwich"}]
 
 
 def test_without_rope_nothing_is_rotated_and_the_rotation_comes_back():

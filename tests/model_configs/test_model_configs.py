@@ -13,7 +13,11 @@ FAMILY_NAMES = tuple(FAMILIES)
 
 
 def norms_of(model):
-    return {name: module for name, module in model.named_modules() if "RMSNorm" in type(module).__name__}
+    """The norms that the table says a model has, by path."""
+    family = FAMILIES[model.config.model_type]
+    layers = [f"model.{family.layers}.{index}" for index in range(model.config.num_hidden_layers)]
+    paths = [f"{layer}.{name}" for layer in layers for name, kind in family.layer_sites if kind in ("norm", "qk")]
+    return {path: model.get_submodule(path) for path in [*paths, f"model.{family.final_norm}"]}
 
 
 def formula(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -27,16 +31,17 @@ def formula(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
     family = FAMILIES[model_type]
     model = build(model_type, seed=0)
-    names = list(norms_of(model))
-    heads = [name for name in names if name.endswith(("q_norm", "k_norm"))]
     sites = family.sites()
     assert model.config.model_type == model_type
-    assert len(heads) == sites.get("qk", 0)
-    assert len(names) - len(heads) == sites["norm"]
     layers = len(model.model.layers)
-    # Two adds in each layer: each has a norm after it, at the layer's end that of the next layer or of the stack.
-    assert sites["residual"] / 2 == layers == model.config.num_hidden_layers
-    assert sites.get("rope", 0) == len(heads) / 2
+    assert layers == model.config.num_hidden_layers
+    # No family has biases: every parameter of one dimension is the weight of a norm.
+    norms = {f"{path}.weight" for path in norms_of(model)}
+    assert {name for name, parameter in model.named_parameters() if parameter.dim() == 1} == norms
+    assert len(norms) == sites["norm"] + sites.get("qk", 0)
+    # Of a layer's two adds, one has a norm after it in the layer.
+    assert sites["residual"] == layers
+    assert sites.get("rope", 0) == sites.get("qk", 0) / 2
     # A layer of four norms has two that are for its branches.
     assert sites.get("sandwich", 0) == (sites["norm"] - 1) - 2 * layers
 
@@ -130,7 +135,7 @@ def test_overrides_reach_the_config_and_not_the_table():
     assert config.layer_types.count("full_attention") == 2
     tiny_config("qwen3_moe").mlp_only_layers.append(1)
     assert {name: dict(family.tiny) for name, family in FAMILIES.items()} == before
-    assert FAMILIES["gemma3_text"].sites(7) == {"norm": 29, "qk": 14, "rope": 7, "residual": 14, "sandwich": 14}
+    assert FAMILIES["gemma3_text"].sites(7) == {"norm": 29, "qk": 14, "rope": 7, "residual": 7, "sandwich": 14}
 
 
 def test_building_leaves_the_config_as_it_was():

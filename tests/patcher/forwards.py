@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fused_norm.patcher.heads import HeadsRewrite
-from fused_norm.patcher.rewrite import Rewrite, patterns_of, rewritten_forward
-from fused_norm.patcher.stream import AddRewrite
+from fused_norm.patcher.forward_rewrite import Rewrite, patterns_of, rewritten_forward
+from fused_norm.patcher.query_key_norms import PairRewrite
+from fused_norm.patcher.residual_adds import AddRewrite
 
 
 class Recorder:
@@ -14,7 +14,7 @@ class Recorder:
         self.calls: list[str] = []
         self.flag = True
         self.factor = 7
-        self.free = True
+        self.may_postpone = True
 
     def norm(self, x):
         return x * 3 + 1
@@ -41,28 +41,24 @@ class Recorder:
         total = residual + (inner(branch) if inner else branch) * scale
         return norm(total), total
 
-    def fused_norm_last(self, residual, branch, *, inner=None, scale=1):
-        self.calls.append(f"last {inner and inner.__name__} {scale}")
-        return residual + (inner(branch) if inner else branch) * scale
-
     def fused_norm_onto(self, inner, residual, branch):
         self.calls.append(f"onto {inner.__name__}")
         return residual + inner(branch)
 
-    def fused_norm_free(self, q_norm, k_norm):
-        self.calls.append(f"free {q_norm.__name__} {k_norm.__name__}")
-        return self.free
+    def fused_norm_may_postpone(self, q_norm, k_norm):
+        self.calls.append(f"may postpone {q_norm.__name__} {k_norm.__name__}")
+        return self.may_postpone
 
-    def fused_norm_unless(self, free, norm, x):
-        return x if free else norm(x)
+    def fused_norm_unless(self, postponed, norm, x):
+        return x if postponed else norm(x)
 
-    def fused_norm_heads(self, free, q_norm, k_norm, q, k):
-        self.calls.append("heads")
-        return (q_norm(q), k_norm(k)) if free else (q, k)
+    def fused_norm_pair(self, postponed, q_norm, k_norm, q, k):
+        self.calls.append("pair")
+        return (q_norm(q), k_norm(k)) if postponed else (q, k)
 
-    def fused_norm_rotated(self, free, q_norm, k_norm, rotate, q, k, cos, sin, **named):
+    def fused_norm_rotated(self, postponed, q_norm, k_norm, rotate, q, k, cos, sin, **named):
         self.calls.append("rotated")
-        q, k = (q_norm(q), k_norm(k)) if free else (q, k)
+        q, k = (q_norm(q), k_norm(k)) if postponed else (q, k)
         return rotate(q, k, cos, sin, **named)
 
 
@@ -96,15 +92,17 @@ def rotate(q: Heads, k: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> tu
 def everything(layer: type) -> tuple[Rewrite, ...]:
     """The rewrites that fuse all that was found in a forward."""
     patterns = patterns_of(layer)
-    adds = (AddRewrite(i, bool(add.norm) or add.last, bool(add.inner)) for i, add in enumerate(patterns.adds))
-    heads = (HeadsRewrite(i, bool(heads.rotate)) for i, heads in enumerate(patterns.heads))
-    return (*adds, *heads)
+    adds = (AddRewrite(i, bool(add.norm), bool(add.inner)) for i, add in enumerate(patterns.adds))
+    pairs = (PairRewrite(i, bool(pair.rotate)) for i, pair in enumerate(patterns.pairs))
+    return (*adds, *pairs)
 
 
-def run(layer: type, *arguments: object, rewrites: tuple[Rewrite, ...] | None = None, free: bool = True) -> list[str]:
+def run(
+    layer: type, *arguments: object, rewrites: tuple[Rewrite, ...] | None = None, may_postpone: bool = True
+) -> list[str]:
     """The fused calls of the rewritten forward, which has returned what the original returns."""
     instance = layer()
-    instance.free = free
+    instance.may_postpone = may_postpone
     expected = instance.forward(*arguments)
     assert instance.calls == []
     forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)

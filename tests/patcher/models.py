@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import torch
-import transformers
 from torch import nn
 
 import fused_norm
@@ -13,21 +12,11 @@ from fused_norm.model_configs import FAMILIES, build
 from fused_norm.spec import KINDS, Kind
 
 MODEL_TYPES = list(FAMILIES)
-TRANSFORMERS_4 = transformers.__version__.startswith("4.")
-
-
-def returns_tuples(model_type: str) -> bool:
-    """Whether a family's layers return tuples, as some do before transformers 5: no sum goes from layer to layer."""
-    return TRANSFORMERS_4 and model_type in ("gemma2", "gemma3_text", "granite")
 
 
 def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
-    """What ``apply_fused_norm`` fuses in a family's tiny model, with every kind."""
-    layers = FAMILIES[model_type].tiny["num_hidden_layers"] if layers is None else layers
-    expected = counts(**FAMILIES[model_type].sites(layers))
-    if returns_tuples(model_type):
-        expected["residual"] -= layers
-    return expected
+    """The counts of the report on a family's tiny model."""
+    return counts(**FAMILIES[model_type].sites(layers))
 
 
 def counts(**fused: int) -> dict[Kind, int]:

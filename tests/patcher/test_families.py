@@ -1,4 +1,4 @@
-"""Models of families that no adapter describes: what is fused in each, and results that are those of stock."""
+"""Models of families that are not in the table: what is fused in each, and results that are those of stock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import AutoConfig
 import fused_norm
 from fused_norm.convergence.equality import compare
 from fused_norm.model_configs import build
-from fused_norm.patcher.blocks import FusedBlock
+from fused_norm.patcher.fused_block import FusedBlock
 
-from .models import TRANSFORMERS_4, counts, relative
+from .models import counts, relative
 
 SIZES = {
     "vocab_size": 64,
@@ -28,20 +28,19 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Norms of branches only: the sum at a layer's end goes to an attention, or to the norm after all layers.
-POST_NORM = counts(norm=5, qk=4, residual=1, sandwich=4)
+# Norms of branches only: no norm in the layer takes a sum.
+POST_NORM = counts(norm=5, qk=4, sandwich=4)
 
 FAMILIES = {
-    "mistral": ({}, counts(norm=5, residual=4)),
-    "glm4": ({}, counts(norm=9, residual=4, sandwich=4)),
+    "glm4": ({}, counts(norm=9, residual=2, sandwich=4)),
     "olmo2": ({}, POST_NORM),
     "exaone4": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, POST_NORM),
-    "granite": ({"residual_multiplier": 0.22}, counts(norm=5, residual=2 if TRANSFORMERS_4 else 4)),
+    "granite": ({"residual_multiplier": 0.22}, counts(norm=5, residual=2)),
     "glm4_moe": (
         {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
-        counts(norm=5, qk=4, residual=4),
+        counts(norm=5, qk=4, residual=2),
     ),
-    "hunyuan_v1_dense": ({}, counts(norm=5, qk=4, residual=4)),
+    "hunyuan_v1_dense": ({}, counts(norm=5, qk=4, residual=2)),
     "qwen3_next": (
         {
             **EXPERTS,
@@ -53,20 +52,19 @@ FAMILIES = {
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        counts(norm=5, qk=2, rope=1, residual=4),
+        counts(norm=5, qk=2, rope=1, residual=2),
     ),
 }
 # Which operators run in a forward, by hand from the layers of each family.
 LAUNCHES = {
-    "mistral": {"rms_norm": 1, "add_rms_norm": 4},
-    "glm4": {"rms_norm": 1, "norm_add_norm": 4},
-    # The norms of q and k are over all heads, and differ in width: no heads, and two norms in each layer.
-    "olmo2": {"rms_norm": 4, "norm_add": 3, "norm_add_norm": 1},
-    "exaone4": {"qk_norm": 2, "norm_add": 3, "norm_add_norm": 1},
-    "granite": {"rms_norm": 3 if TRANSFORMERS_4 else 1, "add_rms_norm": 2 if TRANSFORMERS_4 else 4},
-    "glm4_moe": {"rms_norm": 1, "add_rms_norm": 4, "qk_norm": 2},
-    "hunyuan_v1_dense": {"rms_norm": 1, "add_rms_norm": 4, "qk_norm": 2},
-    "qwen3_next": {"rms_norm": 1, "add_rms_norm": 4, "qk_norm_rope": 1},
+    "glm4": {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2},
+    # The norms of q and k are over all heads, and differ in width: no pair, and two norms in each layer.
+    "olmo2": {"rms_norm": 5, "norm_add": 4},
+    "exaone4": {"rms_norm": 1, "qk_norm": 2, "norm_add": 4},
+    "granite": {"rms_norm": 3, "add_rms_norm": 2},
+    "glm4_moe": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2},
+    "hunyuan_v1_dense": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2},
+    "qwen3_next": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1},
 }
 
 
@@ -117,3 +115,10 @@ def test_an_attention_whose_q_and_k_norms_differ_in_width_is_left_as_it_is() -> 
     fused_norm.apply_fused_norm(model)
     assert isinstance(model.model.layers[0], FusedBlock)
     assert not isinstance(model.model.layers[0].self_attn, FusedBlock)
+
+
+def test_a_layer_in_which_no_norm_takes_a_sum_has_a_row_that_says_so() -> None:
+    report = fused_norm.apply_fused_norm(model_of("olmo2"))
+    kept = [(site.path, site.kind, site.reason) for site in report.kept if site.kind == "residual"]
+    reason = "no norm in its forward takes the sum of an add"
+    assert kept == [(f"model.layers.{index}", "residual", reason) for index in range(2)]

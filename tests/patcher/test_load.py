@@ -36,7 +36,7 @@ def descriptors() -> list[object]:
 
 
 def fused_sites(model: nn.Module) -> int:
-    """How many modules are patched; the model is stock afterwards."""
+    """The number of patched modules; the model is stock afterwards."""
     return fused_norm.remove_fused_norm(model)
 
 

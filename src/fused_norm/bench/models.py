@@ -88,7 +88,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "fused-norms": {"qk": False, "residual": False},
     "fused-qk": {"rope": False, "residual": False},
     "fused-rope": {"residual": False},
-    "fused-residual": {"sandwich": False, "across": False},
+    "fused-residual": {"sandwich": False},
     "fused": {},
 }
 """The options of ``apply_fused_norm`` for each of our variants: every one fuses more than the one before."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..options import SWITCHES, FuseOptions
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
-
-    from ..patcher import FuseOptions
 
 
 class UsageError(Exception):
@@ -24,20 +24,11 @@ class UsageError(Exception):
         super().__init__(" ".join(str(message).split()))
 
 
-_CHOICES = {
-    "norms": "RMSNorms",
-    "qk": "norms of the queries and keys",
-    "rope": "these with the rotary embedding after them; follows --qk",
-    "residual": "residual add + norm; follows --norms",
-    "sandwich": "the norm of a branch + its add; follows --residual",
-    "across": "the add that ends a layer + the next layer's norm; follows --residual",
-}
-
-
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each choice of ``apply_fused_norm``, with its ``--no-`` form."""
-    for choice, what in _CHOICES.items():
-        parser.add_argument(f"--{choice}", action=argparse.BooleanOptionalAction, default=None, help=f"fuse {what}")
+    """A flag for each kind of site that ``apply_fused_norm`` fuses, with its ``--no-`` form."""
+    for name, switch in SWITCHES.items():
+        text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
@@ -46,10 +37,8 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
     Raises:
         UsageError: they contradict each other.
     """
-    from ..patcher import FuseOptions
-
     try:
-        return FuseOptions(**{choice: getattr(args, choice) for choice in _CHOICES}, strict=strict)
+        return FuseOptions(**{name: getattr(args, name) for name in SWITCHES}, strict=strict)
     except ValueError as error:
         raise UsageError(error) from error
 

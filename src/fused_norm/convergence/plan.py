@@ -43,7 +43,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "norms": {"qk": False, "residual": False},
         "norms+qk": {"rope": False, "residual": False},
         "norms+rope": {"residual": False},
-        "norms+residual": {"qk": False, "sandwich": False, "across": False},
+        "norms+residual": {"qk": False, "sandwich": False},
         "all": {},
     }
 )

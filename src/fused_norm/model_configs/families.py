@@ -1,7 +1,8 @@
-"""What each supported model family looks like: a tiny config, the norm it uses, the sites it has, real shapes."""
+"""The one table of model families: the norm each uses, where its layers have it, a tiny config, real shapes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,7 +24,7 @@ class Shape:
         head_dim: width of a head, and of the q and k norms.
         intermediate_size: width of the MLP; of the dense MLP where there are experts too.
         vocab_size: rows of the embedding.
-        tie_word_embeddings: whether the output layer shares the embedding's weight.
+        tie_word_embeddings: the output layer shares the embedding's weight.
     """
 
     name: str
@@ -39,42 +40,78 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family as data.
+    """One model family as data: all that this package knows of it.
 
     Attributes:
         model_type: ``config.model_type`` of the text model.
-        spec: what every norm of the tiny model computes.
-        sites_per_layer: sites of each kind in one decoder layer, its end included; the layers of Gemma 2 and 3 return
-            tuples before transformers 5, and the add at their end is no site there.
+        spec: what every norm of the tiny model computes. Other models of the family may have another eps.
         tiny: config arguments of a model that trains in seconds on a CPU and still has what the family has.
         shapes: published models, smallest first.
+        layer_norms: the norms of a decoder layer, in the order of their use.
+        residual_norms: those of them that take the sum of a residual add within the layer.
+        sandwich_norms: those of them whose result is added to the residual.
+        qk_norms: the norms of queries and keys in the attention, which rotates what they return.
+        attention: the attribute of a decoder layer that is its attention.
+        layers: the attribute of a decoder that is the list of its layers.
+        final_norm: the attribute of a decoder that is the norm after its last layer.
     """
 
     model_type: str
     spec: NormSpec
-    sites_per_layer: Mapping[Kind, int]
     tiny: Mapping[str, Any]
     shapes: tuple[Shape, ...]
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    residual_norms: tuple[str, ...] = ("post_attention_layernorm",)
+    sandwich_norms: tuple[str, ...] = ()
+    qk_norms: tuple[str, ...] = ()
+    attention: str = "self_attn"
+    layers: str = "layers"
+    final_norm: str = "norm"
+
+    @property
+    def layer_sites(self) -> tuple[tuple[str, Kind], ...]:
+        """The path within a decoder layer, and the kind, of each of its sites."""
+        return (
+            *((name, "norm") for name in self.layer_norms),
+            *((f"{self.attention}.{name}", "qk") for name in self.qk_norms),
+            *((self.attention, "rope") for _ in self.qk_norms[:1]),
+            *((name, "residual") for name in self.residual_norms),
+            *((name, "sandwich") for name in self.sandwich_norms),
+        )
+
+    @property
+    def sites_per_layer(self) -> Mapping[Kind, int]:
+        """The number of sites of each kind in one decoder layer."""
+        return Counter(kind for _, kind in self.layer_sites)
 
     def sites(self, num_hidden_layers: int | None = None) -> dict[Kind, int]:
-        """How many sites of each kind a causal language model of this family has, the final norm included.
+        """The number of sites of each kind in a causal language model of this family, the final norm included.
 
         Args:
             num_hidden_layers: decoder layers; those of the tiny model when None.
         """
         layers = self.tiny["num_hidden_layers"] if num_hidden_layers is None else num_hidden_layers
         counts = {kind: layers * count for kind, count in self.sites_per_layer.items()}
-        counts["norm"] += 1
-        return counts
+        return {**counts, "norm": counts["norm"] + 1}
 
 
 # A vocabulary of bytes, with room for special tokens.
 _VOCAB = 264
 
-_PRE_NORM: Mapping[Kind, int] = MappingProxyType({"norm": 2, "residual": 2})
-_PRE_NORM_QK: Mapping[Kind, int] = MappingProxyType({**_PRE_NORM, "qk": 2, "rope": 1})
-_SANDWICH: Mapping[Kind, int] = MappingProxyType({"norm": 4, "residual": 2, "sandwich": 2})
-_SANDWICH_QK: Mapping[Kind, int] = MappingProxyType({**_SANDWICH, "qk": 2, "rope": 1})
+_QK_NORMS = ("q_norm", "k_norm")
+_FOUR_NORMS: Mapping[str, Any] = MappingProxyType(
+    {
+        "layer_norms": (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        "residual_norms": ("pre_feedforward_layernorm",),
+        "sandwich_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    }
+)
+"""A layer that also normalises what its attention and its MLP return."""
 
 _GEMMA_SPEC = NormSpec("gemma", zero_centered=True, eps=1e-6)
 
@@ -92,7 +129,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="llama",
                 spec=NormSpec("llama", eps=1e-5),
-                sites_per_layer=_PRE_NORM,
                 tiny=_tiny(hidden_size=72, intermediate_size=136, tie_word_embeddings=False, rms_norm_eps=1e-5),
                 shapes=(
                     Shape("meta-llama/Llama-3.2-1B", 2048, 16, 32, 8, 64, 8192, 128256, True),
@@ -104,7 +140,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="mistral",
                 spec=NormSpec("llama", eps=1e-5),
-                sites_per_layer=_PRE_NORM,
                 tiny=_tiny(
                     hidden_size=72,
                     head_dim=20,
@@ -121,7 +156,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="qwen3",
                 spec=NormSpec("llama", eps=1e-6),
-                sites_per_layer=_PRE_NORM_QK,
+                qk_norms=_QK_NORMS,
                 tiny=_tiny(
                     hidden_size=72, head_dim=24, intermediate_size=136, tie_word_embeddings=True, rms_norm_eps=1e-6
                 ),
@@ -137,7 +172,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="qwen3_moe",
                 spec=NormSpec("llama", eps=1e-6),
-                sites_per_layer=_PRE_NORM_QK,
+                qk_norms=_QK_NORMS,
                 # The released models have experts in every layer; here the first layer is dense, to cover both.
                 tiny=_tiny(
                     hidden_size=72,
@@ -158,7 +193,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="gemma",
                 spec=_GEMMA_SPEC,
-                sites_per_layer=_PRE_NORM,
                 tiny=_tiny(
                     hidden_size=72,
                     head_dim=20,
@@ -175,7 +209,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="gemma2",
                 spec=_GEMMA_SPEC,
-                sites_per_layer=_SANDWICH,
+                **_FOUR_NORMS,
                 # Soft-capping needs eager attention: scaled_dot_product_attention has none.
                 tiny=_tiny(
                     hidden_size=72,
@@ -198,7 +232,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="gemma3_text",
                 spec=_GEMMA_SPEC,
-                sites_per_layer=_SANDWICH_QK,
+                **_FOUR_NORMS,
+                qk_norms=_QK_NORMS,
                 # Every third layer is full: sliding, sliding, full. The released models have every sixth.
                 tiny=_tiny(
                     num_hidden_layers=3,

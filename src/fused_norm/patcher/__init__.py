@@ -1,10 +1,10 @@
-"""Finding the norms of a model, proving what they compute, and putting fused classes on them."""
+"""Recognising the norms of a model by what they compute, and replacing their classes by fused ones."""
 
+from ..options import FuseOptions
 from .apply import apply_fused_norm, remove_fused_norm
+from .fused_norm_module import disabled
 from .load import from_pretrained, on_load
-from .options import FuseOptions
-from .report import PatchReport, Site
-from .runtime import disabled
+from .patch_report import PatchReport, Site
 
 __all__ = [
     "FuseOptions",

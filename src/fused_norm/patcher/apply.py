@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from ..spec import FusedNormError
-from .adapters import Adapter, stacks
-from .blocks import FusedBlock
-from .classes import change_class, origin_of
-from .options import FuseOptions, ModuleFilter
-from .report import PatchReport
-from .runtime import FusedNorm
-from .survey import Change, survey
+from ..model_configs import FAMILIES, Family
+from ..options import FuseOptions, ModuleFilter
+from ..spec import FusedNormError, Kind
+from .class_swap import change_class, origin_of
+from .fused_block import FusedBlock
+from .fused_norm_module import FusedNorm
+from .patch_report import PatchReport
+from .survey import ClassChange, survey
 
 logger = logging.getLogger("fused_norm")
 
@@ -29,7 +29,6 @@ def apply_fused_norm(
     rope: bool | None = None,
     residual: bool | None = None,
     sandwich: bool | None = None,
-    across: bool | None = None,
     modules: ModuleFilter | None = None,
     strict: bool = True,
 ) -> PatchReport:
@@ -43,10 +42,9 @@ def apply_fused_norm(
         model: a transformers model, or any module that holds one; on any device, meta included.
         norms: fuse the RMSNorms that are not q or k norms; None is on.
         qk: fuse the norms of queries and keys; None is on.
-        rope: make the q and k norms together with the rotary embedding after them; None follows ``qk``.
+        rope: compute the q and k norms together with the rotary embedding after them; None follows ``qk``.
         residual: fuse a residual add with the norm after it in the layer; None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
-        across: fuse the add that ends a layer with the norm that begins the next; None follows ``residual``.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
@@ -59,14 +57,7 @@ def apply_fused_norm(
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(
-        norms=norms,
-        qk=qk,
-        rope=rope,
-        residual=residual,
-        sandwich=sandwich,
-        across=across,
-        modules=modules,
-        strict=strict,
+        norms=norms, qk=qk, rope=rope, residual=residual, sandwich=sandwich, modules=modules, strict=strict
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -88,21 +79,26 @@ def remove_fused_norm(model: nn.Module) -> int:
     """Give every module of ``model`` that ``apply_fused_norm`` changed its own class back.
 
     Returns:
-        How many modules were restored: 0 for a model that was never patched.
+        The number of modules restored: 0 for a model that was never patched.
 
     Raises:
         FusedNormError: where other code has built on a fused class (FSDP does, when it shards); nothing was restored.
     """
     fused = [module for module in model.modules() if isinstance(module, (FusedNorm, FusedBlock))]
-    _change([Change(module, origin_of(module)) for module in fused])
+    _change([ClassChange(module, origin_of(module)) for module in fused])
     return len(fused)
 
 
 def _check(model: nn.Module, report: PatchReport) -> None:
-    """Raises FusedNormError where nothing is fused, or a family's adapter misses something."""
+    """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
-    missing = [line for path, stack, adapter in stacks(model) for line in _missing(path, stack, adapter, report)]
+    missing = [
+        line
+        for path, decoder, family in _known_decoders(model)
+        for expected, kind in _expected_sites(path, decoder, family)
+        if (line := _missing(expected, kind, family, report)) is not None
+    ]
     if missing:
         more = f"\n  and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise FusedNormError(
@@ -111,26 +107,44 @@ def _check(model: nn.Module, report: PatchReport) -> None:
         )
 
 
-def _missing(path: str, stack: nn.Module, adapter: Adapter, report: PatchReport) -> Iterator[str]:
-    rows = {(site.path, site.kind): site for site in (*report.fused, *report.kept)}
-    for expected, kind in adapter.sites(path, stack):
-        inside_wrapper = (row for row in rows.values() if row.kind == kind and row.path.startswith(f"{expected}."))
-        site = rows.get((expected, kind)) or next(inside_wrapper, None)
-        if site is None:
-            layer = rows.get((expected.rpartition(".")[0], kind))
-            yield f"{expected} ({kind}): {layer.reason if layer else 'not found'}"
-        elif site.cause == "formula":
-            yield f"{expected} ({kind}): {site.reason}"
-        elif site.spec and (site.spec.casting, site.spec.zero_centered) != (adapter.casting, adapter.zero_centered):
-            yield f"{expected} ({kind}): computes {site.spec}, not what the {adapter.family} family does"
+def _known_decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
+    """The decoders of known families in ``model``, with their paths."""
+    for path, module in model.named_modules():
+        family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
+        if family is not None and isinstance(getattr(module, family.layers, None), nn.ModuleList):
+            yield path, module, family
 
 
-def _change(changes: list[Change]) -> None:
-    """Changes all classes, or none."""
+def _expected_sites(path: str, decoder: nn.Module, family: Family) -> Iterator[tuple[str, Kind]]:
+    """The path and kind of every site that a decoder of ``family``, found at ``path``, should have."""
+    prefix = f"{path}." if path else ""
+    for index in range(len(getattr(decoder, family.layers))):
+        yield from ((f"{prefix}{family.layers}.{index}.{name}", kind) for name, kind in family.layer_sites)
+    yield f"{prefix}{family.final_norm}", "norm"
+
+
+def _missing(expected: str, kind: Kind, family: Family, report: PatchReport) -> str | None:
+    """A line on the site expected at this path, where it is not there or computes something else."""
+    rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind == kind}
+    inside_wrapper = (row for row in rows.values() if row.path.startswith(f"{expected}."))
+    site = rows.get(expected) or next(inside_wrapper, None)
+    if site is None:
+        layer = rows.get(expected.rpartition(".")[0])
+        return f"{expected} ({kind}): {layer.reason if layer else 'not found'}"
+    if site.cause == "formula":
+        return f"{expected} ({kind}): {site.reason}"
+    spec = family.spec
+    if site.spec and (site.spec.casting, site.spec.zero_centered) != (spec.casting, spec.zero_centered):
+        return f"{expected} ({kind}): computes {site.spec}, not what {family.model_type} does"
+    return None
+
+
+def _change(changes: list[ClassChange]) -> None:
+    """Change all classes, or none."""
     undone: list[Callable[[], None]] = []
     try:
         for change in changes:
-            undone.append(change_class(change.module, change.new, change.successor))
+            undone.append(change_class(change.module, change.new))
     except Exception:
         for undo in reversed(undone):
             undo()

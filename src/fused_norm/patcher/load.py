@@ -17,9 +17,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..options import FuseOptions
 from .apply import apply_fused_norm
-from .options import FuseOptions
-from .report import PatchReport
+from .patch_report import PatchReport
 
 logger = logging.getLogger("fused_norm")
 
@@ -89,7 +89,7 @@ def on_load(
 
 @dataclass(eq=False)
 class _Scope:
-    """One open ``on_load`` block, or one call of ``from_pretrained``: how to patch, and who is told."""
+    """One open ``on_load`` block, or one call of ``from_pretrained``: its options, and where its reports go."""
 
     options: FuseOptions
     parent: _Scope | None

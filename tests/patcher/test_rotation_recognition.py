@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as ful
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from fused_norm.patcher.probe import UnrecognisedError
-from fused_norm.patcher.rewrite import rotation_of
-from fused_norm.patcher.rotation import recognise_rotation
+from fused_norm.patcher.forward_rewrite import rotation_of
+from fused_norm.patcher.norm_recognition import UnrecognisedError
+from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -1,7 +1,7 @@
-"""What runs inside a patched model: the forward of fused norms, and the switch that turns all fusing off.
+"""The forward of fused norms, and the switch that turns all fusing off.
 
-Every call checks first that kernels may take it; where not, it runs the stock code of the module's own class, so a
-patched model is never less able than it was.
+Every call checks first that the kernels may take it. Where they may not, it runs the stock code of the norm's own
+class, so a patched model can do all that it could before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..kernels.arguments import KERNEL_DTYPES
 from ..kernels.rms_norm import rms_norm_unchecked as rms_norm
 from ..kernels.triton_utils import runs_kernels_on
 from ..spec import NormSpec
-from .ahead import take
 
 logger = logging.getLogger("fused_norm")
 
@@ -33,11 +32,11 @@ _explained: set[tuple[type, str]] = set()
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Every patched model runs its stock code inside the ``with``, in all threads of the process.
+    """Run the stock code of every patched model inside the ``with``, in all threads of the process.
 
     The switch is the process's, not the thread's, because autograd runs backward, and recomputes checkpoints, on
-    threads of its own. Leave and enter it between steps: a step that is half stock recomputes other tensors than it
-    saved.
+    threads of its own. Enter and leave it between steps: a checkpoint that was saved fused and is recomputed stock, or
+    the other way round, holds other tensors.
     """
     global _disabled_depth
     with _disabled_lock:
@@ -68,10 +67,6 @@ class FusedNorm(nn.Module):
         """
         if named:
             (x,) = named.values()
-        if residual is None and not torch.compiler.is_compiling():
-            y = take(self, x)
-            if y is not None:
-                return y
         spec = self.fused_norm_spec
         weight = weight_of(self)
         reason = obstacle(x, weight, residual, spec)
@@ -89,7 +84,7 @@ class FusedNorm(nn.Module):
 
 
 def weight_of(norm: FusedNorm) -> Tensor | None:
-    """The norm's weight as it is now."""
+    """The norm's weight at the time of the call, None for a norm without one."""
     if not norm.fused_norm_spec.weighted:
         return None
     weight = norm._parameters.get("weight")
@@ -97,12 +92,12 @@ def weight_of(norm: FusedNorm) -> Tensor | None:
 
 
 def scaled(branch: Any, scale: float) -> Any:
-    """``scale * branch``, which is the branch itself for 1."""
+    """``scale * branch``; the branch itself where ``scale`` is 1."""
     return branch if scale == 1.0 else branch * scale
 
 
-def is_free(norm: nn.Module) -> bool:
-    """Whether a call of this norm does nothing but norm, so that a call of it with others may do it as well."""
+def may_be_bypassed(norm: nn.Module) -> bool:
+    """Return whether the norm may be computed without calling its module: no hook or other code would be skipped."""
     return (
         isinstance(norm, FusedNorm)
         and "forward" not in norm.__dict__
@@ -112,7 +107,7 @@ def is_free(norm: nn.Module) -> bool:
 
 
 def takes_residual(norm: Any) -> bool:
-    """Whether a call of ``norm`` with a residual arrives where it is understood, and nobody listens."""
+    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, and no hook would see the residual."""
     if not isinstance(norm, FusedNorm) or has_hooks(norm):
         return False
     own = norm.__dict__
@@ -121,7 +116,7 @@ def takes_residual(norm: Any) -> bool:
 
 
 def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
-    """Whether two norms differ in nothing but their weights."""
+    """Return whether two norms differ in nothing but their weights."""
     a, b = one.fused_norm_spec, other.fused_norm_spec
     return (
         a.casting == b.casting
@@ -131,7 +126,7 @@ def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
 
 
 def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
-    """Why kernels may not take a call: None where they may, an empty string where there is nothing to explain."""
+    """The reason why kernels may not take a call; None where they may, an empty string for what is not worth a log."""
     if _disabled_depth:
         return ""
     if not _is_plain(x) or x.dim() == 0:
@@ -160,13 +155,13 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor without a subclass's behaviour of its own (DTensor, quantised or nested tensors have one)."""
+    """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have."""
     kind = type(value)
     return kind is Tensor or (isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anybody listens to the module's calls."""
+    """Return whether any hook, the module's own or a global one, would see a call of the module."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -176,8 +171,8 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def explain(origin: type[nn.Module], reason: str, what: str = "runs its stock code") -> None:
-    """Says once per class and reason why a module does something else than it was patched for."""
+def explain(origin: type[nn.Module], reason: str) -> None:
+    """Log, once for each class and reason, why a norm runs its stock code."""
     if not torch.compiler.is_compiling() and (origin, reason) not in _explained:
         _explained.add((origin, reason))
-        logger.warning("%s %s: %s", origin.__name__, what, reason)
+        logger.warning("%s runs its stock code: %s", origin.__name__, reason)

@@ -1,7 +1,7 @@
-"""What runs inside layers and attentions whose forward was rewritten: several modules' work in one call.
+"""The methods that rewritten forwards of layers and attentions call: several modules' work in one kernel.
 
-A call that would pass over a module is made only where nobody could tell: no hook, wrapper, sharding or offloading
-stands on the module (``is_free``), and kernels take its input. Elsewhere the modules are called one after the other, as
+A kernel replaces the call of a module only where no hook, wrapper, sharding or offloading would be skipped
+(``may_be_bypassed``), and where it takes the module's input. Elsewhere the modules are called one after the other, as
 in the stock code.
 """
 
@@ -17,12 +17,9 @@ from ..kernels.norm_add_norm import norm_add_norm_unchecked as norm_add_norm
 from ..kernels.qk_norm import qk_norm_rope_unchecked as qk_norm_rope
 from ..kernels.qk_norm import qk_norm_unchecked as qk_norm
 from ..spec import NormSpec
-from .ahead import leave, saved_tensors_are_hooked
-from .rewrite import Rewrite
-from .rotation import Rotation
-from .runtime import FusedNorm, explain, is_free, obstacle, same_norms, scaled, takes_residual, weight_of
-
-_CAPTURING = "transformers.utils.output_capturing"
+from .forward_rewrite import Rewrite
+from .fused_norm_module import may_be_bypassed, obstacle, same_norms, scaled, takes_residual, weight_of
+from .rotation_recognition import Rotation
 
 
 class FusedBlock(nn.Module):
@@ -51,84 +48,52 @@ class FusedBlock(nn.Module):
 
     def fused_norm_onto(self, inner: Any, residual: Any, branch: Any) -> Any:
         """``residual + inner(branch)``."""
-        if is_free(inner):
+        if may_be_bypassed(inner):
             weight, spec = weight_of(inner), inner.fused_norm_spec
             if obstacle(branch, weight, residual, spec) is None:
                 eps = getattr(inner, inner.fused_norm_eps_name)
                 return norm_add(branch, residual, weight, eps, spec.casting, spec.zero_centered)
         return residual + inner(branch)
 
-    def fused_norm_last(self, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0) -> Any:
-        """``residual + scale * inner(branch)``, which the layer returns; the norm after it is made along with it."""
-        norm = self._norm_after(branch, residual)
-        if norm is not None:
-            y, total = self.fused_norm_add(norm, residual, branch, inner=inner, scale=scale)
-            leave(norm, total, y)
-            return total
-        if inner is not None:
-            return self.fused_norm_onto(inner, residual, branch)
-        return residual + (branch if type(scale) is float and scale == 1.0 else branch * scale)
+    def fused_norm_may_postpone(self, q_norm: Any, k_norm: Any) -> bool:
+        """Return whether the two norms may be computed later, in one call; a module that is both is called twice."""
+        return (
+            q_norm is not k_norm and may_be_bypassed(q_norm) and may_be_bypassed(k_norm) and same_norms(q_norm, k_norm)
+        )
 
-    def fused_norm_free(self, q_norm: Any, k_norm: Any) -> bool:
-        """Whether the two norms may be made in one call; one module for both is called twice."""
-        return q_norm is not k_norm and is_free(q_norm) and is_free(k_norm) and same_norms(q_norm, k_norm)
+    def fused_norm_unless(self, postponed: bool, norm: Any, x: Any) -> Any:
+        """``norm(x)``, or x itself where its norm is postponed."""
+        return x if postponed else norm(x)
 
-    def fused_norm_unless(self, free: bool, norm: Any, x: Any) -> Any:
-        """``norm(x)``, or x for later where ``free``."""
-        return x if free else norm(x)
-
-    def fused_norm_heads(self, free: bool, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
-        """The norms of q and k, where they wait for it."""
-        if not free:
+    def fused_norm_pair(self, postponed: bool, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
+        """``q_norm(q), k_norm(k)``; q and k themselves where their norms were not postponed."""
+        if not postponed:
             return q, k
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), q_norm.fused_norm_spec
-        if _heads_obstacle(q, k, *weights, spec) is not None:
+        if _pair_obstacle(q, k, *weights, spec) is not None:
             return q_norm(q), k_norm(k)
         eps = getattr(q_norm, q_norm.fused_norm_eps_name)
         return qk_norm(q, k, *weights, eps, spec.casting, spec.zero_centered)
 
     def fused_norm_rotated(
-        self, free: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
+        self, postponed: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
     ) -> tuple[Any, Any]:
-        """``rotate(q_norm(q), k_norm(k), cos, sin)``; where not ``free``, q and k are normed already."""
-        if not free:
+        """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed."""
+        if not postponed:
             return rotate(q, k, cos, sin, **named)
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), q_norm.fused_norm_spec
-        if _heads_obstacle(q, k, *weights, spec) is not None:
+        if _pair_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
         eps = getattr(q_norm, q_norm.fused_norm_eps_name)
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.function is rotate and _rotates(rotation, q, k, *weights, cos, sin, heads_dim):
+            if rotation.function is rotate and _kernel_rotates_alike(rotation, q, k, *weights, cos, sin, heads_dim):
                 return qk_norm_rope(q, k, *weights, cos, sin, eps, spec.casting, spec.zero_centered, heads_dim)
         return rotate(*qk_norm(q, k, *weights, eps, spec.casting, spec.zero_centered), cos, sin, **named)
 
-    def _norm_after(self, branch: Any, residual: Any) -> FusedNorm | None:
-        """The norm that takes this layer's output, where it can be made here."""
-        successor = self.__dict__.get("fused_norm_successor")
-        if successor is None or torch.compiler.is_compiling():
-            return None
-        following = successor.of(self)
-        if following is None:
-            return None
-        layer, norm = following
-        reason = _keeps_apart(self, layer)
-        if reason is None:
-            if not is_free(norm):
-                reason = "hooks or other code stand on the norm of the next layer"
-            else:
-                reason = obstacle(branch, weight_of(norm), residual, norm.fused_norm_spec)
-        if reason is None and torch.is_inference_mode_enabled():
-            reason = "inference mode does not tell versions of a tensor apart"
-        if reason is None:
-            return norm
-        if reason:
-            explain(self.fused_norm_origin, reason, "makes the add at its end apart from the next norm")
-        return None
-
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
-    if not (is_free(norm) and is_free(inner) and same_norms(norm, inner)):
+    if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), norm.fused_norm_spec
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
@@ -137,7 +102,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     return norm_add_norm(x, residual, inner_weight, weight, eps, spec.casting, spec.zero_centered)
 
 
-def _heads_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
+def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
     reason = obstacle(q, q_weight, None, spec)
     if reason is None:
         reason = obstacle(k, k_weight, None, spec)
@@ -146,7 +111,7 @@ def _heads_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | 
     return reason
 
 
-def _rotates(
+def _kernel_rotates_alike(
     rotation: Rotation,
     q: Tensor,
     k: Tensor,
@@ -156,7 +121,7 @@ def _rotates(
     sin: Any,
     heads_dim: Any,
 ) -> bool:
-    """Whether the kernel makes of these what the rotation would, in the dtype of q or what a weight makes of it."""
+    """Return whether the kernel rotates these tensors as ``rotation`` would, in shapes, dtypes and rounding."""
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return False
     shape, k_shape, cos_shape, dtype, cos_dtype = q.shape, k.shape, cos.shape, q.dtype, cos.dtype
@@ -181,30 +146,4 @@ def _rotates(
             for weight in (q_weight, k_weight)
         )
         and not (cos.requires_grad or sin.requires_grad)
-    )
-
-
-def _keeps_apart(layer: nn.Module, following: nn.Module | None) -> str | None:
-    """Why a layer's add and the norm after it are to be two calls, None where they may be one."""
-    if saved_tensors_are_hooked():
-        return "saved tensors are hooked, as in gradient checkpointing"
-    for one in (layer, following):
-        if one is None:
-            continue
-        if one.training and getattr(one, "gradient_checkpointing", False):
-            return "gradient checkpointing is on"
-        if "forward" in one.__dict__:
-            return "its forward was replaced on the instance"
-        if layer_is_hooked(one):
-            return "hooks stand on its layer"
-    return None
-
-
-def layer_is_hooked(layer: nn.Module) -> bool:
-    """Whether anybody but transformers, which records outputs and changes none, listens to a layer."""
-    return bool(
-        layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or any(getattr(hook, "__module__", None) != _CAPTURING for hook in layer._forward_hooks.values())
     )

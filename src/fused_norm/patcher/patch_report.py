@@ -1,4 +1,4 @@
-"""What became of every site: values to test and to store, and a table to read."""
+"""The report on every site: values to test and to store, and a table to read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Cause = Literal["option", "owner", "formula"]
 
 @dataclass(frozen=True)
 class Site:
-    """One norm, or one residual add in front of a norm, and what became of it.
+    """One place in a model where something may be fused, and what became of it.
 
     Attributes:
-        path: the norm's name in the model, as in ``named_modules``; for a residual add, that of the norm it flows into
-            (of the layer, where its code could not be read).
-        kind: ``norm``, ``qk`` or ``residual``.
-        module: the class of the norm, or of the layer that adds.
+        path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
+            that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
+            attention.
+        kind: one of ``KINDS``.
+        module: the class of the norm; of the layer or attention for the kinds that fuse more than a norm.
         spec: what the norm computes; None where it was not recognised.
         reason: why it was kept as it was; None where it was fused.
-        cause: what kept it. ``option``: the caller's options. ``owner``: other code that has replaced or wrapped it.
-            ``formula``: it does not compute what is fused here.
+        cause: the source of that reason. ``option``: the caller's options. ``owner``: other code that has replaced or
+            wrapped it. ``formula``: it does not compute what is fused here.
     """
 
     path: str
@@ -38,7 +39,7 @@ class Site:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What ``apply_fused_norm`` did: one row for every site, fused or kept.
+    """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
     Attributes:
         model: the model's class.

@@ -1,4 +1,4 @@
-"""The source of a module's forward: read, checked to be what runs, and compiled again once it has been changed."""
+"""The source of a module's forward: read, compared with the code that runs, and compiled again after a change."""
 
 from __future__ import annotations
 import __future__
@@ -20,7 +20,11 @@ class SourceError(Exception):
 
 
 def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType]:
-    """The definition of the layer's forward, and the function that it defines, without decorators."""
+    """The definition of the layer's forward, and the function that it defines, without decorators.
+
+    Raises:
+        SourceError: where the source cannot be read, or is not the code that runs.
+    """
     function, wrappers = _unwrap(layer.forward)
     if function.__code__.co_freevars:
         raise SourceError(f"its forward closes over {', '.join(function.__code__.co_freevars)}")
@@ -74,14 +78,14 @@ def _decorators_of(
 
 
 def _first_line(node: ast.AST) -> int | None:
-    """The line a function's code starts at: that of its first decorator, if it has one."""
+    """The line where a function's code starts: that of its first decorator, if it has one."""
     if not isinstance(node, ast.FunctionDef):
         return None
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _module_of(decorator: ast.expr, function: FunctionType) -> str | None:
-    """Where the wrappers that a decorator makes come from: the module that defines the decorator."""
+    """The name of the module that defines a decorator, and so the wrappers it makes."""
     name = decorator.func if isinstance(decorator, ast.Call) else decorator
     try:
         value = eval(compile(ast.Expression(name), "<decorator>", "eval"), function.__globals__)
@@ -106,7 +110,7 @@ def _unwrap(forward: Any) -> tuple[FunctionType, list[FunctionType]]:
 
 
 def self_name(function: FunctionType) -> str:
-    """What the function calls its instance."""
+    """The name of the function's first argument, its instance."""
     return function.__code__.co_varnames[0]
 
 
@@ -123,7 +127,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _same_code(one: CodeType, other: CodeType) -> bool:
-    """Whether one is the other, compiled again."""
+    """Return whether two code objects were compiled from the same source."""
 
     def facts(code: CodeType) -> tuple[Any, ...]:
         constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]

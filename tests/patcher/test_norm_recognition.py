@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fused_norm.model_configs import FAMILIES, build
-from fused_norm.patcher.probe import UnrecognisedError, looks_like_norm, recognise
+from fused_norm.patcher.norm_recognition import UnrecognisedError, looks_like_norm, recognise
 from fused_norm.spec import NormSpec
 
 

@@ -1,4 +1,4 @@
-"""Recognising a norm by what it computes.
+"""The recognition of a norm by what it computes.
 
 A shadow of the module (same class, same attributes, small random CPU weight in place of the real one, which is never
 read: it may be on meta, sharded or offloaded) is run against the reference formulas, bit for bit, over pairs of input
@@ -31,7 +31,7 @@ _INVERSE_ROOTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda value: value.pow(-0.5),
     lambda value: 1.0 / value.sqrt(),
 )
-"""Ways modelling code spells ``v ** -0.5``: the same meaning, another last place in fp32."""
+"""Spellings of ``v ** -0.5`` in modelling code, which differ in the last place of an fp32."""
 
 
 class UnrecognisedError(Exception):
@@ -40,7 +40,7 @@ class UnrecognisedError(Exception):
 
 @dataclass(frozen=True)
 class Recognised:
-    """A norm's meaning, and the attribute its eps is read from."""
+    """The meaning of a norm, and the attribute that holds its eps."""
 
     spec: NormSpec
     eps_name: str
@@ -50,7 +50,7 @@ _outcomes: dict[Any, Recognised | str] = {}
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """Whether a module belongs in the report: it is called a norm, or holds one 1-D weight and an eps, as norms do."""
+    """Return whether a module is called a norm, or holds one weight and an eps, as norms do; it gets a row then."""
     if "norm" in type(module).__name__.lower():
         return True
     weights = list(module._parameters)
@@ -59,17 +59,17 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def recognise(module: nn.Module) -> Recognised:
-    """The one meaning that ``module`` has.
+    """Return the formula that ``module`` computes.
 
     Raises:
-        UnrecognisedError: where it has none of those known, or cannot be told.
+        UnrecognisedError: where it computes none of those known here, or cannot be run to find out.
     """
     weighted = _check_structure(module)
     key = _cache_key(module, weighted)
     outcome = None if key is None else _outcomes.get(key)
     if outcome is None:
         try:
-            outcome = _probe(module, weighted)
+            outcome = _compare_with_formulas(module, weighted)
         except UnrecognisedError as error:
             outcome = str(error)
         if key is not None:
@@ -80,7 +80,7 @@ def recognise(module: nn.Module) -> Recognised:
 
 
 def _cache_key(module: nn.Module, weighted: bool) -> Any:
-    """What decides a probe: the class, its forward, and plain attributes; None where there are others."""
+    """The key under which the outcome is kept for equal modules; None where an attribute cannot be compared."""
     attributes = _own_attributes(module)
     if not all(isinstance(value, (int, float, str, tuple, type(None), torch.dtype)) for value in attributes.values()):
         return None
@@ -93,12 +93,12 @@ def _cache_key(module: nn.Module, weighted: bool) -> Any:
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The instance's attributes that are not every module's: no parameters, hooks, training flag or bound forward."""
+    """The instance's attributes without those that every module has: parameters, hooks, training flag, forward."""
     inherited = vars(nn.Module())
     return {name: value for name, value in vars(module).items() if name not in inherited and name != "forward"}
 
 
-def _probe(module: nn.Module, weighted: bool) -> Recognised:
+def _compare_with_formulas(module: nn.Module, weighted: bool) -> Recognised:
     matches: dict[NormSpec, str] = {}
     names = [name for name, value in vars(module).items() if isinstance(value, float)]
     if not names:
@@ -116,7 +116,7 @@ def _probe(module: nn.Module, weighted: bool) -> Recognised:
 
 
 def _check_structure(module: nn.Module) -> bool:
-    """Whether there is a weight. Raises UnrecognisedError for what a plain RMSNorm does not have."""
+    """Return whether there is a weight; raise UnrecognisedError for anything that a plain RMSNorm does not have."""
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         raise UnrecognisedError(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
     if module._modules:
@@ -160,7 +160,7 @@ def _candidates(weighted: bool, eps: float) -> Iterator[NormSpec]:
 
 
 def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
+    """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
     width = _width(module)
     changed = replace(spec, eps=_OTHER_EPS)
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
@@ -183,7 +183,7 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Call
 
 
 def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Rows that tell formulas apart (plain, tiny so that eps counts, large, zero) and weights that are not one."""
+    """Inputs and weights that tell formulas apart: plain, tiny (so that eps counts), large and zero rows."""
     generator = torch.Generator().manual_seed(0)
     rows = max(8, 2048 // max(width, 1))
     scale = torch.tensor([1.0, 1e-3, 16.0, 0.0]).repeat(rows // 4)[:, None]
@@ -194,7 +194,7 @@ def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None
 
 
 def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
-    """The module again without its tensors, hooks and instance forward, and with a weight and an eps of ours."""
+    """A copy of the module without its tensors, hooks and instance forward, with this weight and this eps."""
     shadow: nn.Module = object.__new__(type(module))
     nn.Module.__init__(shadow)
     vars(shadow).update(_own_attributes(module))

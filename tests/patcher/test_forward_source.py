@@ -10,8 +10,8 @@ import traceback
 import pytest
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fused_norm.patcher.rewrite import patterns_of, rewritten_forward
-from fused_norm.patcher.source import SourceError
+from fused_norm.patcher.forward_rewrite import patterns_of, rewritten_forward
+from fused_norm.patcher.forward_source import SourceError
 
 from .forwards import Recorder, everything, run
 
@@ -56,7 +56,7 @@ def test_a_wrapper_that_the_source_shows_is_kept() -> None:
 
     assert rewritten_forward(Shown, everything(Shown)).__wrapped__.__code__.co_name == "forward"
     assert run(Shown, 2.0, 3.0) == ["add norm None 1"]
-    with pytest.raises(SourceError, match=r"wrapped by .*test_source, which its source does not show"):
+    with pytest.raises(SourceError, match=r"wrapped by .*test_forward_source, which its source does not show"):
         patterns_of(Decorated)
 
 

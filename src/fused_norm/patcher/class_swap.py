@@ -1,4 +1,4 @@
-"""The classes put on instances, and how an instance changes into one and back.
+"""The fused classes, and the change of an instance's class into one of them and back.
 
 A fused class derives from the instance's own class and keeps its names, so ``isinstance``, FSDP's auto-wrap policies,
 device maps and weight initialisation, which all go by class or by name, see what they saw before.
@@ -14,17 +14,15 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError, NormSpec
-from .ahead import Successor
-from .blocks import FusedBlock
-from .rewrite import Rewrite, rewritten_forward, rotations_of
-from .runtime import FusedNorm
+from .forward_rewrite import Rewrite, rewritten_forward, rotations_of
+from .fused_block import FusedBlock
+from .fused_norm_module import FusedNorm
 
 _POPPED = "_fused_norm_popped_forward"
-SUCCESSOR = "fused_norm_successor"
 
 
 class _NoHubKernel:
-    """Hides ``kernel_layer_name``, by which a hub kernel would be bound over a fused forward."""
+    """A descriptor that hides ``kernel_layer_name``: transformers would bind a kernel from the hub over the forward."""
 
     def __get__(self, instance: object, owner: type | None = None) -> str:
         raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
@@ -32,7 +30,7 @@ class _NoHubKernel:
 
 @cache
 def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Module]:
-    """The fused class for norms of class ``origin`` with this meaning."""
+    """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``."""
     return _derive(
         FusedNorm,
         origin,
@@ -45,7 +43,7 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Modu
 
 @cache
 def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
-    """The class for modules of class ``origin`` with these patterns of their forward fused.
+    """The fused class for modules of class ``origin``, with these rewrites of their forward.
 
     Raises:
         SourceError: where the forward cannot be rewritten.
@@ -83,7 +81,7 @@ def _rebuild(make: Callable[..., type], origin: type, arguments: tuple[Any, ...]
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """What else has replaced ``forward`` on this instance, or None where a change of class takes effect."""
+    """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
     forward = vars(module).get("forward")
     if forward is None or _is_bound(forward, module):
         return None
@@ -94,16 +92,10 @@ def foreign_forward(module: nn.Module) -> str | None:
     return f"its forward was replaced on the instance, by {getattr(function, '__module__', '?')}.{name}"
 
 
-def change_class(module: nn.Module, new: type[nn.Module], successor: Successor | None = None) -> Callable[[], None]:
-    """Gives ``module`` another class, under a bound forward it may have, and returns what puts everything back.
-
-    ``successor``: of a layer whose last add is fused with the next norm.
-    """
+def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
+    """Give ``module`` another class, and return a function that puts class and attributes back."""
     old, attributes = type(module), dict(vars(module))
     _rebind(module, new)
-    vars(module).pop(SUCCESSOR, None)
-    if successor is not None:
-        vars(module)[SUCCESSOR] = successor
 
     def undo() -> None:
         module.__class__ = old
@@ -114,7 +106,7 @@ def change_class(module: nn.Module, new: type[nn.Module], successor: Successor |
 
 
 def built_upon(module: FusedNorm | FusedBlock) -> bool:
-    """Whether other code has derived a class of its own from the fused one, as FSDP does when it shards."""
+    """Return whether other code has derived a class of its own from the fused one, as FSDP does when it shards."""
     return "fused_norm_origin" not in vars(type(module))
 
 
@@ -134,7 +126,11 @@ def origin_of(module: FusedNorm | FusedBlock) -> type[nn.Module]:
 
 
 def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
-    """The change itself: a bound forward of the old class is dropped (and kept in mind), accelerate's is renewed."""
+    """Change the class, and with it the bound forwards of the old class that the instance holds.
+
+    transformers 4 leaves one in ``forward``: it is dropped, and put back when the class changes back. accelerate calls
+    the one in ``_old_forward``, which is made anew.
+    """
     attributes = vars(module)
     bound = _is_bound(attributes.get("forward"), module)
     kept_by_accelerate = _is_bound(attributes.get("_old_forward"), module)
@@ -151,7 +147,7 @@ def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
 
 
 def _is_bound(forward: Any, module: nn.Module) -> bool:
-    """Whether ``forward`` is the class's own, bound to the instance, so that dropping it changes nothing."""
+    """Return whether ``forward`` is the class's own, bound to the instance, so that dropping it changes nothing."""
     return (
         isinstance(forward, MethodType)
         and forward.__self__ is module

@@ -1,4 +1,4 @@
-"""Models of the table, built the same way every time."""
+"""Models with random weights, above all the tiny ones of the table, built the same way every time."""
 
 from __future__ import annotations
 

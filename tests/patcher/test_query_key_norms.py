@@ -1,4 +1,4 @@
-"""The norms of q and k wait for each other, and for the rotation, only where nobody reads them in between."""
+"""The norms of q and k are computed together, and with the rotation, only where nobody reads them in between."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from fused_norm.patcher.heads import QK_NAME, HeadsRewrite
-from fused_norm.patcher.heads import Heads as Found
-from fused_norm.patcher.rewrite import patterns_of
+from fused_norm.patcher.forward_rewrite import patterns_of
+from fused_norm.patcher.query_key_norms import QK_NAME, Pair, PairRewrite
 
 from .forwards import Heads, Recorder, rotate, run
 
-ROTATED = ["free q_norm k_norm", "rotated"]
-TOGETHER = ["free q_norm k_norm", "heads"]
+ROTATED = ["may postpone q_norm k_norm", "rotated"]
+TOGETHER = ["may postpone q_norm k_norm", "pair"]
 
 
 class Qwen3(Recorder):
@@ -143,7 +142,7 @@ class WritesBeforeTheRotation(Recorder):
     [
         (Qwen3, "rotate", ROTATED),
         (Gemma3, "rotate", ROTATED),
-        (KeyFirst, None, ["free k_norm q_norm", "heads"]),
+        (KeyFirst, None, ["may postpone k_norm q_norm", "pair"]),
         (Exaone4, None, TOGETHER),
         (Glm4Moe, None, TOGETHER),
         (HunYuan, None, TOGETHER),
@@ -156,15 +155,15 @@ class WritesBeforeTheRotation(Recorder):
         (WritesBeforeTheRotation, None, TOGETHER),
     ],
 )
-@pytest.mark.parametrize("free", [True, False])
-def test_both_norms_become_one_call_and_every_value_stays(attention, rotation, calls, free: bool) -> None:
-    (found,) = patterns_of(attention).heads
+@pytest.mark.parametrize("may_postpone", [True, False])
+def test_both_norms_become_one_call_and_every_value_stays(attention, rotation, calls, may_postpone: bool) -> None:
+    (found,) = patterns_of(attention).pairs
     assert found.rotate == rotation
-    assert run(attention, Heads(2), Heads(3), (5, 7), free=free) == calls
+    assert run(attention, Heads(2), Heads(3), (5, 7), may_postpone=may_postpone) == calls
 
 
 def test_norms_can_be_made_together_without_the_rotation() -> None:
-    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(HeadsRewrite(0, False),)) == TOGETHER
+    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(PairRewrite(0, False),)) == TOGETHER
 
 
 class ReadsBetween(Recorder):
@@ -229,24 +228,24 @@ class InTwoBranches(Recorder):
     [ReadsBetween, ReadsInTheSecond, WritesBetween, OnlyOne, Unpacked, ElsewhereTransposed, InTwoBranches],
 )
 def test_what_only_resembles_a_pair_is_left_alone(attention) -> None:
-    assert patterns_of(attention).heads == ()
+    assert patterns_of(attention).pairs == ()
     assert run(attention, Heads(2), Heads(3)) == []
 
 
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [
-        (Qwen3Attention, Found("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Gemma3Attention, Found("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Qwen3NextAttention, Found("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Exaone4Attention, Found("q_norm", "k_norm", None)),
-        (Glm4MoeAttention, Found("q_norm", "k_norm", None)),
-        (HunYuanDenseV1Attention, Found("query_layernorm", "key_layernorm", None)),
+        (Qwen3Attention, Pair("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Gemma3Attention, Pair("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Qwen3NextAttention, Pair("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Exaone4Attention, Pair("q_norm", "k_norm", None)),
+        (Glm4MoeAttention, Pair("q_norm", "k_norm", None)),
+        (HunYuanDenseV1Attention, Pair("query_layernorm", "key_layernorm", None)),
         (Gemma3nTextAttention, None),
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    assert patterns_of(attention).heads == (() if expected is None else (expected,))
+    assert patterns_of(attention).pairs == (() if expected is None else (expected,))
 
 
 def test_names_of_q_and_k_norms() -> None:

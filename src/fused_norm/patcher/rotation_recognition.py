@@ -1,4 +1,4 @@
-"""Recognising a rotary embedding by what it computes, as norms are recognised: bit for bit, over pairs of dtypes."""
+"""The recognition of a rotary embedding by what it computes, bit for bit, over pairs of dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference
-from .probe import UnrecognisedError
+from .norm_recognition import UnrecognisedError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
@@ -25,9 +25,9 @@ class Rotation:
     """A function ``rotate(q, k, cos, sin, unsqueeze_dim=1)`` that makes the half rotation.
 
     Attributes:
-        function: itself.
-        dtypes: of the heads and of cos and sin: the pairs for which it rounds as the half rotation does.
-        partial: whether it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
+        function: the function.
+        dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
+        partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
     """
 
     function: Callable[..., Any]
@@ -36,7 +36,7 @@ class Rotation:
 
 
 def recognise_rotation(function: Any) -> Rotation:
-    """What a rotary embedding can be replaced for.
+    """Return what is known of a rotary embedding that computes the half rotation.
 
     Raises:
         UnrecognisedError: where it is another function than the half rotation.

@@ -1,0 +1,126 @@
+"""The options of ``apply_fused_norm``: what to fuse and where. The command line makes its flags from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from .spec import Kind
+
+ModuleFilter = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An option that switches one kind of site on or off.
+
+    Attributes:
+        option: its name, as in ``FuseOptions``.
+        kind: of the sites.
+        what: is fused at such a site, in words.
+        follows: the option whose value it takes when it is None; without one, None is on.
+    """
+
+    option: str
+    kind: Kind
+    what: str
+    follows: str | None
+
+
+def _switch(kind: Kind, what: str, follows: str | None = None) -> Any:
+    return field(default=None, metadata={"kind": kind, "what": what, "follows": follows})
+
+
+@dataclass(frozen=True)
+class FuseOptions:
+    """The options of ``apply_fused_norm``, checked when made.
+
+    Attributes:
+        norms: fuse the RMSNorms that are not q or k norms. None is on.
+        qk: fuse the norms of queries and keys. None is on.
+        rope: compute the norms of queries and keys together with the rotary embedding after them. None follows ``qk``.
+        residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
+        sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
+        modules: which sites may be fused, by the path of the norm in the model: a shell-style pattern
+            (``"model.layers.*.input_layernorm"``), several of them, or a function of path and module. None is all.
+        strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
+
+    Raises:
+        TypeError: for a value of another type.
+        ValueError: for options that contradict each other or leave nothing to do.
+    """
+
+    norms: bool | None = _switch("norm", "RMSNorms")
+    qk: bool | None = _switch("qk", "norms of the queries and keys")
+    rope: bool | None = _switch("rope", "these together with the rotary embedding after them", follows="qk")
+    residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
+    sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
+    modules: ModuleFilter | None = None
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        for switch in SWITCHES.values():
+            value = getattr(self, switch.option)
+            if not isinstance(value, (bool, type(None))):
+                raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict must be True or False, not {self.strict!r}")
+        for switch in SWITCHES.values():
+            needed = _first_followed(switch)
+            if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:
+                raise ValueError(f"{switch.option}=True needs {needed.option}, which is False")
+        independent = [switch for switch in SWITCHES.values() if switch.follows is None]
+        if not any(self.wants(switch.kind) for switch in independent):
+            choices = " and ".join(f"{switch.option}=False" for switch in independent)
+            raise ValueError(f"{choices} leave nothing to fuse")
+        if self.modules is not None and not callable(self.modules):
+            patterns = self.modules if isinstance(self.modules, Sequence) else ()
+            if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+                raise TypeError(f"modules must be a pattern, patterns or a function, not {self.modules!r}")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of ``modules``; empty where it is a function or None."""
+        if self.modules is None or callable(self.modules):
+            return ()
+        return (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
+
+    def wants(self, kind: Kind) -> bool:
+        """Return whether sites of this kind are to be fused."""
+        return getattr(self, self._decisive(kind)) is not False
+
+    def because(self, kind: Kind) -> str:
+        """The option that leaves sites of this kind out, as the caller wrote it."""
+        return f"{self._decisive(kind)}=False"
+
+    def selects(self, path: str, module: nn.Module) -> bool:
+        """Return whether ``modules`` admits the norm at ``path``."""
+        if self.modules is None:
+            return True
+        if callable(self.modules):
+            return bool(self.modules(path, module))
+        return any(fnmatchcase(path, pattern) for pattern in self.patterns)
+
+    def _decisive(self, kind: Kind) -> str:
+        """The option that decides for sites of this kind: their own, or the one it follows where that is None."""
+        option = next(switch.option for switch in SWITCHES.values() if switch.kind == kind)
+        while getattr(self, option) is None and (follows := SWITCHES[option].follows) is not None:
+            option = follows
+        return option
+
+
+SWITCHES: Mapping[str, Switch] = MappingProxyType(
+    {one.name: Switch(one.name, **one.metadata) for one in fields(FuseOptions) if one.metadata}
+)
+"""The options that switch a kind of site, by name."""
+
+
+def _first_followed(switch: Switch) -> Switch:
+    while switch.follows is not None:
+        switch = SWITCHES[switch.follows]
+    return switch
