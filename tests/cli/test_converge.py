@@ -9,7 +9,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from fused_norm.cli import converge, main
+from fused_norm.cli import converge_command as converge
+from fused_norm.cli import main
 from fused_norm.convergence import plan, suite
 from fused_norm.model_configs import build, tiny_config
 

@@ -122,7 +122,7 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
     from accelerate import PartialState
 
     from ..convergence import data, plan, subject, suite
-    from .env import environment
+    from .env_command import environment
 
     if unknown := [name for name in args.family if name not in FAMILIES]:
         raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")

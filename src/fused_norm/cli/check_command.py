@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     device = interpret_without_gpu(args.device)
     # After the line above, because these import the kernels.
     options = fuse_options(args, strict=True)
-    from ..convergence import equality
+    from ..check.against_float64 import UncheckableError, check_step
 
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     source = _find(args.model)
@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = source.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (args.batch, args.seq), generator=generator).to(device)
     try:
-        result = equality.compare(
+        result = check_step(
             model,
             tokens,
             truth=getattr(torch, args.truth) if args.truth else None,
             options=options,
             progress=lambda steps: tqdm(steps, desc="forward and backward", unit="pass", disable=None),
         )
-    except (FusedNormError, equality.ComparisonError) as error:
+    except (FusedNormError, UncheckableError) as error:
         raise UsageError(error) from error
     if args.json:
         print(result.to_json())
