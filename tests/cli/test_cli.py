@@ -20,6 +20,7 @@ import fused_norm
 from fused_norm.check import against_float64
 from fused_norm.cli import main
 from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.spec import KINDS
 
 SITES = FAMILIES["qwen3"].sites()
 SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['rope']} rope, {SITES['residual']} residual"
@@ -339,11 +340,21 @@ def test_env_says_what_a_bug_report_needs():
     assert facts["kernels run in"]
 
 
-def test_demo_is_mounted(capsys):
+@pytest.mark.parametrize(("command", "folder"), [("converge", "converge"), ("demo", "demo")])
+def test_help_of_training_commands_names_the_tiers_and_the_folder(command, folder, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["demo", "--help"])
+        main([command, "--help"])
     assert end.value.code == 0
-    assert "--family" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "{demo,quick,full}" in said
+    assert f"folder of results, report ({folder})" in said
+
+
+def test_every_option_of_the_patcher_that_chooses_sites_is_an_option_of_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["inspect", "--help"])
+    said = capsys.readouterr().out
+    assert all(f"--no-{'norms' if kind == 'norm' else kind}" in said for kind in KINDS)
 
 
 @pytest.mark.skipif(shutil.which("fused-norm") is None, reason="the package is not installed, only on the path")

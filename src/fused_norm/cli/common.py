@@ -1,4 +1,4 @@
-"""What several commands need: options, the choice of a device, and finding the model somebody named."""
+"""Parts that several commands share: options, the choice of a device, and finding the model somebody named."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ class UsageError(Exception):
         super().__init__(" ".join(str(message).split()))
 
 
-_CHOICES = {
+_FUSE_OPTIONS = {
     "norms": "RMSNorms",
     "qk": "norms of the queries and keys",
     "rope": "these with the rotary embedding after them; follows --qk",
     "residual": "residual add + norm; follows --norms",
     "sandwich": "the norm of a branch + its add; follows --residual",
-    "across": "the add that ends a layer + the next layer's norm; follows --residual",
 }
 
 
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each choice of ``apply_fused_norm``, with its ``--no-`` form."""
-    for choice, what in _CHOICES.items():
-        parser.add_argument(f"--{choice}", action=argparse.BooleanOptionalAction, default=None, help=f"fuse {what}")
+    """Add an option for each of those of ``apply_fused_norm`` that choose sites, with its ``--no-`` form."""
+    for option, what in _FUSE_OPTIONS.items():
+        parser.add_argument(f"--{option}", action=argparse.BooleanOptionalAction, default=None, help=f"fuse {what}")
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
@@ -49,7 +48,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
     from ..patcher import FuseOptions
 
     try:
-        return FuseOptions(**{choice: getattr(args, choice) for choice in _CHOICES}, strict=strict)
+        return FuseOptions(**{option: getattr(args, option) for option in _FUSE_OPTIONS}, strict=strict)
     except ValueError as error:
         raise UsageError(error) from error
 
@@ -78,7 +77,7 @@ def interpret_without_gpu(device: str | None = None) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """What computes the fused operators on ``device``, in words."""
+    """The code that computes the fused operators on ``device``, in words."""
     if device.type != "cpu":
         import torch
 
@@ -137,6 +136,26 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     if path.is_dir() and not any(True for pattern in ("*.safetensors", "*.bin") for _ in path.glob(pattern)):
         return Source(config, None, f"the config in {name}")
     return Source(config, name, name)
+
+
+def refuse_unless_causal_lm(source: Source) -> None:
+    """Check that the model is a causal language model.
+
+    Raises:
+        UsageError: it is not.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"{source.description} is no causal language model ({source.config.model_type})")
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def take_layers(config: Any, layers: int) -> None:

@@ -1,9 +1,16 @@
-"""``fused-norm demo``: tiny models trained stock and fused, and both curves drawn."""
+"""``fused-norm demo``: the demo tier of ``fused-norm converge``."""
 
-from .common import interpret_without_gpu
+from __future__ import annotations
 
-interpret_without_gpu()
+import argparse
+from pathlib import Path
 
-from ..convergence.demo import add_arguments, run  # noqa: E402
+from . import converge_command
+from .converge_command import run
 
 __all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    converge_command.add_arguments(parser)
+    parser.set_defaults(tier="demo", out=Path("demo"))

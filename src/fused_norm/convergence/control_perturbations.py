@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..patcher import Site
 from ..spec import NormSpec
-from .plan import NORM_KINDS
-from .training import TrainingOptions
+from .comparison import NORM_KINDS
+from .plan import TrainingOptions
 
 
 def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None:
@@ -34,11 +34,11 @@ def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None
     for site in sites:
         if site.kind in NORM_KINDS and site.spec is not None:
             norm: Any = model.get_submodule(site.path)
-            norm.forward = _Reordered(norm, site.spec, generator)
+            norm.forward = _ReorderedNorm(norm, site.spec, generator)
 
 
-class _Reordered:
-    """The forward of one norm."""
+class _ReorderedNorm:
+    """The stock forward of one norm, with the elements of each row in another order."""
 
     def __init__(self, norm: Any, spec: NormSpec, generator: torch.Generator) -> None:
         self._norm, self._spec = norm, spec
