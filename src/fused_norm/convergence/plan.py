@@ -97,7 +97,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         "demo": Tier(
             "curves of three families in a minute",
             Settings(
-                TrainingOptions(steps=24, batch_size=2, learning_rate=1e-3, warmup_steps=4),
+                TrainingOptions(steps=20, batch_size=2, learning_rate=1e-3, warmup_steps=4),
                 length=32,
             ),
             families=("qwen3", "llama", "gemma"),
