@@ -54,8 +54,9 @@ def has_curves(result: ComparisonResult) -> bool:
 
 
 def curves_svg(result: ComparisonResult) -> str:
-    """The three charts of a comparison as one ``svg`` element, without a background, with text in the page's font."""
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": result.comparison.name, "font.size": 8}
+    """The three charts of a comparison as one ``svg`` element, without a background."""
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": result.comparison.name}
+    style |= {"font.size": 8, "font.sans-serif": ["DejaVu Sans"]}  # a longer list would stand at every word
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _TEXT)
     with rc_context(style):
         figure = Figure(figsize=(3.4, 5.6), layout="constrained")
