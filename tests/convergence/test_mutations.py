@@ -5,7 +5,7 @@ import torch
 
 from fused_norm import apply_fused_norm
 from fused_norm.convergence.comparison import NORM_KINDS
-from fused_norm.convergence.mutations import MUTATIONS, NormInput, fault_in_place, path_for
+from fused_norm.convergence.mutations import MUTATIONS, NormInput, path_for_fault, planted_fault
 from fused_norm.model_configs import build
 
 
@@ -29,11 +29,11 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(name, 
     model, sites, before = fused
     norms = {site.path for site in sites if site.kind in NORM_KINDS}
     inputs = dict.fromkeys(norms, NormInput(torch.bfloat16, mean_square=1e-4, eps=1e-6))
-    path = path_for(MUTATIONS[name], sites, inputs)
+    path = path_for_fault(MUTATIONS[name], sites, inputs)
     expected = {"residual": "pre_feedforward_layernorm", "rotation": "self_attn"}
     assert path == f"model.layers.2.{expected.get(name, 'post_feedforward_layernorm')}"
     attributes = dict(vars(model.get_submodule(path)))
-    with fault_in_place(MUTATIONS[name], model, path) as fault:
+    with planted_fault(MUTATIONS[name], model, path) as fault:
         during = gradients(model)
     assert fault.runs > 0
     assert any(not torch.equal(during[key], before[key]) for key in before)
@@ -46,7 +46,7 @@ def test_a_fault_that_nothing_can_show_has_no_site(fused):
     _, sites, _ = fused
     paths = [site.path for site in sites]
     loud = dict.fromkeys(paths, NormInput(torch.bfloat16, mean_square=100.0, eps=1e-6))
-    assert path_for(MUTATIONS["eps"], sites, loud) is None
+    assert path_for_fault(MUTATIONS["eps"], sites, loud) is None
     exact = dict.fromkeys(paths, NormInput(torch.float32, mean_square=1e-4, eps=1e-6))
-    assert path_for(MUTATIONS["casting"], sites, exact) is None
-    assert path_for(MUTATIONS["eps"], sites, exact)
+    assert path_for_fault(MUTATIONS["casting"], sites, exact) is None
+    assert path_for_fault(MUTATIONS["eps"], sites, exact)

@@ -32,7 +32,7 @@ class PlantedFault:
 
     Attributes:
         path: of the norm, or of the attention, that has it.
-        runs: how often it has had its effect.
+        runs: number of times that it has had its effect.
     """
 
     path: str
@@ -44,9 +44,9 @@ class NormInput:
     """The input of one norm in the stock run, which decides the faults that can show in it.
 
     Attributes:
-        dtype: of its input.
-        mean_square: the median over rows of its input.
-        eps: its own.
+        dtype: of the input.
+        mean_square: of a row, the median over rows.
+        eps: of the norm.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Mutation:
 
 
 @contextlib.contextmanager
-def fault_in_place(mutation: Mutation, model: nn.Module, path: str) -> Iterator[PlantedFault]:
+def planted_fault(mutation: Mutation, model: nn.Module, path: str) -> Iterator[PlantedFault]:
     """Plant the fault in the module at ``path`` for the length of a ``with``."""
     state = PlantedFault(path)
     remove = mutation.plant(model, state)
@@ -86,7 +86,7 @@ def fault_in_place(mutation: Mutation, model: nn.Module, path: str) -> Iterator[
         remove()
 
 
-def path_for(mutation: Mutation, fused: Iterable[Site], inputs: Mapping[str, NormInput]) -> str | None:
+def path_for_fault(mutation: Mutation, fused: Iterable[Site], inputs: Mapping[str, NormInput]) -> str | None:
     """The module to plant a fault in: the last fused site in the layers that can show it; None where none can.
 
     Args:

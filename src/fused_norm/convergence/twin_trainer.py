@@ -15,7 +15,7 @@ from ..spec import KINDS, FusedNormError
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, fuse_options
 from .control_perturbations import regroup, reorder_norms
 from .model_recipe import ModelRecipe, set_up_execution
-from .mutations import MUTATIONS, SOUND, NormInput, PlantedFault, fault_in_place, path_for
+from .mutations import MUTATIONS, SOUND, NormInput, PlantedFault, path_for_fault, planted_fault
 from .plan import Settings, TrainingOptions
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_probe import probe_step, rerun_norms
@@ -110,10 +110,10 @@ class TwinTrainer:
                 yield report.fused
                 return
             mutation = MUTATIONS[comparison.mutation]
-            path = path_for(mutation, report.fused, _norm_inputs(stock, report.fused))
+            path = path_for_fault(mutation, report.fused, _norm_inputs(stock, report.fused))
             if path is None:
                 raise InvisibleFaultError(mutation.hidden or "nothing of the kind is fused here")
-            with fault_in_place(mutation, model, path) as fault:
+            with planted_fault(mutation, model, path) as fault:
                 faults.append(fault)
                 yield report.fused
 
