@@ -1,4 +1,4 @@
-"""What is within the noise is green, each thing that leaves it red, a comparison that says nothing invalid."""
+"""A run within the noise is green, one that leaves it anywhere is red, a comparison that says nothing is invalid."""
 
 import dataclasses
 import math

@@ -16,13 +16,13 @@ from .twin_trainer import InvisibleFaultError, TwinTrainer
 
 
 class Progress(Protocol):
-    """Is told of every run and every result while a plan runs."""
+    """Receives every run and every result while a plan runs."""
 
     def run(self, name: str, steps: int) -> Callable[[int, float], object]:
-        """A training run begins; what is returned is called after each step with its index and loss."""
+        """Called when a training run begins; returns what is to be called after each step with its index and loss."""
 
     def done(self, result: ComparisonResult, *, kept: bool) -> object:
-        """A comparison has its result: from this run, or ``kept`` from an earlier one."""
+        """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
 
 
 def run_plan(plan: Plan, store: ResultStore | None, progress: Progress) -> Iterator[ComparisonResult]:

@@ -182,7 +182,7 @@ class _GpuPeak:
 class SavedForBackward:
     """Counts the bytes that autograd keeps for the backward pass in the first forward, without the parameters.
 
-    Each storage counts once. Later forwards run without the hook, which would change what they cost.
+    Each storage counts once. Later forwards run without the hook, as they would in any other training.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -36,7 +36,7 @@ turn fewer than one rounding in a thousand; a cast in the wrong place turns one 
 
 
 MULTIPLE = 3.0
-"""How many times the noise floor a fused run may be off: what was measured, 2.9 at most, and no more."""
+"""The multiple of the noise floor that a fused run may be off: what was measured, 2.9 at most, and no more."""
 
 
 @dataclass(frozen=True)
