@@ -10,7 +10,7 @@ from fused_norm.convergence.comparison import (
     PRECISIONS,
     by_baseline,
     features_of,
-    fuse_options,
+    options_for_feature,
 )
 from fused_norm.convergence.mutations import MUTATIONS, SOUND
 from fused_norm.convergence.plan import TIERS, comparisons_of, with_mutations
@@ -52,7 +52,7 @@ def test_a_model_runs_no_feature_twice():
 
 def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others():
     for feature, kinds in FEATURES.items():
-        options = FuseOptions(**fuse_options(feature))
+        options = FuseOptions(**options_for_feature(feature))
         assert {kind for kind in KINDS if options.wants(kind)} == kinds
 
 

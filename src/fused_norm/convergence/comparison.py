@@ -88,7 +88,7 @@ class Comparison:
         return replace(self, feature="all", mutation=None)
 
 
-def fuse_options(feature: str) -> dict[str, Any]:
+def options_for_feature(feature: str) -> dict[str, Any]:
     """The options of ``apply_fused_norm`` that fuse the kinds of sites in ``feature`` and no others."""
     return {kind: False for kind in KINDS if kind not in FEATURES[feature]}
 

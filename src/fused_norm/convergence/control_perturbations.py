@@ -23,7 +23,7 @@ from .plan import TrainingOptions
 
 
 def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None:
-    """Makes the stock norms at ``sites`` compute in another order, on the instances.
+    """Make the stock norms at ``sites`` compute in another order, on the instances.
 
     Args:
         model: not patched.
@@ -85,7 +85,7 @@ class _RoundedAtRandom(torch.autograd.Function):
 def regroup(
     sequences: Tensor, options: TrainingOptions, *, processes: int, seed: int
 ) -> tuple[Tensor, TrainingOptions]:
-    """The same sequences in each step, in another order and in twice or half as many micro-batches.
+    """Put the same sequences in each step, in another order and in twice or half as many micro-batches.
 
     Args:
         sequences: (steps * batch_size * processes or more, length), in training order.

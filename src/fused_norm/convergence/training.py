@@ -62,7 +62,7 @@ def train(
     on_gradients: Callable[[int, nn.Module], object] | None = None,
     on_end: Callable[[nn.Module], object] | None = None,
 ) -> TrainingResult:
-    """Trains a causal language model in place, on the device that ``accelerator`` picks.
+    """Train a causal language model in place, on the device that ``accelerator`` picks.
 
     Training ends early at a loss or gradient norm that is not finite, which is recorded.
 

@@ -1,4 +1,4 @@
-"""Trains one twin from its initial weights: the stock model, a control, or the fused model."""
+"""Training of one twin from its initial weights: the stock model, a control, or the fused model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
-from .comparison import NORM_KINDS, PRECISIONS, Comparison, fuse_options
+from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
 from .model_recipe import ModelRecipe, set_up_execution
 from .mutations import MUTATIONS, SOUND, NormInput, PlantedFault, path_for_fault, planted_fault
@@ -63,7 +63,7 @@ class TwinTrainer:
         return report.fused
 
     def train_stock(self, sites: Sequence[Site], *, on_step: OnStep | None = None) -> RunTensors:
-        """The run that all others are compared with.
+        """Train the stock model: the run that all others are compared with.
 
         Args:
             sites: all that can be fused; inputs and gradients of their norms are kept.
@@ -80,7 +80,7 @@ class TwinTrainer:
     def train_control(
         self, index: int, sites: Sequence[Site], stock: RunTensors, *, on_step: OnStep | None = None
     ) -> RunTensors:
-        """The stock model once more, harmlessly perturbed; another ``index`` is another perturbation."""
+        """Train the stock model once more, harmlessly perturbed; another ``index`` is another perturbation."""
         seed = 1 + index + 1000 * self.comparison.seed
         processes = accelerator_for(cpu=self.cpu).num_processes
         sequences, options = regroup(self.sequences, self.options, processes=processes, seed=seed)
@@ -95,7 +95,7 @@ class TwinTrainer:
     def train_fused(
         self, comparison: Comparison, stock: RunTensors, *, on_step: OnStep | None = None
     ) -> tuple[RunTensors, PlantedFault | None]:
-        """The fused model, with the comparison's feature and, if it has one, its fault.
+        """Train the fused model, with the comparison's feature and, if it has one, its fault.
 
         Raises:
             FusedNormError: as ``apply_fused_norm``.
@@ -105,7 +105,7 @@ class TwinTrainer:
 
         @contextlib.contextmanager
         def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
-            report = apply_fused_norm(model, **fuse_options(comparison.feature))
+            report = apply_fused_norm(model, **options_for_feature(comparison.feature))
             if comparison.mutation in (None, SOUND):
                 yield report.fused
                 return

@@ -1,4 +1,4 @@
-"""Red or green: pure functions from run records to a verdict.
+"""The verdict on a fused run, red or green, as a pure function of run records.
 
 A fused run may leave its stock run by ``multiple`` times what the worst control does, and ``floor`` roundings are
 granted besides, because a control can be lucky. Both are measured, in 105 comparisons (seven families, three
@@ -101,7 +101,7 @@ BY_NAME: Mapping[str, Measure] = {measure.name: measure for measure in MEASURES}
 
 
 @dataclass(frozen=True)
-class Check:
+class BoundCheck:
     """One number held to its bound.
 
     Attributes:
@@ -143,10 +143,10 @@ class Verdict:
 
     status: Status
     reasons: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[BoundCheck, ...]
     divergence: str | None = None
 
-    def worst(self, measure: str) -> Check | None:
+    def worst(self, measure: str) -> BoundCheck | None:
         """The check of this measure that takes most of its bound."""
         return max(
             (check for check in self.checks if check.measure == measure), key=lambda check: check.share, default=None
@@ -203,11 +203,11 @@ def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
 
 def _checks(
     precision: str, rounding: float, stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord
-) -> Iterator[Check]:
+) -> Iterator[BoundCheck]:
     if precision == "fp32":
         first = relative_gaps(fused.losses, stock.losses)[:FIRST_STEPS]
         noise = max(max(relative_gaps(control.losses, stock.losses)[:FIRST_STEPS]) for control in controls)
-        yield Check("first_losses", "", max(first), noise, FIRST_STEPS_BAR)
+        yield BoundCheck("first_losses", "", max(first), noise, FIRST_STEPS_BAR)
     for measure in MEASURES:
         values = _values(measure.name, fused, stock)
         floors = noise_floor([_values(measure.name, control, stock) for control in controls])
@@ -216,7 +216,7 @@ def _checks(
             # A norm in fp32 is held to fp32, whatever the model around it computes in.
             own = (stock.drift_roundings if measure.name == "drifts" else stock.roundings).get(where, rounding)
             granted = BITS_BAR if measure.name == "bits" else max(measure.floor * own, _LEAST.get(measure.name, 0.0))
-            yield Check(measure.name, where, value, noise, measure.multiple * noise + granted)
+            yield BoundCheck(measure.name, where, value, noise, measure.multiple * noise + granted)
 
 
 def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -266,7 +266,7 @@ def describe_measure(measure: str) -> str:
     return BY_NAME[measure].what if measure in BY_NAME else f"largest relative gap of the first {FIRST_STEPS} losses"
 
 
-def _reasons(failed: Sequence[Check]) -> Iterator[str]:
+def _reasons(failed: Sequence[BoundCheck]) -> Iterator[str]:
     for measure in dict.fromkeys(check.measure for check in failed):
         mine = [check for check in failed if check.measure == measure]
         worst = max(mine, key=lambda check: check.share)
@@ -275,7 +275,7 @@ def _reasons(failed: Sequence[Check]) -> Iterator[str]:
         yield f"{describe_measure(measure)}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
 
 
-def _divergence(failed: Sequence[Check], outputs: list[str]) -> str | None:
+def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
     """The layer where a red run leaves the stock run first: forward through the layers, then backward through them.
 
     A gradient that is wrong where it leaves a layer's output was made wrong in what comes after that output.
