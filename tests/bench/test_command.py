@@ -10,7 +10,8 @@ import torch
 
 from fused_norm.bench import models, providers
 from fused_norm.bench.results import Results
-from fused_norm.cli import bench, main
+from fused_norm.cli import bench_command as bench
+from fused_norm.cli import main
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """``fused-norm converge`` names what it cannot use, keeps what it has, and ends with the exit code it promises."""
 
 import json
+import re
+import struct
+import sys
 
 import pytest
 import torch
@@ -9,9 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from fused_norm.cli import converge, main
-from fused_norm.convergence import plan, suite
-from fused_norm.model_configs import build, tiny_config
+from fused_norm.cli import main
+from fused_norm.convergence.model_recipe import ModelRecipe
+from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 QUICK = ("--steps", "2", "--dtype", "fp32")
 
@@ -55,6 +58,7 @@ def test_a_config_without_norms_is_invalid(tmp_path, capsys):
     assert "GPT2LMHeadModel has no norm that can be fused" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_is_invalid_and_what_was_finished_stays(tmp_path, capsys):
     good = ["converge", "llama", *QUICK, "--out", str(tmp_path)]
     assert main(good) == 0
@@ -95,26 +99,26 @@ def test_unit_weights_are_no_test(tmp_path, capsys):
 
 
 def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path, capsys, monkeypatch):
-    run_group = suite._run_group
+    build = ModelRecipe.build
 
-    def stop(plan, group, cases, progress):
-        if group.model == "gemma":
+    def stop(recipe, **named):
+        if recipe.name == "gemma":
             raise KeyboardInterrupt
-        return run_group(plan, group, cases, progress)
+        return build(recipe, **named)
 
     arguments = ["converge", "llama", "gemma", *QUICK, "--out", str(tmp_path)]
-    monkeypatch.setattr(suite, "_run_group", stop)
+    monkeypatch.setattr(ModelRecipe, "build", stop)
     assert main(arguments) == 130
     assert "stopped with 1 of 2 comparisons done" in capsys.readouterr().out
     assert (tmp_path / "report.html").is_file()
-    monkeypatch.setattr(suite, "_run_group", run_group)
+    monkeypatch.undo()
     assert main(arguments) == 0
     assert "llama.fp32.eager.all.seed0  (from an earlier run)" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"cases", "curves.png", "report.html", "report.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"comparisons", "curves.png", "report.html", "report.json"}
 
 
 def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
-    from fused_norm.convergence import runs
+    from fused_norm.convergence import twin_trainer
     from fused_norm.patcher import apply_fused_norm
 
     def wrong(model, **options):
@@ -124,14 +128,39 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
                 parameter.register_hook(lambda gradient: gradient * 1.001)
         return made
 
-    monkeypatch.setattr(runs, "apply_fused_norm", wrong)
+    monkeypatch.setattr(twin_trainer, "apply_fused_norm", wrong)
     assert main(["converge", "llama", *QUICK, "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "red: llama.fp32.eager.all.seed0" in out
     assert "diverges first in model.layers.0, backward: model.layers.0.input_layernorm" in out
 
 
-def test_the_choices_of_the_command_are_those_of_the_plan():
-    assert tuple(plan.FEATURES) == converge._FEATURES
-    assert tuple(plan.PRECISIONS) == converge._PRECISIONS
-    assert converge._EXECUTIONS == plan.EXECUTIONS
+@pytest.mark.parametrize("module", ["accelerate", "datasets", "jinja2", "matplotlib"])
+@pytest.mark.parametrize("command", ["converge", "demo"])
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(command, module, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main([command, "llama"]) == 2
+    assert f"needs {module}: pip install 'fused-norm[convergence]'" in capsys.readouterr().err
+
+
+def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
+    assert main(["demo", "llama", "--steps", "2", "--out", str(tmp_path / "new" / "folder")]) == 0
+    out = capsys.readouterr().out
+    assert "source of the standard library" in out
+    assert re.search(r"^green +llama\.\w+\.eager\.all\.seed0 .* MB$", out, re.MULTILINE)
+    assert "1 green" in out
+    (row,) = json.loads((tmp_path / "new" / "folder" / "report.json").read_text())["results"]
+    assert len(row["fused"]["losses"]) == 2
+    assert row["fused"]["sites"] == {"sandwich": 0, "qk": 0, "rope": 0} | FAMILIES["llama"].sites()
+    png = (tmp_path / "new" / "folder" / "curves.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert min(struct.unpack(">II", png[16:24])) > 400
+    assert "<svg" in (tmp_path / "new" / "folder" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_demo_is_green_for_three_families(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "3 green" in out
+    assert all(re.search(rf"^green +{family}\.", out, re.MULTILINE) for family in ("qwen3", "llama", "gemma"))

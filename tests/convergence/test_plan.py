@@ -1,31 +1,43 @@
-"""The axes make the cases, and cases that share stock and control runs stand together."""
+"""The axes make the comparisons, and those that share stock and control runs stand together."""
 
 import dataclasses
 
 import pytest
 
-from fused_norm.convergence import plan
+from fused_norm.convergence.comparison import (
+    EXECUTIONS,
+    FEATURES,
+    PRECISIONS,
+    by_baseline,
+    features_of,
+    options_for_feature,
+)
 from fused_norm.convergence.mutations import MUTATIONS, SOUND
-from fused_norm.convergence.suite import with_mutations
+from fused_norm.convergence.plan import TIERS, comparisons_of, with_mutations
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import FuseOptions
+from fused_norm.spec import KINDS
 
 
-@pytest.mark.parametrize("tier", plan.TIERS.values(), ids=plan.TIERS)
+@pytest.mark.parametrize("tier", ["quick", "full"])
 def test_every_family_runs_in_every_precision_and_some_run_everything(tier):
-    cases = plan.cases(tier, tuple(FAMILIES))
-    assert {(case.model, case.precision) for case in cases} == {(f, p) for f in FAMILIES for p in plan.PRECISIONS}
-    wide = [case for case in cases if case.model == "qwen3" and case.precision == "bf16"]
-    assert {case.execution for case in wide} == set(plan.EXECUTIONS)
-    assert {case.feature for case in wide} == set(plan.FEATURES)
-    assert len(cases) == len(set(cases)) == len({case.name for case in cases})
+    found = comparisons_of(TIERS[tier], TIERS[tier].families)
+    assert {(each.model, each.precision) for each in found} == {(f, p) for f in FAMILIES for p in PRECISIONS}
+    wide = [each for each in found if each.model == "qwen3" and each.precision == "bf16"]
+    assert {each.execution for each in wide} == set(EXECUTIONS)
+    assert {each.feature for each in wide} == set(FEATURES)
+    assert len(found) == len(set(found)) == len({each.name for each in found})
+
+
+def test_the_demo_is_one_comparison_of_each_of_three_families():
+    found = comparisons_of(TIERS["demo"], TIERS["demo"].families)
+    assert [each.model for each in found] == ["qwen3", "llama", "gemma"]
+    assert {each.feature for each in found} == {"all"}
 
 
 def test_an_axis_that_is_named_is_taken_in_full():
-    cases = plan.cases(
-        plan.TIERS["quick"], ["llama"], precisions=["fp32"], executions=["compile", "lora"], seeds=[0, 3]
-    )
-    assert [case.name for case in cases] == [
+    found = comparisons_of(TIERS["quick"], ["llama"], precisions=["fp32"], executions=["compile", "lora"], seeds=[0, 3])
+    assert [each.name for each in found] == [
         "llama.fp32.compile.all.seed0",
         "llama.fp32.lora.all.seed0",
         "llama.fp32.compile.all.seed3",
@@ -33,19 +45,19 @@ def test_an_axis_that_is_named_is_taken_in_full():
     ]
 
 
-def test_a_model_without_qk_norms_runs_no_feature_twice():
-    assert set(plan.features_of("qwen3")) == set(plan.FEATURES)
-    assert plan.features_of("llama") == ["all", "norms", "norms+residual"]
+def test_a_model_runs_no_feature_twice():
+    assert set(features_of("qwen3")) == set(features_of("gemma3_text")) == set(FEATURES)
+    assert features_of("llama") == ["all", "norms"]
 
 
-def test_features_are_options_of_the_patcher():
-    for options in plan.FEATURES.values():
-        FuseOptions(**options)
+def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others():
+    for feature, kinds in FEATURES.items():
+        options = FuseOptions(**options_for_feature(feature))
+        assert {kind for kind in KINDS if options.wants(kind)} == kinds
 
 
-def test_cases_that_share_their_stock_run_form_a_group():
-    cases = plan.cases(plan.TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
-    assert list(plan.groups(cases).values()) == [cases]
-    faulty = with_mutations(cases)
-    assert [case.mutation for case in faulty] == [SOUND, *MUTATIONS]
-    assert with_mutations([dataclasses.replace(cases[0], execution="compile")]) == []
+def test_comparisons_that_share_their_stock_run_form_a_group():
+    found = comparisons_of(TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
+    assert list(by_baseline(found).values()) == [found]
+    assert [each.mutation for each in with_mutations(found)] == [SOUND, *MUTATIONS]
+    assert with_mutations([dataclasses.replace(found[0], execution="compile")]) == []

@@ -13,10 +13,16 @@ import torch
 
 import fused_norm
 from fused_norm.cli import main
-from fused_norm.convergence import data, figures, page, plan, report, suite
+from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, Comparison
+from fused_norm.convergence.curve_charts import draw_curves
+from fused_norm.convergence.model_recipe import ModelRecipe
 from fused_norm.convergence.mutations import MUTATIONS
-from fused_norm.convergence.store import Store
-from fused_norm.convergence.subject import of_family
+from fused_norm.convergence.plan import TIERS, Plan, with_mutations
+from fused_norm.convergence.report_page import render_page
+from fused_norm.convergence.result_store import ResultStore
+from fused_norm.convergence.suite import run_plan
+from fused_norm.convergence.suite_report import as_json, exit_code, loss_table, table
+from fused_norm.convergence.text_sequences import pack, read_files, standard_library, training_order, varied
 from fused_norm.model_configs import FAMILIES
 
 
@@ -32,33 +38,44 @@ class Silent:
         self.kept.append(kept)
 
 
-def tiny_plan(cases, **changes):
-    settings = plan.TIERS["quick"].settings
+def tiny_plan(comparisons, **changes):
+    settings = TIERS["quick"].settings
     options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
     settings = dataclasses.replace(settings, options=options, controls=3)
-    packed = data.varied(data.pack(data.read_files(data.standard_library()[:4]), length=settings.length, limit=16))
-    whole = suite.Plan(
-        cases=tuple(cases),
-        subjects={case.model: of_family(case.model, {}) for case in cases},
+    packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
+    plan = Plan(
+        comparisons=tuple(comparisons),
+        recipes={each.model: ModelRecipe.of_family(each.model, {}) for each in comparisons},
         settings=settings,
-        mutation_steps=2,
-        sequences=lambda case: data.schedule(packed, count=8, seed=case.seed),
+        sequences=lambda comparison: training_order(packed, count=8, seed=comparison.seed),
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
     )
-    return dataclasses.replace(whole, **changes)
+    return dataclasses.replace(plan, **changes)
 
 
 def results_in(folder):
     return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["results"]}
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in ("llama", "qwen3")]
+
+
+@pytest.mark.parametrize("family", ["llama", *SLOW_FAMILIES])
 def test_the_quick_tier_is_green(family, tmp_path):
     assert main(["converge", family, "--out", str(tmp_path)]) == 0
     assert {row["outcome"] for row in results_in(tmp_path).values()} == {"green"}
 
 
+@pytest.mark.slow
+def test_the_quick_tier_covers_features_and_executions(tmp_path):
+    assert main(["converge", "qwen3", "--out", str(tmp_path)]) == 0
+    rows = results_in(tmp_path).values()
+    assert {row["comparison"]["execution"] for row in rows} == set(EXECUTIONS)
+    assert {row["comparison"]["feature"] for row in rows} == set(FEATURES)
+
+
+@pytest.mark.slow
 def test_every_fault_in_a_model_with_every_kind_of_site_is_caught_where_it_was_planted(tmp_path):
     assert main(["converge", "gemma3_text", "--out", str(tmp_path), "--dtype", "bf16", "--mutations"]) == 0
     rows = results_in(tmp_path)
@@ -69,104 +86,125 @@ def test_every_fault_in_a_model_with_every_kind_of_site_is_caught_where_it_was_p
         assert row["divergence"].startswith(f"{layer}, ")
 
 
-def test_the_quick_tier_covers_features_and_executions(tmp_path):
-    assert main(["converge", "qwen3", "--out", str(tmp_path)]) == 0
-    cases = [row["case"] for row in results_in(tmp_path).values()]
-    assert {case["execution"] for case in cases} == set(plan.EXECUTIONS)
-    assert {case["feature"] for case in cases} == set(plan.FEATURES)
-
-
-@pytest.mark.parametrize("precision", plan.PRECISIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_faults_are_caught_in_every_precision_that_shows_them(precision):
-    results = list(suite.run(tiny_plan(suite.with_mutations([plan.Case("qwen3", precision)])), None, Silent()))
-    outcomes = {result.case.mutation: result.outcome for result in results}
+    results = list(run_plan(tiny_plan(with_mutations([Comparison("qwen3", precision)])), None, Silent()))
+    outcomes = {result.comparison.mutation: result.outcome for result in results}
     assert outcomes.pop("none") == "green"
     assert outcomes.pop("casting") == ("hidden" if precision == "fp32" else "caught")
     assert set(outcomes.values()) == {"caught"}
-    assert report.exit_code(results) == 0
+    assert exit_code(results) == 0
+
+
+@pytest.mark.parametrize("execution", ["checkpointing", "lora", pytest.param("compile", marks=pytest.mark.slow)])
+def test_a_model_is_green_however_its_steps_run(execution):
+    (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, "norms")]), None, Silent())
+    assert result.outcome == "green"
 
 
 def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path):
-    cases = [plan.Case("llama", "fp32"), plan.Case("llama", "fp32", feature="norms")]
+    comparisons = [Comparison("llama", "fp32"), Comparison("llama", "fp32", feature="norms")]
     first, second, third = Silent(), Silent(), Silent()
-    assert len(list(suite.run(tiny_plan(cases[:1]), Store(tmp_path), first))) == 1
-    both = list(suite.run(tiny_plan(cases), Store(tmp_path), second))
+    assert len(list(run_plan(tiny_plan(comparisons[:1]), ResultStore(tmp_path), first))) == 1
+    both = list(run_plan(tiny_plan(comparisons), ResultStore(tmp_path), second))
     assert second.runs == ["stock", "control 0", "control 1", "control 2", "fused norms"]
     assert second.kept == [True, False]
     assert [result.outcome for result in both] == ["green", "green"]
-    list(suite.run(tiny_plan(cases, facts={"data": 2}), Store(tmp_path), third))
+    list(run_plan(tiny_plan(comparisons, facts={"data": 2}), ResultStore(tmp_path), third))
     assert third.kept == [False, False]
 
 
 def test_kernels_that_do_not_run_are_noticed():
     with fused_norm.disabled():
-        (result,) = suite.run(tiny_plan([plan.Case("llama", "bf16", feature="norms")]), None, Silent())
+        (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", feature="norms")]), None, Silent())
     assert result.outcome == "invalid"
     assert "and 4 other norms ran stock code in the fused run" in result.verdict.reasons[0]
 
 
 def test_a_fused_model_may_be_the_stock_model_to_the_last_bit():
-    (result,) = suite.run(tiny_plan([plan.Case("gemma", "bf16", feature="norms")]), None, Silent())
+    (result,) = run_plan(tiny_plan([Comparison("gemma", "bf16", feature="norms")]), None, Silent())
     assert result.outcome == "green"
 
 
-def test_a_model_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
-    build = of_family("gemma", {}).__class__.build
-
-    def fail(self, **named):
-        if self.name == "llama":
+def test_a_model_that_fails_leaves_the_others_alone(tmp_path):
+    class Unlucky(ModelRecipe):
+        def build(self, **named):
             raise RuntimeError("out of luck")
-        return build(self, **named)
 
-    monkeypatch.setattr("fused_norm.convergence.subject.Subject.build", fail)
-    cases = [plan.Case("llama", "fp32"), plan.Case("gemma", "fp32")]
-    broken, fine = suite.run(tiny_plan(cases), Store(tmp_path), Silent())
+    comparisons = [Comparison("llama", "fp32"), Comparison("gemma", "fp32")]
+    recipes = {"llama": Unlucky.of_family("llama", {}), "gemma": ModelRecipe.of_family("gemma", {})}
+    plan = tiny_plan(comparisons, recipes=recipes)
+    broken, fine = run_plan(plan, ResultStore(tmp_path), Silent())
     assert (broken.outcome, fine.outcome) == ("invalid", "green")
     assert broken.verdict.reasons == ("RuntimeError: out of luck",)
-    assert Store(tmp_path).load(broken.case, tiny_plan(cases).settings_of(broken.case)) is None
-    table = report.table([broken, fine])
-    assert "out of luck" in table
-    assert report.exit_code([broken, fine]) == 2
+    assert ResultStore(tmp_path).load(broken.comparison, plan.settings_key(broken.comparison)) is None
+    assert ResultStore(tmp_path).load(fine.comparison, plan.settings_key(fine.comparison)) is not None
+    assert "out of luck" in table([broken, fine])
+    assert exit_code([broken, fine]) == 2
 
 
-def test_the_report_is_one_page_one_picture_and_one_table(tmp_path):
-    cases = [plan.Case("llama", "bf16")]
-    whole = tiny_plan([*cases, *suite.with_mutations(cases)[:2]])
-    results = list(suite.run(whole, None, Silent()))
-    html = page.render(results, {"torch": torch.__version__, "<odd>": "&"})
-    assert html.count("<svg") == html.count("</svg>") == 3
+def test_the_report_is_one_page_one_picture_and_two_tables(tmp_path):
+    comparisons = [Comparison("llama", "bf16")]
+    results = list(run_plan(tiny_plan([*comparisons, *with_mutations(comparisons)[:2]]), None, Silent()))
+    html = render_page(results, {"torch": torch.__version__, "<odd>": "&"})
+    assert html.count("<svg") == html.count("</svg>") == 1
     assert "&lt;odd&gt;" in html
-    assert not re.search(r"(src|href)=|@import|url\(", html)
+    # Charts refer to parts of themselves, and nothing refers to anything outside of the page.
+    assert not re.search(r"""(src|href)\s*=\s*["'][^#]|@import|url\([^#]|<!DOCTYPE svg""", html)
     assert "prefers-color-scheme: dark" in html
-    for text in ("llama.bf16.eager.all.seed0", "caught", "model.layers.1", "rms over steps"):
+    for text in (
+        "2 green; planted faults: 1 caught",
+        "llama.bf16.eager.all.seed0",
+        "planted in model.layers.1",
+    ):
         assert text in html
-    figures.draw(results, tmp_path / "curves.png")
+    for text in ("stock", "fused", "worst control", "rms over steps", "relative gap", "distance, fused", "3 x noise"):
+        assert text in html
+    assert draw_curves(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    table = report.table(results)
-    assert "planted fault" in table
-    assert "green" in table
-    kept = json.loads(report.as_json(results, {}))
+    assert "planted fault" in table(results)
+    (row,) = [line for line in loss_table(results).splitlines() if "llama.bf16.eager.all.seed0" in line]
+    assert row.startswith("green")
+    assert f"{results[0].fused.losses[-1]:.4f}" in row
+    kept = json.loads(as_json(results, {}))
     assert kept["exit_code"] == 0
     assert kept["results"][0]["checks"]
+
+
+def test_a_comparison_that_was_not_made_is_on_the_page_with_its_reason_and_without_a_chart(tmp_path):
+    class Unlucky(ModelRecipe):
+        def build(self, **named):
+            raise RuntimeError("out <of> luck")
+
+    plan = tiny_plan([Comparison("llama", "fp32")], recipes={"llama": Unlucky.of_family("llama", {})})
+    results = list(run_plan(plan, None, Silent()))
+    html = render_page(results, {})
+    assert "What went wrong" in html
+    assert "RuntimeError: out &lt;of&gt; luck." in html
+    assert "<svg" not in html
+    assert not draw_curves(results, tmp_path / "curves.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 SHARDED = """
 import sys
 from torch.distributed.tensor import DTensor
-from fused_norm.convergence import runs
-train = runs.train
+from fused_norm.convergence import twin_trainer
+train = twin_trainer.train
 def checked(model, *arguments, on_gradients, **named):
     def watch(step, trained):
         kinds = {type(parameter) is not DTensor and "plain" or "sharded" for parameter in trained.parameters()}
         print("parameters:", type(trained).__name__, *sorted(kinds), flush=True)
         on_gradients(step, trained)
     return train(model, *arguments, on_gradients=watch, **named)
-runs.train = checked
+twin_trainer.train = checked
 from fused_norm.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "evidence"),
     [

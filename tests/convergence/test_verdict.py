@@ -1,11 +1,11 @@
-"""What is within the noise is green, each thing that leaves it red, a comparison that says nothing invalid."""
+"""A run within the noise is green, one that leaves it anywhere is red, a comparison that says nothing is invalid."""
 
 import dataclasses
 import math
 
 import pytest
 
-from fused_norm.convergence.recording import Recording
+from fused_norm.convergence.run_record import RunRecord
 from fused_norm.convergence.verdict import BITS_BAR, MEASURES, judge, noise_floor
 
 LAYERS = ("model.layers.0", "model.layers.1", "logits")
@@ -20,17 +20,17 @@ PLACES = {
 } | dict.fromkeys(("norm_outputs", "bits", "overwritten", "input_gradients", "weight_gradients"), NORMS)
 
 
-def recording(level=0.0, *, losses=(5.0, 4.0, 3.0), norms=(1.0, 1.0, 2.0), **changes):
+def run_record(level=0.0, *, losses=(5.0, 4.0, 3.0), norms=(1.0, 1.0, 2.0), **changes):
     """A run at the same distance from stock everywhere."""
     fields = {name: dict.fromkeys(places, level) for name, places in PLACES.items()}
     fields |= {"bits": dict.fromkeys(NORMS, 0.0), "overwritten": dict.fromkeys(NORMS, 0.0)}
     moved = dict.fromkeys(PARAMETERS[1:], 0.01)
-    return Recording(losses, norms, 0.1, 1, {"norm": 3}, moved, **fields | changes)
+    return RunRecord(losses, norms, 0.1, 1, {"norm": 3}, moved, **fields | changes)
 
 
-STOCK = recording()
-CONTROL = recording(1e-2, losses=(5.001, 4.0, 3.0), norms=(1.01, 1.01, 2.5))
-CONTROLS = (CONTROL, recording(0.5e-2, losses=(5.0, 4.0, 3.0001), norms=(1.0, 1.0, 2.1)))
+STOCK = run_record()
+CONTROL = run_record(1e-2, losses=(5.001, 4.0, 3.0), norms=(1.01, 1.01, 2.5))
+CONTROLS = (CONTROL, run_record(0.5e-2, losses=(5.0, 4.0, 3.0001), norms=(1.0, 1.0, 2.1)))
 
 
 def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK):
@@ -38,7 +38,7 @@ def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK):
 
 
 def test_a_run_that_is_as_far_off_as_the_controls_is_green():
-    found = verdict(recording(1e-2, losses=(5.001, 4.0, 3.0)))
+    found = verdict(run_record(1e-2, losses=(5.001, 4.0, 3.0)))
     assert found.status == "green"
     assert not found.reasons
     assert {check.measure for check in found.checks} == {measure.name for measure in MEASURES}
@@ -100,7 +100,10 @@ def test_a_norm_in_fp32_is_held_to_fp32_in_a_model_that_is_not():
 def test_a_parameter_may_drift_by_roundings_of_its_own():
     fused = dataclasses.replace(CONTROL, drifts=dict.fromkeys(PARAMETERS, 0.2))
     assert verdict(fused).status == "red"
-    assert verdict(fused, stock=dataclasses.replace(STOCK, grains=dict.fromkeys(PARAMETERS, 0.4))).status == "green"
+    assert (
+        verdict(fused, stock=dataclasses.replace(STOCK, drift_roundings=dict.fromkeys(PARAMETERS, 0.4))).status
+        == "green"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,10 +146,16 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ({"controls": (CONTROL, BROKEN)}, "the control 1 run is not finite"),
         ({"controls": ()}, "no noise floor"),
         ({"stock": dataclasses.replace(STOCK, moved={})}, "no norm weight is trained"),
-        ({"stock": dataclasses.replace(STOCK, flat=("a", "b"))}, "a and 1 other norm weights started as one number"),
+        (
+            {"stock": dataclasses.replace(STOCK, constant=("a", "b"))},
+            "a and 1 other norm weights started as one",
+        ),
         ({"stock": dataclasses.replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
         ({"controls": (CONTROL, STOCK)}, "control 1 is the stock run to the last bit"),
-        ({"fused": dataclasses.replace(CONTROL, unchanged=NORMS)}, "and 2 other norms ran stock code in the fused run"),
+        (
+            {"fused": dataclasses.replace(CONTROL, ran_stock_code=NORMS)},
+            "and 2 other norms ran stock code in the fused",
+        ),
     ],
 )
 def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):

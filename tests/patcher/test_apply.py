@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel, LlamaModel
 
 import fused_norm
 from fused_norm import FusedNormError, FuseOptions
-from fused_norm.convergence.equality import compare
+from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.options import SWITCHES
 from fused_norm.patcher.fused_block import FusedBlock
@@ -59,7 +59,7 @@ def test_fp32_logits_and_gradients_are_stock_to_1e_5(model_type: str, device: st
     ],
 )
 def test_16_bit_errors_stay_within_the_stock_errors_budget(model_type: str, dtype: torch.dtype, device: str) -> None:
-    result = compare(build(model_type, seed=0, dtype=dtype, device=device), tokens(device, length=48))
+    result = check_step(build(model_type, seed=0, dtype=dtype, device=device), tokens(device, length=48))
     assert result.ok, str(result)
     assert result.report.counts["residual"] > 0
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 import fused_norm
-from fused_norm.convergence.equality import compare
+from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_block import FusedBlock
 
@@ -79,7 +79,7 @@ def ids(device: str) -> torch.Tensor:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str]) -> None:
     model = model_of(model_type, device=device)
-    result = compare(model, ids(device), options={"strict": False})
+    result = check_step(model, ids(device), options={"strict": False})
     assert result.report.counts == FAMILIES[model_type][1]
     assert {name: launches.count(name) for name in set(launches)} == LAUNCHES[model_type]
     assert result.ok, str(result)
@@ -93,7 +93,7 @@ def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str
 @pytest.mark.parametrize("model_type", ["glm4", "granite", "olmo2"])
 def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device: str) -> None:
     model = model_of(model_type, dtype=torch.bfloat16, device=device)
-    result = compare(model, ids(device).repeat(1, 3))
+    result = check_step(model, ids(device).repeat(1, 3))
     assert result.ok, str(result)
 
 

@@ -1,7 +1,7 @@
-"""The command line, ``fused-norm``: one file per command, imported when it is called.
+"""The command line, ``fused-norm``: one module for each command, imported when it is called.
 
-A command's file has ``add_arguments(parser)`` and ``run(args) -> int``, which returns the exit code: 0 for yes, 1 for
-no, 2 for bad input.
+The command ``check`` is in ``check_command.py``, and so on. Such a module has ``add_arguments(parser)`` and
+``run(args) -> int``, which returns the exit code: 0 for yes, 1 for no, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from .. import __version__
 
 _COMMANDS = {
-    "inspect": (".inspect", "what would be fused in a model, and why not: no weights, no GPU"),
-    "check": (".check", "one training step, stock against fused, on this machine"),
-    "converge": (".converge", "train models stock and fused, and compare them against a measured noise floor"),
-    "run": (".run", "run an unchanged script with every model it loads fused"),
-    "demo": ("..convergence.demo", "train tiny models, stock and fused, and plot both curves"),
-    "bench": (".bench", "kernels, host time and whole models, side by side with their peers"),
-    "env": (".env", "versions and devices, to paste into a bug report"),
+    "inspect": "what would be fused in a model, and why not: no weights, no GPU",
+    "check": "one training step, stock against fused, on this machine",
+    "converge": "train models stock and fused, and compare them against a measured noise floor",
+    "run": "run an unchanged script with every model it loads fused",
+    "demo": "train tiny models, stock and fused, and plot both curves",
+    "bench": "kernels, host time and whole models, side by side with their peers",
+    "env": "versions and devices, to paste into a bug report",
 }
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = argparse.ArgumentParser(
         prog="fused-norm",
         description="Fused RMSNorm, QK-norm and residual add + norm for transformers models.",
-        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"fused-norm {__version__}")
@@ -50,13 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # The rest belongs to the command, whose parser needs its module, which needs torch.
     name = top.parse_args(argv[:1]).command
-    module, text = _COMMANDS[name]
+    text = _COMMANDS[name]
 
-    from .common import UsageError, interpret_without_gpu
+    from .common import UsageError
 
-    if name == "demo":
-        interpret_without_gpu()
-    command = importlib.import_module(module, __name__)
+    command = importlib.import_module(f".{name}_command", __name__)
     parser = argparse.ArgumentParser(prog=f"fused-norm {name}", description=f"{text[0].upper()}{text[1:]}.")
     command.add_arguments(parser)
     args = parser.parse_args(argv[1:])

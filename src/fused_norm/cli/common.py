@@ -1,4 +1,4 @@
-"""What several commands need: options, the choice of a device, and finding the model somebody named."""
+"""Parts that several commands share: options, the choice of a device, and finding the model somebody named."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def interpret_without_gpu(device: str | None = None) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """What computes the fused operators on ``device``, in words."""
+    """The code that computes the fused operators on ``device``, in words."""
     if device.type != "cpu":
         import torch
 
@@ -126,6 +126,26 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     if path.is_dir() and not any(True for pattern in ("*.safetensors", "*.bin") for _ in path.glob(pattern)):
         return Source(config, None, f"the config in {name}")
     return Source(config, name, name)
+
+
+def refuse_unless_causal_lm(source: Source) -> None:
+    """Check that the model is a causal language model.
+
+    Raises:
+        UsageError: it is not.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"{source.description} is no causal language model ({source.config.model_type})")
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def take_layers(config: Any, layers: int) -> None:

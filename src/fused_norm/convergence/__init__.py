@@ -1,1 +1,1 @@
-"""Does training come out the same? Stock and fused models side by side, on real text."""
+"""Training of stock and fused models side by side on real text, judged against a measured noise floor."""

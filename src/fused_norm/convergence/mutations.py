@@ -11,26 +11,28 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..patcher import Site
 from ..spec import Kind
-from .plan import NORM_KINDS
+from .comparison import NORM_KINDS
+
+if TYPE_CHECKING:
+    from ..patcher import Site
 
 SOUND = "none"
-"""In place of a mutation's name: the fused twin as it is, for as many steps as those with faults. It must be green."""
+"""Stands for no mutation: the fused twin as it is, for as many steps as those with faults. It must be green."""
 
 
 @dataclass
-class Planted:
-    """A fault in place.
+class PlantedFault:
+    """A fault that is in place.
 
     Attributes:
         path: of the norm, or of the attention, that has it.
-        runs: how often it has had its effect.
+        runs: number of times that it has had its effect.
     """
 
     path: str
@@ -38,13 +40,13 @@ class Planted:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a stock run shows of one norm, which decides the faults that can be seen in it.
+class NormInput:
+    """The input of one norm in the stock run, which decides the faults that can show in it.
 
     Attributes:
-        dtype: of its input.
-        mean_square: the median over rows of its input.
-        eps: its own.
+        dtype: of the input.
+        mean_square: of a row, the median over rows.
+        eps: of the norm.
     """
 
     dtype: torch.dtype
@@ -67,16 +69,16 @@ class Mutation:
 
     name: str
     what: str
-    plant: Callable[[nn.Module, Planted], Callable[[], None]]
-    shows: Callable[[Seen], bool] = lambda seen: True
+    plant: Callable[[nn.Module, PlantedFault], Callable[[], None]]
+    shows: Callable[[NormInput], bool] = lambda norm: True
     hidden: str = ""
     kind: Kind = "norm"
 
 
 @contextlib.contextmanager
-def planted(mutation: Mutation, model: nn.Module, path: str) -> Iterator[Planted]:
-    """The fault is in the module at ``path`` inside the ``with``, and gone afterwards."""
-    state = Planted(path)
+def planted_fault(mutation: Mutation, model: nn.Module, path: str) -> Iterator[PlantedFault]:
+    """Plant the fault in the module at ``path`` for the length of a ``with``."""
+    state = PlantedFault(path)
     remove = mutation.plant(model, state)
     try:
         yield state
@@ -84,16 +86,16 @@ def planted(mutation: Mutation, model: nn.Module, path: str) -> Iterator[Planted
         remove()
 
 
-def site_for(mutation: Mutation, fused: Iterable[Site], seen: Mapping[str, Seen]) -> str | None:
-    """Where to plant a fault: the last fused site in the layers that can show it; None where none can.
+def path_for_fault(mutation: Mutation, fused: Iterable[Site], inputs: Mapping[str, NormInput]) -> str | None:
+    """The module to plant a fault in: the last fused site in the layers that can show it; None where none can.
 
     Args:
         mutation: the fault.
         fused: sites of the model it goes to.
-        seen: what the stock run showed of each norm, by path.
+        inputs: of each norm in the stock run, by path.
     """
     if mutation.kind == "norm":
-        paths = [site.path for site in fused if site.kind in NORM_KINDS and mutation.shows(seen[site.path])]
+        paths = [site.path for site in fused if site.kind in NORM_KINDS and mutation.shows(inputs[site.path])]
     else:
         paths = [site.path for site in fused if site.kind == mutation.kind]
     inside = [path for path in paths if any(part.isdigit() for part in path.split("."))]
@@ -101,8 +103,8 @@ def site_for(mutation: Mutation, fused: Iterable[Site], seen: Mapping[str, Seen]
     return candidates[-1] if candidates else None
 
 
-def _wrong_spec(**changes: Any) -> Callable[[nn.Module, Planted], Callable[[], None]]:
-    def plant(model: nn.Module, state: Planted) -> Callable[[], None]:
+def _wrong_spec(**changes: Any) -> Callable[[nn.Module, PlantedFault], Callable[[], None]]:
+    def plant(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
         norm: Any = model.get_submodule(state.path)
         spec = norm.fused_norm_spec
         made = {name: change(spec) for name, change in changes.items()}
@@ -113,14 +115,14 @@ def _wrong_spec(**changes: Any) -> Callable[[nn.Module, Planted], Callable[[], N
     return plant
 
 
-def _wrong_eps(model: nn.Module, state: Planted) -> Callable[[], None]:
+def _wrong_eps(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
     norm: Any = model.get_submodule(state.path)
     name, eps = norm.fused_norm_eps_name, norm.fused_norm_spec.eps
     setattr(norm, name, 10 * eps)
     return _undo_all(_count_calls(norm, state), lambda: setattr(norm, name, eps))
 
 
-def _dropped_residual(model: nn.Module, state: Planted) -> Callable[[], None]:
+def _dropped_residual(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
     dropped_at = model.get_submodule(state.path)
 
     def drop(add: Callable[..., Any], norm: nn.Module, residual: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -134,7 +136,7 @@ def _dropped_residual(model: nn.Module, state: Planted) -> Callable[[], None]:
     return _undo_all(*(_wrap(block, "fused_norm_add", drop) for block in blocks))
 
 
-def _wrong_rotation(model: nn.Module, state: Planted) -> Callable[[], None]:
+def _wrong_rotation(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
     def reverse(rotated: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         state.runs += 1
         *others, sin = arguments
@@ -143,7 +145,7 @@ def _wrong_rotation(model: nn.Module, state: Planted) -> Callable[[], None]:
     return _wrap(model.get_submodule(state.path), "fused_norm_rotated", reverse)
 
 
-def _gradient_in_place(model: nn.Module, state: Planted) -> Callable[[], None]:
+def _gradient_in_place(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
     class WriteOver(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def _gradient_in_place(model: nn.Module, state: Planted) -> Callable[[], None]:
     return _wrap(model.get_submodule(state.path), "forward", write_over)
 
 
-def _frozen_dw(model: nn.Module, state: Planted) -> Callable[[], None]:
+def _frozen_dw(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
     norm: Any = model.get_submodule(state.path)
 
     def freeze(gradient: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def _wrap(module: nn.Module, method: str, around: Callable[..., Any]) -> Callabl
     return lambda: vars(module).__delitem__(method)
 
 
-def _count_calls(norm: nn.Module, state: Planted) -> Callable[[], None]:
+def _count_calls(norm: nn.Module, state: PlantedFault) -> Callable[[], None]:
     def count(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         state.runs += 1
         return forward(*arguments, **named)
@@ -205,7 +207,7 @@ MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
                 "casting",
                 "x_hat is rounded before gamma where stock rounds after it, or the other way round",
                 _wrong_spec(casting=lambda spec: "gemma" if spec.casting == "llama" else "llama"),
-                shows=lambda seen: seen.dtype != torch.float32,
+                shows=lambda norm: norm.dtype != torch.float32,
                 hidden="every norm takes fp32, where there is nothing to round",
             ),
             Mutation(
@@ -226,7 +228,7 @@ MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
                 "eps is ten times too large",
                 _wrong_eps,
                 # A relative change of the outputs by two roundings.
-                shows=lambda seen: 4.5 * seen.eps / seen.mean_square > torch.finfo(seen.dtype).eps,
+                shows=lambda norm: 4.5 * norm.eps / norm.mean_square > torch.finfo(norm.dtype).eps,
                 hidden="every input is so large that eps vanishes in its rounding",
             ),
         )

@@ -1,96 +1,55 @@
-"""What is trained: the axes as data, the tiers as choices of them, and the cases that come of both."""
+"""A plan: the comparisons to make, with the models, the text and the settings they need. Tiers are plans by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..model_configs import FAMILIES
-from .training import TrainingOptions
+from .comparison import EXECUTIONS, PRECISIONS, Comparison, by_baseline, features_of
+from .model_recipe import ModelRecipe
+from .mutations import MUTATIONS, SOUND
+from .result_store import fingerprint
 
 
 @dataclass(frozen=True)
-class Precision:
-    """How numbers are kept.
+class TrainingOptions:
+    """The length of a training run and the settings of its optimizer.
 
     Attributes:
-        weights: dtype of the parameters.
-        mixed: computed under bf16 autocast.
-        rounding: dtype whose roundings make the noise, that of the activations.
-        rate: multiple of the plan's learning rate. A bf16 weight near one does not move by less than 1/256 of it.
+        steps: optimizer steps.
+        batch_size: sequences in a step, on each process.
+        accumulation: micro-batches that a step's sequences are taken in.
+        learning_rate: AdamW's, after the warm-up.
+        warmup_steps: steps over which the learning rate rises linearly from 0; it stays constant afterwards.
+        weight_decay: AdamW's.
+        max_gradient_norm: gradients are scaled down to this norm.
     """
 
-    weights: torch.dtype
-    mixed: bool
-    rounding: torch.dtype
-    rate: float = 1.0
+    steps: int
+    batch_size: int
+    learning_rate: float = 1e-3
+    accumulation: int = 1
+    warmup_steps: int = 5
+    weight_decay: float = 0.01
+    max_gradient_norm: float = 1.0
 
-
-PRECISIONS: Mapping[str, Precision] = MappingProxyType(
-    {
-        "fp32": Precision(torch.float32, mixed=False, rounding=torch.float32),
-        "mixed": Precision(torch.float32, mixed=True, rounding=torch.bfloat16),
-        "bf16": Precision(torch.bfloat16, mixed=False, rounding=torch.bfloat16, rate=10.0),
-    }
-)
-
-FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "norms": {"qk": False, "residual": False},
-        "norms+qk": {"rope": False, "residual": False},
-        "norms+rope": {"residual": False},
-        "norms+residual": {"qk": False, "sandwich": False},
-        "all": {},
-    }
-)
-"""What is fused: options of ``apply_fused_norm``."""
-
-NORM_KINDS = ("norm", "qk")
-"""The kinds of sites that are norms, and can be called on their own."""
-
-EXECUTIONS = ("eager", "compile", "checkpointing", "lora")
-"""How a step runs. ``lora`` trains adapters on every linear layer, and the norms beside them."""
-
-
-@dataclass(frozen=True, order=True)
-class Case:
-    """One comparison: a fused model against its stock twin, under the same settings.
-
-    Attributes:
-        model: name of the subject.
-        precision: a key of ``PRECISIONS``.
-        execution: one of ``EXECUTIONS``.
-        feature: a key of ``FEATURES``.
-        seed: of weights, batches and controls.
-        mutation: the fault planted in the fused twin, a key of ``mutations.MUTATIONS``; None for a true comparison.
-    """
-
-    model: str
-    precision: str
-    execution: str = "eager"
-    feature: str = "all"
-    seed: int = 0
-    mutation: str | None = None
-
-    @property
-    def name(self) -> str:
-        """What the case is called in tables and as a file."""
-        parts = [self.model, self.precision, self.execution, self.feature, f"seed{self.seed}"]
-        return ".".join([*parts, self.mutation] if self.mutation else parts)
-
-    @property
-    def twins(self) -> Case:
-        """The case that stands for all those that are compared with the same stock and control runs."""
-        return replace(self, feature="all", mutation=None)
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"{self.batch_size} sequences cannot be split into {self.accumulation} micro-batches")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cases of a plan have in common.
+    """The settings that all comparisons of a plan have in common.
 
     Attributes:
         options: how to train.
@@ -98,13 +57,15 @@ class Settings:
         controls: control runs for each stock run.
         compile_backend: of ``torch.compile``.
         overrides: config arguments that replace those of a family's tiny model.
+        mutation_steps: optimizer steps of a run with a planted fault, and of the runs it is compared with.
     """
 
     options: TrainingOptions
     length: int
-    controls: int
-    compile_backend: str
-    overrides: Mapping[str, Any]
+    controls: int = 4
+    compile_backend: str = "aot_eager"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    mutation_steps: int = 2
 
 
 @dataclass(frozen=True)
@@ -112,42 +73,53 @@ class Tier:
     """A plan that has a name.
 
     Attributes:
+        what: it is for, in words.
         settings: of every run.
-        mutation_steps: optimizer steps of a run with a planted fault, and of the runs it is compared with.
+        families: that are trained where the user names none.
+        precisions: in which they are trained.
         wide: families that run every feature and execution. The others run all features at once.
         features_in: precisions in which wide families run every feature.
         executions_in: precisions in which wide families run every execution.
     """
 
+    what: str
     settings: Settings
-    mutation_steps: int
-    wide: tuple[str, ...]
-    features_in: tuple[str, ...]
-    executions_in: tuple[str, ...]
+    families: tuple[str, ...] = tuple(FAMILIES)
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    wide: tuple[str, ...] = ()
+    features_in: tuple[str, ...] = ()
+    executions_in: tuple[str, ...] = ()
 
 
 TIERS: Mapping[str, Tier] = MappingProxyType(
     {
+        # Long enough for curves to look at, in one precision and with few tokens.
+        "demo": Tier(
+            "curves of three families in a minute",
+            Settings(
+                TrainingOptions(steps=20, batch_size=2, learning_rate=1e-3, warmup_steps=4),
+                length=32,
+            ),
+            families=("qwen3", "llama", "gemma"),
+            precisions=("mixed",),
+        ),
         # Short enough for Triton's interpreter, where a fused step costs a hundred times a stock one.
         "quick": Tier(
+            "for a CPU",
             Settings(
                 TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-3, warmup_steps=2),
                 length=20,
-                controls=4,
-                compile_backend="aot_eager",
-                overrides={},
             ),
-            mutation_steps=2,
             wide=("qwen3",),
             features_in=("bf16",),
             executions_in=("bf16",),
         ),
         "full": Tier(
+            "for a GPU",
             Settings(
                 # Twice this rate is unstable in bf16: controls fall into other basins, and a floor of few says nothing.
                 TrainingOptions(steps=20, batch_size=8, accumulation=2, learning_rate=2.5e-4, warmup_steps=5),
                 length=512,
-                controls=4,
                 compile_backend="inductor",
                 overrides={
                     "hidden_size": 256,
@@ -157,8 +129,8 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
                     "num_key_value_heads": 2,
                     "head_dim": 64,
                 },
+                mutation_steps=20,
             ),
-            mutation_steps=20,
             wide=("qwen3", "gemma3_text"),
             features_in=("fp32", "mixed", "bf16"),
             # Compiling takes longer than everything else.
@@ -168,7 +140,50 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
 )
 
 
-def cases(
+@dataclass(frozen=True)
+class Plan:
+    """Comparisons and what they need to run.
+
+    Attributes:
+        comparisons: in order.
+        recipes: of the models, by name.
+        settings: of every run.
+        sequences: token ids in training order for a comparison, (sequences, length), int64.
+        facts: about versions, device and processes: a result is used again only where they are equal.
+        cpu: stay on the CPU.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    recipes: Mapping[str, ModelRecipe]
+    settings: Settings
+    sequences: Callable[[Comparison], Tensor]
+    facts: Mapping[str, Any]
+    cpu: bool = False
+
+    def options(self, comparison: Comparison) -> TrainingOptions:
+        """The options that the runs of this comparison train with."""
+        options = self.settings.options
+        return replace(
+            options,
+            steps=options.steps if comparison.mutation is None else min(self.settings.mutation_steps, options.steps),
+            learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate,
+        )
+
+    def settings_key(self, comparison: Comparison) -> str:
+        """A fingerprint of everything that decides a result; a kept one is used again only under the same key."""
+        recipe = self.recipes[comparison.model]
+        return fingerprint(
+            {
+                **self.facts,
+                "settings": {**asdict(self.settings), "options": asdict(self.options(comparison))},
+                "config": recipe.config.to_dict(),
+                "weights": recipe.weights,
+                "tokens": hashlib.sha256(self.sequences(comparison).numpy().tobytes()).hexdigest(),
+            }
+        )
+
+
+def comparisons_of(
     tier: Tier,
     models: Sequence[str],
     *,
@@ -176,30 +191,30 @@ def cases(
     features: Iterable[str] | None = None,
     executions: Iterable[str] | None = None,
     seeds: Iterable[int] = (0,),
-) -> list[Case]:
-    """The cases of a tier, those that share stock and control runs one after the other.
+) -> list[Comparison]:
+    """The comparisons of a tier, those that share stock and control runs one after the other.
 
     Every model runs in every precision, fused as far as it can be, eagerly. Wide ones also run with parts of it fused
     and in the other executions. An axis that the caller names is taken in full, for every model.
 
     Args:
         tier: says what is wide.
-        models: names of subjects.
+        models: names of recipes.
         precisions: keys of ``PRECISIONS``; those of the tier when None.
         features: keys of ``FEATURES``; those of the tier when None.
         executions: of ``EXECUTIONS``; those of the tier when None.
         seeds: each makes the whole plan once.
     """
-    found: dict[Case, None] = {}
+    found: dict[Comparison, None] = {}
     for seed in seeds:
         for model in models:
-            for precision in precisions or PRECISIONS:
-                for execution, feature in _sides(tier, model, precision, features, executions):
-                    found[Case(model, precision, execution, feature, seed)] = None
+            for precision in precisions or tier.precisions:
+                for execution, feature in _ways(tier, model, precision, features, executions):
+                    found[Comparison(model, precision, execution, feature, seed)] = None
     return list(found)
 
 
-def _sides(
+def _ways(
     tier: Tier, model: str, precision: str, features: Iterable[str] | None, executions: Iterable[str] | None
 ) -> Iterator[tuple[str, str]]:
     """Pairs of execution and feature."""
@@ -213,20 +228,10 @@ def _sides(
         yield from ((execution, "all") for execution in EXECUTIONS)
 
 
-def features_of(model: str) -> list[str]:
-    """The features that differ for this model: one without q and k norms has no use for those that name them."""
-    has_qk = model not in FAMILIES or "qk" in FAMILIES[model].sites_per_layer
-    distinct: dict[frozenset[tuple[str, bool]], str] = {}
-    for feature in ("all", *FEATURES):
-        choices = FEATURES[feature].items()
-        options = frozenset((key, value) for key, value in choices if has_qk or key not in ("qk", "rope"))
-        distinct.setdefault(options, feature)
-    return list(distinct.values())
-
-
-def groups(plan: Iterable[Case]) -> dict[Case, list[Case]]:
-    """The cases by the stock and control runs they share."""
-    found: dict[Case, list[Case]] = {}
-    for case in plan:
-        found.setdefault(case.twins, []).append(case)
-    return found
+def with_mutations(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """For each group that runs eagerly: the sound twin in a short run, and one twin with each fault."""
+    return [
+        replace(baseline, mutation=mutation)
+        for baseline in by_baseline(each for each in comparisons if each.execution == "eager")
+        for mutation in (SOUND, *MUTATIONS)
+    ]

@@ -1,4 +1,4 @@
-"""Trains one model on given sequences and measures it; two runs with equal arguments see equal batches."""
+"""Trains one model on given sequences and measures the run; two runs with equal arguments see equal batches."""
 
 from __future__ import annotations
 
@@ -15,57 +15,27 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from transformers import get_constant_schedule_with_warmup
 
-from .layers import layers_of
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How to train.
-
-    Attributes:
-        steps: optimizer steps.
-        batch_size: sequences in a step, on each process.
-        accumulation: micro-batches that a step's sequences are taken in.
-        learning_rate: AdamW's, after the warm-up.
-        warmup_steps: steps over which the learning rate rises linearly from 0; it stays constant afterwards.
-        weight_decay: AdamW's.
-        max_gradient_norm: gradients are scaled down to this norm.
-    """
-
-    steps: int
-    batch_size: int
-    learning_rate: float = 1e-3
-    accumulation: int = 1
-    warmup_steps: int = 5
-    weight_decay: float = 0.01
-    max_gradient_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.batch_size % self.accumulation:
-            raise ValueError(f"{self.batch_size} sequences cannot be split into {self.accumulation} micro-batches")
+from .model_recipe import layers_of
+from .plan import TrainingOptions
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training run did and cost.
+    """The losses and the costs of a training run.
 
     Attributes:
         losses: of each step, before its update, in nats per token.
         gradient_norms: of each step, over all parameters, before clipping.
         seconds_per_step: median; the first step, which compiles kernels, is left out unless it is the only one.
-        memory_bytes: see ``memory_measure``.
-        memory_measure: what ``memory_bytes`` counts on the device the model was trained on.
+        memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass.
     """
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     seconds_per_step: float
     memory_bytes: int
-    memory_measure: str
 
 
 def accelerator_for(*, mixed: bool | None = None, accumulation: int = 1, cpu: bool = False) -> Accelerator:
@@ -92,7 +62,7 @@ def train(
     on_gradients: Callable[[int, nn.Module], object] | None = None,
     on_end: Callable[[nn.Module], object] | None = None,
 ) -> TrainingResult:
-    """Trains a causal language model in place, on the device that ``accelerator`` picks.
+    """Train a causal language model in place, on the device that ``accelerator`` picks.
 
     Training ends early at a loss or gradient norm that is not finite, which is recorded.
 
@@ -114,14 +84,15 @@ def train(
     if len(sequences) < wanted:
         raise ValueError(
             f"{options.steps} steps of {options.batch_size} sequences on {accelerator.num_processes} process(es) take "
-            f"{wanted} sequences, and there are {len(sequences)}; draw them with data.schedule"
+            f"{wanted} sequences, and there are {len(sequences)}; draw them with text_sequences.training_order"
         )
     model = model.train()
     shards_here = _shards_here(accelerator)
     if shards_here:
         _shard(model, accelerator.num_processes)
     optimizer = torch.optim.AdamW(
-        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        # With its initial rate given, the schedule can begin at its second value: the first one is zero.
+        [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
         lr=options.learning_rate,
         weight_decay=options.weight_decay,
     )
@@ -135,10 +106,8 @@ def train(
         optimizer, batches = accelerator.prepare(optimizer, batches)
     else:
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / max(1, options.warmup_steps))
-    )
-    meter = _GpuPeak(accelerator.device) if accelerator.device.type == "cuda" else _SavedForBackward(model)
+    schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
+    meter = _GpuPeak(accelerator.device) if accelerator.device.type == "cuda" else SavedForBackward(model)
     losses: list[float] = []
     gradient_norms: list[float] = []
     seconds: list[float] = []
@@ -158,7 +127,7 @@ def train(
             norm = accelerator.clip_grad_norm_(model.parameters(), options.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()
-            warmup.step()
+            schedule.step()
         # Reading the numbers waits for the device, so the clock stops when the step is done.
         losses.append(accelerator.reduce(total, "mean").item())
         gradient_norms.append(getattr(norm, "full_tensor", lambda whole=norm: whole)().item())
@@ -177,12 +146,11 @@ def train(
         gradient_norms=tuple(gradient_norms),
         seconds_per_step=statistics.median(seconds[1:] or seconds),
         memory_bytes=meter.bytes(),
-        memory_measure=meter.measure,
     )
 
 
 def _shards_here(accelerator: Accelerator) -> bool:
-    """Whether FSDP2 was asked for where accelerate ignores that and would take DDP: on CPUs."""
+    """Return whether FSDP2 was asked for where accelerate ignores that and would take DDP: on CPUs."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return asked and accelerator.distributed_type == DistributedType.MULTI_CPU
 
@@ -198,9 +166,7 @@ def _shard(model: nn.Module, processes: int) -> None:
 
 
 class _GpuPeak:
-    """The most bytes allocated on a GPU at once since this was made."""
-
-    measure = "peak of allocated GPU memory"
+    """Counts the most bytes allocated on a GPU at once since it was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -213,13 +179,11 @@ class _GpuPeak:
         return torch.cuda.max_memory_allocated(self._device)
 
 
-class _SavedForBackward:
-    """The bytes that autograd keeps between forward and backward, parameters left out, each storage counted once.
+class SavedForBackward:
+    """Counts the bytes that autograd keeps for the backward pass in the first forward, without the parameters.
 
-    Counted in the first forward alone: a hook on saved tensors keeps a layer's last add apart from the next norm.
+    Each storage counts once. Later forwards run without the hook, as they would in any other training.
     """
-
-    measure = "tensors kept for the backward pass"
 
     def __init__(self, model: nn.Module) -> None:
         # A sharded parameter has no storage of its own, only its shard has.

@@ -1,4 +1,4 @@
-"""Red or green: pure functions from recordings to a verdict.
+"""The verdict on a fused run, red or green, as a pure function of run records.
 
 A fused run may leave its stock run by ``multiple`` times what the worst control does, and ``floor`` roundings are
 granted besides, because a control can be lucky. Both are measured, in 105 comparisons (seven families, three
@@ -20,8 +20,8 @@ from typing import Literal
 
 import torch
 
-from .plan import PRECISIONS
-from .recording import Recording
+from .comparison import PRECISIONS
+from .run_record import RunRecord
 
 Status = Literal["green", "red", "invalid"]
 
@@ -36,15 +36,15 @@ turn fewer than one rounding in a thousand; a cast in the wrong place turns one 
 
 
 MULTIPLE = 3.0
-"""How many times the noise floor a fused run may be off: what was measured, 2.9 at most, and no more."""
+"""The multiple of the noise floor that a fused run may be off: what was measured, 2.9 at most, and no more."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Something that is compared, in one number or one for each of many places.
+    """A quantity that is compared, in one number or one for each of many places.
 
     Attributes:
-        name: the field of ``Recording``, or ``loss``, ``gradient_norm``.
+        name: the field of ``RunRecord``, or ``loss``, ``gradient_norm``.
         what: it is, in words.
         floor: what is granted besides the multiple of the noise, in roundings (half an eps) of the precision.
         why: that much.
@@ -101,7 +101,7 @@ BY_NAME: Mapping[str, Measure] = {measure.name: measure for measure in MEASURES}
 
 
 @dataclass(frozen=True)
-class Check:
+class BoundCheck:
     """One number held to its bound.
 
     Attributes:
@@ -124,7 +124,7 @@ class Check:
 
     @property
     def share(self) -> float:
-        """How much of the bound is taken; infinite for what is not a number."""
+        """The share of the bound that is taken; infinite for what is not a number."""
         if math.isnan(self.value) or (self.value and not self.bound):
             return math.inf
         return self.value / self.bound if self.bound else 0.0
@@ -132,7 +132,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison says.
+    """The outcome of a comparison.
 
     Attributes:
         status: ``green``, ``red``, or ``invalid`` for a comparison that says nothing.
@@ -143,17 +143,17 @@ class Verdict:
 
     status: Status
     reasons: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[BoundCheck, ...]
     divergence: str | None = None
 
-    def worst(self, measure: str) -> Check | None:
+    def worst(self, measure: str) -> BoundCheck | None:
         """The check of this measure that takes most of its bound."""
         return max(
             (check for check in self.checks if check.measure == measure), key=lambda check: check.share, default=None
         )
 
 
-def judge(precision: str, stock: Recording, controls: Sequence[Recording], fused: Recording) -> Verdict:
+def judge(precision: str, stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord) -> Verdict:
     """The verdict on a fused run.
 
     Args:
@@ -172,11 +172,11 @@ def judge(precision: str, stock: Recording, controls: Sequence[Recording], fused
     failed = [check for check in checks if not check.ok]
     if not failed:
         return Verdict("green", (), checks)
-    return Verdict("red", tuple(_in_words(failed)), checks, _divergence(failed, list(stock.outputs)))
+    return Verdict("red", tuple(_reasons(failed)), checks, _divergence(failed, list(stock.outputs)))
 
 
-def _invalid(stock: Recording, controls: Sequence[Recording], fused: Recording) -> Iterator[str]:
-    """Why a comparison says nothing."""
+def _invalid(stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord) -> Iterator[str]:
+    """The reasons for which a comparison says nothing."""
     for name, run in (("stock", stock), *((f"control {index}", run) for index, run in enumerate(controls))):
         if not run.finite:
             yield f"the {name} run is not finite in step {len(run.losses) - 1}: lower the learning rate"
@@ -185,42 +185,42 @@ def _invalid(stock: Recording, controls: Sequence[Recording], fused: Recording) 
         yield "no control run, so no noise floor"
     if not stock.moved:
         yield "no norm weight is trained"
-    if stock.flat:
-        yield f"{_some(stock.flat)} started as one number throughout, which hides wrong casts"
+    if stock.constant:
+        yield f"{_some(stock.constant)} started as one number throughout, which hides wrong casts"
     if still := [name for name, moved in stock.moved.items() if not moved]:
         yield f"{_some(still)} never moved: take more steps or a higher learning rate"
-    if fused.unchanged:
-        yield f"{_some(fused.unchanged, 'norms')} ran stock code in the fused run"
+    if fused.ran_stock_code:
+        yield f"{_some(fused.ran_stock_code, 'norms')} ran stock code in the fused run"
     for index, control in enumerate(controls):
         if _is_identical(control, stock):
             yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
 
 
-def _is_identical(run: Recording, stock: Recording) -> bool:
+def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
     distances = [value for measure in MEASURES for value in getattr(run, measure.name, {}).values()]
     return run.losses == stock.losses and run.gradient_norms == stock.gradient_norms and not any(distances)
 
 
 def _checks(
-    precision: str, rounding: float, stock: Recording, controls: Sequence[Recording], fused: Recording
-) -> Iterator[Check]:
+    precision: str, rounding: float, stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord
+) -> Iterator[BoundCheck]:
     if precision == "fp32":
         first = relative_gaps(fused.losses, stock.losses)[:FIRST_STEPS]
         noise = max(max(relative_gaps(control.losses, stock.losses)[:FIRST_STEPS]) for control in controls)
-        yield Check("first_losses", "", max(first), noise, FIRST_STEPS_BAR)
+        yield BoundCheck("first_losses", "", max(first), noise, FIRST_STEPS_BAR)
     for measure in MEASURES:
         values = _values(measure.name, fused, stock)
         floors = noise_floor([_values(measure.name, control, stock) for control in controls])
         for where, value in values.items():
             noise = floors.get(where, 0.0)
             # A norm in fp32 is held to fp32, whatever the model around it computes in.
-            own = (stock.grains if measure.name == "drifts" else stock.roundings).get(where, rounding)
+            own = (stock.drift_roundings if measure.name == "drifts" else stock.roundings).get(where, rounding)
             granted = BITS_BAR if measure.name == "bits" else max(measure.floor * own, _LEAST.get(measure.name, 0.0))
-            yield Check(measure.name, where, value, noise, measure.multiple * noise + granted)
+            yield BoundCheck(measure.name, where, value, noise, measure.multiple * noise + granted)
 
 
 def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What the worst control does in each place, or in the median place where that is more.
+    """The noise in each place: that of the worst control there, or in the median place where that is more.
 
     A place with few numbers can come out alike by luck in all controls; the median place cannot.
     """
@@ -229,17 +229,17 @@ def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {where: max(value, typical) for where, value in worst.items()}
 
 
-def _values(measure: str, run: Recording, stock: Recording) -> Mapping[str, float]:
+def _values(measure: str, run: RunRecord, stock: RunRecord) -> Mapping[str, float]:
     summary = _SUMMARIES.get(measure)
     return {"": summary(run, stock)} if summary else getattr(run, measure)
 
 
-def _loss(run: Recording, stock: Recording) -> float:
+def _loss(run: RunRecord, stock: RunRecord) -> float:
     gaps = relative_gaps(run.losses, stock.losses)
     return math.sqrt(sum(gap * gap for gap in gaps) / len(gaps))
 
 
-def _gradient_norm(run: Recording, stock: Recording) -> float:
+def _gradient_norm(run: RunRecord, stock: RunRecord) -> float:
     # The median, because the largest gap is that of a spike, a matter of luck.
     return statistics.median(relative_gaps(run.gradient_norms, stock.gradient_norms))
 
@@ -247,36 +247,36 @@ def _gradient_norm(run: Recording, stock: Recording) -> float:
 _LEAST: Mapping[str, float] = {"loss": torch.finfo(torch.float32).eps}
 """A loss is an fp32 in every precision, and may be off by its last place."""
 
-_SUMMARIES: Mapping[str, Callable[[Recording, Recording], float]] = {"loss": _loss, "gradient_norm": _gradient_norm}
+_SUMMARIES: Mapping[str, Callable[[RunRecord, RunRecord], float]] = {"loss": _loss, "gradient_norm": _gradient_norm}
 
 
 def relative_gaps(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """How far apart two runs are in each step that both have, relative to ``other``."""
+    """The gap between two runs in each step that both have, relative to ``other``."""
     return [abs(a - b) / (abs(b) or 1.0) for a, b in zip(one, other, strict=False)]
 
 
-def loss_band(stock: Recording, controls: Sequence[Recording]) -> list[float]:
+def loss_band(stock: RunRecord, controls: Sequence[RunRecord]) -> list[float]:
     """The noise of the loss in each step: the worst control's relative gap."""
     gaps = [relative_gaps(control.losses, stock.losses) for control in controls]
     return [max(each) for each in zip(*gaps, strict=True)]
 
 
-def what_is(measure: str) -> str:
-    """What a check's measure is, in words."""
+def describe_measure(measure: str) -> str:
+    """A check's measure in words."""
     return BY_NAME[measure].what if measure in BY_NAME else f"largest relative gap of the first {FIRST_STEPS} losses"
 
 
-def _in_words(failed: Sequence[Check]) -> Iterator[str]:
+def _reasons(failed: Sequence[BoundCheck]) -> Iterator[str]:
     for measure in dict.fromkeys(check.measure for check in failed):
         mine = [check for check in failed if check.measure == measure]
         worst = max(mine, key=lambda check: check.share)
         more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
         where = f" at {worst.where}{more}" if worst.where else ""
-        yield f"{what_is(measure)}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
+        yield f"{describe_measure(measure)}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
 
 
-def _divergence(failed: Sequence[Check], outputs: list[str]) -> str | None:
-    """Follows the order of a step: forward through the layers, then backward through them.
+def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
+    """The layer where a red run leaves the stock run first: forward through the layers, then backward through them.
 
     A gradient that is wrong where it leaves a layer's output was made wrong in what comes after that output.
     """

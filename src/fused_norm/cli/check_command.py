@@ -20,6 +20,8 @@ from .common import (
     find_model,
     fuse_options,
     interpret_without_gpu,
+    positive,
+    refuse_unless_causal_lm,
     take_layers,
 )
 
@@ -33,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; the GPU if there is one")
     parser.add_argument("--truth", choices=("float64", "float32"), help="float64 if it fits into the free memory")
-    parser.add_argument("--layers", type=_positive, help="only the first LAYERS layers")
-    parser.add_argument("--batch", type=_positive, default=2, help="sequences (2)")
-    parser.add_argument("--seq", type=_positive, default=32, help="tokens in a sequence (32)")
+    parser.add_argument("--layers", type=positive, help="only the first LAYERS layers")
+    parser.add_argument("--batch", type=positive, default=2, help="sequences (2)")
+    parser.add_argument("--seq", type=positive, default=32, help="tokens in a sequence (32)")
     parser.add_argument("--seed", type=int, default=0, help="of the tokens and of random weights (0)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every gradient")
     add_fuse_options(parser)
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     device = interpret_without_gpu(args.device)
     # After the line above, because these import the kernels.
     options = fuse_options(args, strict=True)
-    from ..convergence import equality
+    from ..check.against_float64 import UncheckableError, check_step
 
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     source = _find(args.model)
@@ -57,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = source.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (args.batch, args.seq), generator=generator).to(device)
     try:
-        result = equality.compare(
+        result = check_step(
             model,
             tokens,
             truth=getattr(torch, args.truth) if args.truth else None,
             options=options,
             progress=lambda steps: tqdm(steps, desc="forward and backward", unit="pass", disable=None),
         )
-    except (FusedNormError, equality.ComparisonError) as error:
+    except (FusedNormError, UncheckableError) as error:
         raise UsageError(error) from error
     if args.json:
         print(result.to_json())
@@ -83,8 +85,7 @@ def _find(name: str) -> Source:
 
 
 def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
-    if type(source.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"{source.description} is no causal language model ({source.config.model_type})")
+    refuse_unless_causal_lm(source)
     if source.weights is None:
         return model_configs.build(source.config, seed=seed, dtype=dtype, device=device)
     try:
@@ -94,10 +95,3 @@ def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device
     except (OSError, ValueError) as error:
         raise UsageError(f"no weights can be loaded from {source.weights}: {error}") from error
     return model.to(device)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value

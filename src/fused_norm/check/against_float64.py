@@ -1,4 +1,4 @@
-"""One training step, stock against fused, both held against the same step in float64.
+"""One training step, stock and fused, both compared with the same step computed in float64.
 
 The two need not agree to the last bit: on a GPU a sum is taken in another order. So the question is not whether they
 differ, but whether the fused step is further from the truth than the stock step is.
@@ -23,7 +23,7 @@ from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_n
 from ..spec import FusedNormError
 
 SLACK = 0.25
-"""How much larger than the stock error the fused error may be, in a result with very many independent errors."""
+"""The share by which the fused error may exceed the stock error, in a result with very many independent errors."""
 
 ZERO_SHARE = 1e-3
 """A gradient that is zero in exact arithmetic, such as that of a bias on the keys, has no relative error. Every
@@ -31,17 +31,16 @@ gradient counts as at least this share of the rms of all gradients."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
 MIN_PREDICTIONS = 4
 """Predicted tokens below which a step cannot be judged: the ratio of two single errors can be anything."""
 
 
-class ComparisonError(ValueError):
-    """A model, or a step, on which the comparison would say nothing."""
+class UncheckableError(ValueError):
+    """The model or the tokens are such that the check would say nothing."""
 
 
 def slack(numbers: int, predictions: int) -> float:
-    """How much larger than the stock error the fused error may be, as a share of it.
+    """Return how much larger than the stock error the fused error may be, as a share of it.
 
     Two steps that are equally right make errors of the same size that are independent of each other. The norm of ``n``
     such errors scatters by ``1 / sqrt(2 * n)`` of itself, so two of them differ by ``1 / sqrt(n)``. Four times that is
@@ -57,7 +56,7 @@ def slack(numbers: int, predictions: int) -> float:
 
 
 def floor(dtype: torch.dtype) -> float:
-    """The relative error that is granted whatever the stock error: one unit in the last place of ``dtype``.
+    """The relative error that is always allowed: one unit in the last place of ``dtype``.
 
     A value that lies between two numbers of the dtype may be rounded to either by two steps that are equally right, and
     so they are up to ``eps`` apart, even where the stock step happened to hit the truth.
@@ -83,7 +82,7 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """How much of the budget the fused error takes: 1 is all of it. Infinite when the error is not finite."""
+        """The fused error over its budget: 1 is all of it. Infinite when the error is not finite."""
         return self.fused / self.budget if math.isfinite(self.fused) else math.inf
 
     @property
@@ -92,8 +91,8 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Equality:
-    """What ``compare`` found.
+class StepCheck:
+    """The errors of the stock and the fused step, and whether the fused ones are within their budgets.
 
     Attributes:
         report: what was fused.
@@ -111,7 +110,7 @@ class Equality:
 
     @property
     def ok(self) -> bool:
-        """Whether every result is within its budget."""
+        """Every result is within its budget."""
         return all(deviation.ok for deviation in self.deviations)
 
     def worst(self, count: int) -> list[Deviation]:
@@ -144,7 +143,7 @@ class Equality:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it, with every gradient, as a JSON object. An error that is not finite is null."""
+        """The check as a JSON object, with every gradient. An error that is not finite is null."""
         return json.dumps(
             {
                 "ok": self.ok,
@@ -161,7 +160,7 @@ class Equality:
         )
 
 
-def compare(
+def check_step(
     model: nn.Module,
     input_ids: torch.Tensor,
     labels: torch.Tensor | None = None,
@@ -169,7 +168,7 @@ def compare(
     truth: torch.dtype | None = None,
     options: FuseOptions | Mapping[str, Any] | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
-) -> Equality:
+) -> StepCheck:
     """Run one forward and backward pass of a model three times: the truth, stock, fused.
 
     The truth is the stock code on a float64 copy of the same weights, with float64 wherever the code asks for float32:
@@ -191,13 +190,13 @@ def compare(
 
     Raises:
         FusedNormError: as ``apply_fused_norm``, or the truth is not finite.
-        ComparisonError: parameters of other dtypes, fewer than ``MIN_PREDICTIONS`` tokens to predict, or a float32
+        UncheckableError: parameters of other dtypes, fewer than ``MIN_PREDICTIONS`` tokens to predict, or a float32
             truth for a float32 model, which would be the stock step itself.
     """
     labels = input_ids if labels is None else labels
     predictions = labels.shape[0] * (labels.shape[1] - 1)
     if predictions < MIN_PREDICTIONS:
-        raise ComparisonError(
+        raise UncheckableError(
             f"{tuple(labels.shape)} tokens make {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: "
             "take longer or more sequences"
         )
@@ -206,9 +205,9 @@ def compare(
     dtype = _coarsest_dtype(model)
     truth = truth or (torch.float64 if _float64_fits(model) else torch.float32)
     if truth not in (torch.float64, torch.float32):
-        raise ComparisonError(f"the truth must be float64 or float32, not {_name(truth)}")
+        raise UncheckableError(f"the truth must be float64 or float32, not {_name(truth)}")
     if truth == dtype:
-        raise ComparisonError(
+        raise UncheckableError(
             f"a {_name(dtype)} model needs a float64 truth, which takes {_float64_bytes(model) / 2**30:.1f} GiB; "
             "take fewer layers, or a 16-bit dtype"
         )
@@ -225,7 +224,7 @@ def compare(
                 continue
             if step == "fused":
                 report = apply_fused_norm(model, **vars(options))
-            errors[step] = _errors(_step(model, input_ids, labels), exact)
+            errors[step] = relative_errors(_step(model, input_ids, labels), exact)
         assert report is not None
     finally:
         remove_fused_norm(model)
@@ -241,11 +240,11 @@ def compare(
         )
         for name, stock in errors["stock"].items()
     )
-    return Equality(report, dtype, truth, input_ids.device, deviations)
+    return StepCheck(report, dtype, truth, input_ids.device, deviations)
 
 
-class _Float64(TorchFunctionMode):
-    """Inside, code that asks for float32 gets float64."""
+class _Float64ForFloat32(TorchFunctionMode):
+    """A context in which code that asks for float32 gets float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -265,7 +264,7 @@ def _truth(
     # The grouped matrix product of transformers 5 has no float64.
     if hasattr(twin, "set_experts_implementation") and twin._can_set_experts_implementation():
         twin.set_experts_implementation("eager")
-    with _Float64() if dtype == torch.float64 else nullcontext():
+    with _Float64ForFloat32() if dtype == torch.float64 else nullcontext():
         exact = _step(twin, input_ids, labels)
     for name, value in exact.items():
         if not value.isfinite().all():
@@ -287,7 +286,8 @@ def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> di
     return results
 
 
-def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+def relative_errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The norm of each difference over the norm of the exact value; see ``ZERO_SHARE`` for gradients near zero."""
     gradients = [value for name, value in exact.items() if name.endswith(".grad")]
     squares = sum(value.double().square().sum().item() for value in gradients)
     rms = math.sqrt(squares / sum(value.numel() for value in gradients))
@@ -303,7 +303,7 @@ def _coarsest_dtype(model: nn.Module) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if not dtypes or not dtypes <= set(DTYPES):
         names = ", ".join(sorted(map(_name, dtypes))) or "none"
-        raise ComparisonError(f"parameters must be float32, bfloat16 or float16, and these are {names}")
+        raise UncheckableError(f"parameters must be float32, bfloat16 or float16, and these are {names}")
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 

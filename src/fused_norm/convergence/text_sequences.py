@@ -133,7 +133,7 @@ def varied(sequences: Tensor) -> Tensor:
     return sequences[(sequences == most).float().mean(dim=1) <= 0.5]
 
 
-def schedule(sequences: Tensor, *, count: int, seed: int) -> Tensor:
+def training_order(sequences: Tensor, *, count: int, seed: int) -> Tensor:
     """``count`` sequences in training order: one shuffled pass over all of them after another.
 
     Args:

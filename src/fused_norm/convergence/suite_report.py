@@ -1,4 +1,4 @@
-"""What came out, as a table to read and as JSON to keep."""
+"""The results of a plan as tables to read and as JSON to keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from .mutations import MUTATIONS, SOUND
-from .store import FAILED, Result, plain, to_json
-from .verdict import Verdict
+from .result_store import FAILED, ComparisonResult, plain, to_json
+from .verdict import Verdict, loss_band, relative_gaps
 
 HEADS = {
     "first_losses": "first loss",
@@ -28,12 +28,12 @@ HEADS = {
 }
 
 
-def is_sound(result: Result) -> bool:
-    """Whether the fused twin had no fault planted."""
-    return result.case.mutation in (None, SOUND)
+def is_sound(result: ComparisonResult) -> bool:
+    """Return whether the fused twin had no fault planted."""
+    return result.comparison.mutation in (None, SOUND)
 
 
-def exit_code(results: Sequence[Result]) -> int:
+def exit_code(results: Sequence[ComparisonResult]) -> int:
     """0 when all is green and every visible fault was caught, 1 for a red verdict or a missed fault, else 2."""
     outcomes = {result.outcome for result in results}
     if outcomes & set(FAILED):
@@ -41,7 +41,7 @@ def exit_code(results: Sequence[Result]) -> int:
     return 2 if "invalid" in outcomes or not outcomes else 0
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[ComparisonResult]) -> str:
     """One line: how many comparisons came out how."""
     sound = Counter(result.outcome for result in results if is_sound(result))
     faults = Counter(result.outcome for result in results if not is_sound(result))
@@ -51,16 +51,40 @@ def summary(results: Sequence[Result]) -> str:
     return "; ".join(words)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[ComparisonResult]) -> str:
     """All results: of fused twins how much of each bound was taken, of planted faults what saw them."""
     return "\n\n".join(part for part in (_sound_table(results), _fault_table(results), _explanations(results)) if part)
 
 
-def _sound_table(results: Iterable[Result]) -> str:
-    rows = [["", "case", *HEADS.values()]]
+def loss_table(results: Iterable[ComparisonResult]) -> str:
+    """The losses of fused twins beside those of stock, with the largest gap that they and a control have to stock."""
+    rows = [
+        ["", "comparison", "first loss", "stock's last", "fused last", "gap", "control's gap", "of bound", "memory"]
+    ]
     for result in results:
-        if result.case.mutation is None:
-            rows.append([result.outcome, result.case.name, *_shares(result.verdict)])
+        if result.comparison.mutation is None and result.stock and result.fused and result.controls:
+            stock, fused = result.stock, result.fused
+            worst = max((check.share for check in result.verdict.checks), default=0.0)
+            rows.append(
+                [
+                    result.outcome,
+                    result.comparison.name,
+                    *(f"{loss:.4f}" for loss in (stock.losses[0], stock.losses[-1], fused.losses[-1])),
+                    f"{max(relative_gaps(fused.losses, stock.losses)):.1e}",
+                    f"{max(loss_band(stock, result.controls)):.1e}",
+                    f"{worst:.2f}",
+                    f"{stock.memory_bytes / 1e6:.1f} -> {fused.memory_bytes / 1e6:.1f} MB",
+                ]
+            )
+    explanations = _explanations(results)
+    return "\n\n".join(part for part in (_aligned(rows) if len(rows) > 1 else "", explanations) if part)
+
+
+def _sound_table(results: Iterable[ComparisonResult]) -> str:
+    rows = [["", "comparison", *HEADS.values()]]
+    for result in results:
+        if result.comparison.mutation is None:
+            rows.append([result.outcome, result.comparison.name, *_shares(result.verdict)])
     if len(rows) == 1:
         return ""
     return _aligned(rows) + "\n(share of the bound that the fused run takes, in the worst place; above 1 is red)"
@@ -71,13 +95,13 @@ def _shares(verdict: Verdict) -> list[str]:
     return ["-" if check is None else f"{check.share:.2f}" if check.share < 100 else ">99" for check in worst]
 
 
-def _fault_table(results: Sequence[Result]) -> str:
-    faults = [result for result in results if result.case.mutation is not None]
+def _fault_table(results: Sequence[ComparisonResult]) -> str:
+    faults = [result for result in results if result.comparison.mutation is not None]
     if not faults:
         return ""
-    names = list(dict.fromkeys(result.case.twins.name for result in faults))
+    names = list(dict.fromkeys(result.comparison.baseline.name for result in faults))
     columns = [SOUND, *MUTATIONS]
-    found = {(result.case.twins.name, result.case.mutation): result for result in faults}
+    found = {(result.comparison.baseline.name, result.comparison.mutation): result for result in faults}
     rows = [["planted fault", *columns]]
     for name in names:
         cells = [found.get((name, column)) for column in columns]
@@ -85,12 +109,12 @@ def _fault_table(results: Sequence[Result]) -> str:
     return _aligned(rows)
 
 
-def _explanations(results: Iterable[Result]) -> str:
+def _explanations(results: Iterable[ComparisonResult]) -> str:
     lines = []
     for result in results:
         if result.outcome in ("red", "missed", "invalid"):
             verdict = result.verdict
-            lines.append(f"{result.outcome}: {result.case.name}")
+            lines.append(f"{result.outcome}: {result.comparison.name}")
             lines += [f"  {reason}" for reason in verdict.reasons]
             lines += [f"  diverges first in {verdict.divergence}"] if verdict.divergence else []
     return "\n".join(lines)
@@ -102,7 +126,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def as_json(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
+def as_json(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> str:
     """Facts, summary, and every result with its runs, its checks and its verdict."""
     rows = []
     for result in results:
@@ -110,7 +134,7 @@ def as_json(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
         checks = [asdict(check) | {"ok": check.ok} for check in verdict.checks]
         rows.append(
             to_json(result)
-            | {"name": result.case.name, "outcome": result.outcome, "reasons": list(verdict.reasons)}
+            | {"name": result.comparison.name, "outcome": result.outcome, "reasons": list(verdict.reasons)}
             | {"divergence": verdict.divergence, "checks": plain(checks)}
         )
     whole = {"summary": summary(results), "exit_code": exit_code(results), "facts": facts, "results": rows}

@@ -1,4 +1,4 @@
-"""The comparison of one step: the truth is one, and a step that is worse is found."""
+"""A step is judged by its distance from the same step in float64, and a step that is too far off is found."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_norm import FusedNormError, remove_fused_norm
-from fused_norm.convergence import equality
-from fused_norm.convergence.equality import ComparisonError, Deviation, compare
+from fused_norm import FusedNormError, apply_fused_norm, remove_fused_norm
+from fused_norm.check.against_float64 import ZERO_SHARE, Deviation, UncheckableError, check_step, relative_errors
 from fused_norm.model_configs import FAMILIES, build
 
 
@@ -20,11 +20,33 @@ def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(device)
 
 
+class Steps:
+    """Follows the steps of a check: ``now`` is the one that runs, and ``before`` is called ahead of it."""
+
+    def __init__(self, before=lambda step: None):
+        self.now, self.before = None, before
+
+    def __call__(self, names):
+        for self.now in names:
+            self.before(self.now)
+            yield self.now
+
+
+def damaged(model, path, change):
+    """A check whose fused step has another norm weight at ``path``."""
+
+    def before(step):
+        if step == "fused":
+            change(model.get_submodule(path).weight.data)
+
+    return check_step(model, tokens_of(model, model.device), progress=Steps(before))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_fused_step_is_as_near_to_the_truth_as_the_stock_step(model_type, dtype, device):
     model = build(model_type, seed=1, dtype=dtype, device=device)
-    found = compare(model, tokens_of(model, device))
+    found = check_step(model, tokens_of(model, device))
     assert found.ok, str(found)
     assert found.truth == torch.float64
     assert found.report.counts["norm"] == FAMILIES[model_type].sites()["norm"]
@@ -34,17 +56,19 @@ def test_the_fused_step_is_as_near_to_the_truth_as_the_stock_step(model_type, dt
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_the_truth_has_its_norms_in_float64(model_type):
-    model = build(model_type, seed=1).eval()
+    model = build(model_type, seed=1)
     spec = FAMILIES[model_type].spec
-    seen = []
+    steps, seen = Steps(), []
 
     def note(norm, inputs, output):
-        seen.append((norm.weight, inputs[0], output))
+        if steps.now == "truth":
+            seen.append((norm.weight, inputs[0], output))
 
-    hooks = [module.register_forward_hook(note) for module in model.modules() if "RMSNorm" in type(module).__name__]
-    tokens = tokens_of(model, "cpu")
-    equality._truth(model, torch.float64, tokens, tokens)
-    assert len(seen) == len(hooks) > 0
+    norms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
+    for norm in norms:
+        norm.register_forward_hook(note)
+    check_step(model, tokens_of(model, "cpu"), options={"strict": False}, progress=steps)
+    assert len(seen) == len(norms) > 0
     for weight, x, y in seen:
         gamma = 1 + weight if spec.zero_centered else weight
         exact = x * (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt() * gamma
@@ -53,50 +77,35 @@ def test_the_truth_has_its_norms_in_float64(model_type):
 
 
 def test_nothing_in_the_truth_is_rounded_to_float32():
-    class Rounded(torch.utils._python_dispatch.TorchDispatchMode):
+    class NoteFloat32(TorchDispatchMode):
+        model_runs = False
+
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and self.model_runs:
-                self.found.append(str(func))
+                found[steps.now].append(str(func))
             return out
 
-    mode = Rounded()
-    mode.found, mode.model_runs = [], False
-    model = build("gemma3_text", seed=1).eval()
+    steps, found = Steps(), {"truth": [], "stock": [], "fused": []}
+    model = build("gemma3_text", seed=1)
+    mode = NoteFloat32()
     model.register_forward_pre_hook(lambda *_: setattr(mode, "model_runs", True))
-    tokens = tokens_of(model, "cpu")
     with mode:
-        equality._truth(model, torch.float64, tokens, tokens)
-    assert mode.model_runs
-    assert mode.found == []
+        check_step(model, tokens_of(model, "cpu"), progress=steps)
+    assert found["truth"] == []
+    assert found["stock"]
 
 
 @pytest.mark.parametrize("where", ["model.norm", "model.layers.0.input_layernorm"])
-def test_a_norm_that_is_off_by_little_is_over_budget(where, monkeypatch, device):
-    apply = equality.apply_fused_norm
-
-    def apply_wrongly(model, **options):
-        model.get_submodule(where).weight.data.mul_(1 + 1e-4)
-        return apply(model, **options)
-
-    monkeypatch.setattr(equality, "apply_fused_norm", apply_wrongly)
-    model = build("llama", seed=1, device=device)
-    found = compare(model, tokens_of(model, device))
+def test_a_norm_that_is_off_by_little_is_over_budget(where, device):
+    found = damaged(build("llama", seed=1, device=device), where, lambda weight: weight.mul_(1 + 1e-4))
     assert not found.ok
     assert "over budget" in str(found)
     assert json.loads(found.to_json())["ok"] is False
 
 
-def test_a_nan_is_over_budget(monkeypatch, device):
-    apply = equality.apply_fused_norm
-
-    def apply_wrongly(model, **options):
-        model.model.norm.weight.data.fill_(math.nan)
-        return apply(model, **options)
-
-    monkeypatch.setattr(equality, "apply_fused_norm", apply_wrongly)
-    model = build("llama", seed=1, device=device)
-    found = compare(model, tokens_of(model, device))
+def test_a_nan_is_over_budget(device):
+    found = damaged(build("llama", seed=1, device=device), "model.norm", lambda weight: weight.fill_(math.nan))
     assert not found.ok
     assert found.worst(1)[0].share == math.inf
     assert None in [row["fused"] for row in json.loads(found.to_json())["deviations"]]
@@ -105,7 +114,7 @@ def test_a_nan_is_over_budget(monkeypatch, device):
 def test_the_model_is_left_stock_in_its_mode_without_gradients(device):
     model = build("qwen3", seed=1, device=device).train()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    compare(model, tokens_of(model, device))
+    check_step(model, tokens_of(model, device))
     assert remove_fused_norm(model) == 0
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -115,17 +124,17 @@ def test_the_model_is_left_stock_in_its_mode_without_gradients(device):
 def test_a_patched_model_is_not_compared_with_itself(device):
     model = build("qwen3", seed=1, device=device)
     tokens = tokens_of(model, device)
-    stock = compare(model, tokens)
-    equality.apply_fused_norm(model)
-    assert compare(model, tokens).deviations == stock.deviations
+    stock = check_step(model, tokens)
+    apply_fused_norm(model)
+    assert check_step(model, tokens).deviations == stock.deviations
 
 
 def test_a_gradient_that_is_zero_in_truth_is_measured_against_the_others():
     exact = {"a.grad": torch.ones(4, dtype=torch.float64), "b.grad": torch.zeros(4, dtype=torch.float64)}
     results = {"a.grad": torch.ones(4), "b.grad": torch.full((4,), 1e-9)}
-    errors = equality._errors(results, exact)
+    errors = relative_errors(results, exact)
     assert errors["a.grad"] == 0
-    assert errors["b.grad"] == pytest.approx(1e-9 / (equality.ZERO_SHARE * math.sqrt(0.5)), rel=1e-6)
+    assert errors["b.grad"] == pytest.approx(1e-9 / (ZERO_SHARE * math.sqrt(0.5)), rel=1e-6)
 
 
 def test_a_share_of_one_is_the_whole_budget():
@@ -137,21 +146,21 @@ def test_a_share_of_one_is_the_whole_budget():
 def test_what_cannot_be_judged_is_an_error(device):
     model = build("llama", seed=1, device=device)
     tokens = tokens_of(model, device)
-    with pytest.raises(ComparisonError, match="0 predictions"):
-        compare(model, tokens[:, :1])
-    with pytest.raises(ComparisonError, match="needs a float64 truth"):
-        compare(model, tokens, truth=torch.float32)
-    with pytest.raises(ComparisonError, match="the truth must be"):
-        compare(model, tokens, truth=torch.bfloat16)
+    with pytest.raises(UncheckableError, match="0 predictions"):
+        check_step(model, tokens[:, :1])
+    with pytest.raises(UncheckableError, match="needs a float64 truth"):
+        check_step(model, tokens, truth=torch.float32)
+    with pytest.raises(UncheckableError, match="the truth must be"):
+        check_step(model, tokens, truth=torch.bfloat16)
     model.model.norm.weight.data.fill_(math.inf)
     with pytest.raises(FusedNormError, match="not finite"):
-        compare(model, tokens)
-    with pytest.raises(ComparisonError, match="these are float64"):
-        compare(model.double(), tokens)
+        check_step(model, tokens)
+    with pytest.raises(UncheckableError, match="these are float64"):
+        check_step(model.double(), tokens)
 
 
 def test_a_16_bit_model_may_be_held_against_float32(device):
     model = build("llama", seed=1, dtype=torch.bfloat16, device=device)
-    found = compare(model, tokens_of(model, device), truth=torch.float32)
+    found = check_step(model, tokens_of(model, device), truth=torch.float32)
     assert found.ok
     assert "truth in float32" in str(found)

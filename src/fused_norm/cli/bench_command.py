@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .common import UsageError, interpret_without_gpu
-from .env import environment
+from .env_command import environment
 
 if TYPE_CHECKING:
     from ..bench.results import Results

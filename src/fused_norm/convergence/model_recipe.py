@@ -1,4 +1,4 @@
-"""A model to train, built the same way every time."""
+"""A model to train: built the same way every time, and set up for the way its steps run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from .. import model_configs
-from .plan import Case
+from .comparison import Comparison
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelRecipe:
     """A family's small model, or one of the user's.
 
     Attributes:
@@ -29,6 +29,11 @@ class Subject:
     name: str
     config: PreTrainedConfig
     weights: str | None = None
+
+    @classmethod
+    def of_family(cls, model_type: str, overrides: Mapping[str, Any]) -> ModelRecipe:
+        """The small model of a family in ``model_configs``, with other sizes where ``overrides`` has them."""
+        return cls(model_type, model_configs.tiny_config(model_type, **overrides))
 
     def build(self, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """The model in training mode, on ``device``, without dropout, which would hide everything else.
@@ -54,22 +59,17 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_family(model_type: str, overrides: Mapping[str, Any]) -> Subject:
-    """The small model of a family in ``model_configs``, with other sizes where ``overrides`` has them."""
-    return Subject(model_type, model_configs.tiny_config(model_type, **overrides))
-
-
-def prepare(model: Any, case: Case, compile_backend: str) -> nn.Module:
-    """The model set up for the case's execution; patched or not, it is the same call.
+def set_up_execution(model: Any, comparison: Comparison, compile_backend: str) -> nn.Module:
+    """The model set up for the comparison's execution; patched or not, it is the same call.
 
     Raises:
         ModuleNotFoundError: LoRA without peft.
     """
-    if case.execution == "checkpointing":
+    if comparison.execution == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif case.execution == "lora":
-        model = _with_adapters(model, case.seed)
-    elif case.execution == "compile":
+    elif comparison.execution == "lora":
+        model = _with_adapters(model, comparison.seed)
+    elif comparison.execution == "compile":
         torch._dynamo.reset()
         model.compile(backend=compile_backend)
     return model
@@ -86,3 +86,19 @@ def _with_adapters(model: Any, seed: int) -> nn.Module:
     for parameter in vectors:
         parameter.requires_grad_(True)
     return adapted
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The members of the outermost ``ModuleList`` of each branch of ``model``, by path, in the order they run in."""
+    found: dict[str, nn.Module] = {}
+
+    def search(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            below = f"{path}.{name}" if path else name
+            if isinstance(module, nn.ModuleList):
+                found[below] = child
+            else:
+                search(child, below)
+
+    search(model, "")
+    return found

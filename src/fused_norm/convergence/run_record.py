@@ -1,4 +1,4 @@
-"""What is kept of a run: tensors while it is compared with its stock twin, numbers afterwards."""
+"""A training run as it is kept: as tensors while it is compared with its stock twin, as numbers afterwards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ and a few such weights would be all that a distance is made of. A wrong kernel m
 
 
 @dataclass(frozen=True)
-class NormReplay:
-    """One norm called on what the stock run handed to it.
+class NormRerun:
+    """One norm called again on the input and the gradient that it had in the stock run.
 
     Attributes:
         x: [..., N], its input in the stock run, a few rows of it.
@@ -42,17 +42,17 @@ class NormReplay:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """One run, with its tensors, on the CPU.
+class RunTensors:
+    """One run with its tensors, which are on the CPU.
 
     Attributes:
         losses: of each step.
         gradient_norms: of each step, before clipping.
         seconds_per_step: median.
-        memory_bytes: as ``TrainingResult`` has it.
+        memory_bytes: as in ``TrainingResult``.
         outputs: of each layer and of the model, for one micro-batch at the initial weights, in the order they run in.
         output_gradients: of the loss with respect to them.
-        replays: of each norm.
+        reruns: of each norm.
         gradients: of each trained parameter in the first step, before clipping.
         initial: the trained parameters before the first step.
         final: the same after the last.
@@ -67,7 +67,7 @@ class Trace:
     memory_bytes: int
     outputs: Mapping[str, Tensor]
     output_gradients: Mapping[str, Tensor]
-    replays: Mapping[str, NormReplay]
+    reruns: Mapping[str, NormRerun]
     gradients: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
@@ -81,13 +81,13 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What remains of a run as numbers: what it did, and how far it was from the stock run.
+class RunRecord:
+    """One run as numbers: its losses and costs, and how far it was from the stock run.
 
     Attributes:
-        losses, gradient_norms, seconds_per_step, memory_bytes, sites: as in ``Trace``.
+        losses, gradient_norms, seconds_per_step, memory_bytes, sites: as in ``RunTensors``.
         moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
-        flat: norm weights that started as one number throughout, which hides a wrong cast.
+        constant: norm weights that started as one number throughout, which hides a wrong cast.
         outputs, output_gradients, gradients: relative distances from the stock run's.
         drifts: distance of the final parameters from the stock run's, relative to how far those had moved, the share
             ``TRIM`` that is farthest apart left out.
@@ -95,8 +95,9 @@ class Recording:
         bits: share of a norm's outputs that differ at all, where they have 16 bits or another dtype than stock's.
         overwritten: share of the gradient handed to a norm that its backward changed.
         roundings: half an eps of the coarser dtype of a norm's input and output.
-        unchanged: norms that ran the stock norm's code.
-        grains: half an eps of a parameter's size over how far it moved: one rounding of each weight, as a drift.
+        ran_stock_code: norms that ran the stock norm's code.
+        drift_roundings: how far a parameter drifts by one rounding of each weight: half an eps of its size over how far
+            it moved.
     """
 
     losses: tuple[float, ...]
@@ -105,7 +106,7 @@ class Recording:
     memory_bytes: int
     sites: Mapping[str, int]
     moved: Mapping[str, float]
-    flat: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
     outputs: Mapping[str, float] = field(default_factory=dict)
     output_gradients: Mapping[str, float] = field(default_factory=dict)
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -114,8 +115,8 @@ class Recording:
     bits: Mapping[str, float] = field(default_factory=dict)
     overwritten: Mapping[str, float] = field(default_factory=dict)
     roundings: Mapping[str, float] = field(default_factory=dict)
-    unchanged: tuple[str, ...] = ()
-    grains: Mapping[str, float] = field(default_factory=dict)
+    ran_stock_code: tuple[str, ...] = ()
+    drift_roundings: Mapping[str, float] = field(default_factory=dict)
     input_gradients: Mapping[str, float] = field(default_factory=dict)
     weight_gradients: Mapping[str, float] = field(default_factory=dict)
 
@@ -124,46 +125,46 @@ class Recording:
         return all(map(math.isfinite, self.losses + self.gradient_norms))
 
 
-def record(trace: Trace, stock: Trace) -> Recording:
-    """The numbers of ``trace``, compared with those of ``stock``, which may be the same."""
-    went = {name: value - stock.initial[name] for name, value in stock.final.items()}
-    drifted = {name: value - stock.initial[name] for name, value in trace.final.items()}
-    replays, stock_replays = trace.replays, {path: stock.replays[path] for path in trace.replays}
-    weights = {path: (replay.dw, stock_replays[path].dw) for path, replay in replays.items()}
-    return Recording(
-        losses=trace.losses,
-        gradient_norms=trace.gradient_norms,
-        seconds_per_step=trace.seconds_per_step,
-        memory_bytes=trace.memory_bytes,
-        sites=trace.sites,
+def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
+    """The numbers of a run, compared with those of the stock run, which may be the same."""
+    stock_drifts = {name: value - stock.initial[name] for name, value in stock.final.items()}
+    drifts = {name: value - stock.initial[name] for name, value in run.final.items()}
+    reruns, stock_reruns = run.reruns, {path: stock.reruns[path] for path in run.reruns}
+    weights = {path: (rerun.dw, stock_reruns[path].dw) for path, rerun in reruns.items()}
+    return RunRecord(
+        losses=run.losses,
+        gradient_norms=run.gradient_norms,
+        seconds_per_step=run.seconds_per_step,
+        memory_bytes=run.memory_bytes,
+        sites=run.sites,
         moved={
-            name: _ratio((trace.final[name] - trace.initial[name]).norm().item(), trace.initial[name].norm().item())
-            for name in trace.norm_weights
+            name: _ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())
+            for name in run.norm_weights
         },
-        flat=tuple(name for name in trace.norm_weights if trace.initial[name].unique().numel() == 1),
-        outputs=distances(trace.outputs, stock.outputs),
-        output_gradients=distances(trace.output_gradients, stock.output_gradients),
-        gradients=distances(trace.gradients, stock.gradients),
-        drifts=distances(drifted, went, trim=TRIM),
-        norm_outputs=_each_distance({path: (replays[path].y, stock_replays[path].y) for path in replays}),
+        constant=tuple(name for name in run.norm_weights if run.initial[name].unique().numel() == 1),
+        outputs=distances(run.outputs, stock.outputs),
+        output_gradients=distances(run.output_gradients, stock.output_gradients),
+        gradients=distances(run.gradients, stock.gradients),
+        drifts=distances(drifts, stock_drifts, trim=TRIM),
+        norm_outputs=_each_distance({path: (reruns[path].y, stock_reruns[path].y) for path in reruns}),
         bits={
-            path: unequal(replay.y, stock_replays[path].y)
-            for path, replay in replays.items()
+            path: share_unequal(rerun.y, stock_reruns[path].y)
+            for path, rerun in reruns.items()
             # The last bit of an fp32 hangs on the order of a sum.
-            if replay.y.dtype != torch.float32 or stock_replays[path].y.dtype != torch.float32
+            if rerun.y.dtype != torch.float32 or stock_reruns[path].y.dtype != torch.float32
         },
-        overwritten={path: replay.overwritten for path, replay in replays.items()},
+        overwritten={path: rerun.overwritten for path, rerun in reruns.items()},
         roundings={
-            path: max(torch.finfo(replay.x.dtype).eps, torch.finfo(replay.y.dtype).eps) / 2
-            for path, replay in replays.items()
+            path: max(torch.finfo(rerun.x.dtype).eps, torch.finfo(rerun.y.dtype).eps) / 2
+            for path, rerun in reruns.items()
         },
-        unchanged=tuple(path for path in replays if replays[path].made_by == stock_replays[path].made_by),
-        grains={
-            name: _ratio(trace.rounding * trace.initial[name].norm().item(), way.norm().item())
-            for name, way in drifted.items()
+        ran_stock_code=tuple(path for path in reruns if reruns[path].made_by == stock_reruns[path].made_by),
+        drift_roundings={
+            name: _ratio(run.rounding * run.initial[name].norm().item(), way.norm().item())
+            for name, way in drifts.items()
             if way.any()
         },
-        input_gradients=_each_distance({path: (replays[path].dx, stock_replays[path].dx) for path in replays}),
+        input_gradients=_each_distance({path: (reruns[path].dx, stock_reruns[path].dx) for path in reruns}),
         weight_gradients=_each_distance(weights),
     )
 
@@ -202,7 +203,7 @@ def _each_distance(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> 
     }
 
 
-def unequal(one: Tensor, other: Tensor) -> float:
+def share_unequal(one: Tensor, other: Tensor) -> float:
     """The share of elements that differ; all of them where the dtypes do."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return 1.0

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fused_norm.convergence.recording import ZERO_SHARE, distances, unequal
+from fused_norm.convergence.run_record import ZERO_SHARE, distances, share_unequal
 
 
 def test_a_distance_is_relative_to_the_stock_tensor():
@@ -39,5 +39,5 @@ def test_elements_that_differ_are_counted_and_another_dtype_counts_as_all():
     one = torch.ones(8, dtype=torch.bfloat16)
     other = one.clone()
     other[0] = 2.0
-    assert unequal(one, other) == 1 / 8
-    assert unequal(one, one.float()) == 1.0
+    assert share_unequal(one, other) == 1 / 8
+    assert share_unequal(one, one.float()) == 1.0

@@ -1,4 +1,4 @@
-"""Results on disk, one file a case: what was finished stays, and is found again under the same settings."""
+"""Results of comparisons, kept on disk: each is found again as long as settings and code are the same."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from .comparison import Comparison
 from .mutations import SOUND
-from .plan import Case
-from .recording import Recording
+from .run_record import RunRecord
 from .verdict import Verdict, judge
 
 Outcome = Literal["green", "red", "invalid", "caught", "missed", "hidden"]
@@ -23,46 +23,46 @@ FAILED: tuple[Outcome, ...] = ("red", "missed")
 
 
 @dataclass(frozen=True)
-class Result:
-    """One case after its runs.
+class ComparisonResult:
+    """One comparison after its runs.
 
     Attributes:
-        case: what was compared.
+        comparison: the one that was made.
         stock, controls, fused: the runs as numbers; None and empty where ``trouble`` kept them from being made.
         planted: the norm that had the fault, and how often that took effect.
         hidden: why no norm can show the fault; None where one does.
         trouble: what kept the comparison from being made.
     """
 
-    case: Case
-    stock: Recording | None = None
-    controls: tuple[Recording, ...] = ()
-    fused: Recording | None = None
+    comparison: Comparison
+    stock: RunRecord | None = None
+    controls: tuple[RunRecord, ...] = ()
+    fused: RunRecord | None = None
     planted: tuple[str, int] | None = None
     hidden: str | None = None
     trouble: str | None = None
 
     @property
     def verdict(self) -> Verdict:
-        """What the comparison says of the fused run, whether that has a fault or not."""
+        """The verdict on the fused run, whether that has a fault or not."""
         if self.stock is None or self.fused is None:
             return Verdict("invalid", (self.trouble or self.hidden or "not run",), ())
         if self.planted and not self.planted[1]:
             return Verdict("invalid", (f"the fault at {self.planted[0]} was never run",), ())
-        return judge(self.case.precision, self.stock, self.controls, self.fused)
+        return judge(self.comparison.precision, self.stock, self.controls, self.fused)
 
     @property
     def outcome(self) -> Outcome:
-        """What the result means: for a fused twin its verdict, for a planted fault whether the verdict saw it."""
+        """For a fused twin its verdict, for a planted fault whether the verdict saw it."""
         status = self.verdict.status
-        if self.case.mutation in (None, SOUND):
+        if self.comparison.mutation in (None, SOUND):
             return status
         if self.hidden:
             return "hidden"
         return "caught" if status == "red" else "missed" if status == "green" else "invalid"
 
 
-class Store:
+class ResultStore:
     """A folder of results.
 
     Args:
@@ -75,32 +75,32 @@ class Store:
 
     def __init__(self, folder: Path, *, fresh: bool = False) -> None:
         self._fresh = fresh
-        self._cases = folder / "cases"
-        self._cases.mkdir(parents=True, exist_ok=True)
-        probe = self._cases / ".writable"
+        self._files = folder / "comparisons"
+        self._files.mkdir(parents=True, exist_ok=True)
+        probe = self._files / ".writable"
         probe.write_text("")
         probe.unlink()
 
-    def load(self, case: Case, settings: str) -> Result | None:
-        """The result of a case that ran under these settings; None where there is none that can be read."""
+    def load(self, comparison: Comparison, settings_key: str) -> ComparisonResult | None:
+        """The result of a comparison that ran under these settings; None where there is none that can be read."""
         try:
-            kept = {} if self._fresh else json.loads(self._path(case).read_text(encoding="utf-8"))
-            return _result(case, kept) if kept["settings"] == settings else None
+            kept = {} if self._fresh else json.loads(self._path(comparison).read_text(encoding="utf-8"))
+            return _result(comparison, kept) if kept["settings"] == settings_key else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def save(self, result: Result, settings: str) -> None:
-        """Keeps a result; a reader never sees half of it."""
-        path = self._path(result.case)
+    def save(self, result: ComparisonResult, settings_key: str) -> None:
+        """Keep a result; a reader never sees half of it."""
+        path = self._path(result.comparison)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"settings": settings, **to_json(result)}), encoding="utf-8")
+        partial.write_text(json.dumps({"settings": settings_key, **to_json(result)}), encoding="utf-8")
         os.replace(partial, path)
 
-    def _path(self, case: Case) -> Path:
-        return self._cases / f"{case.name}.json"
+    def _path(self, comparison: Comparison) -> Path:
+        return self._files / f"{comparison.name}.json"
 
 
-def to_json(result: Result) -> dict[str, Any]:
+def to_json(result: ComparisonResult) -> dict[str, Any]:
     """A result as JSON has it; numbers that are not finite are strings."""
     return {name: plain(value) for name, value in asdict(result).items()}
 
@@ -110,36 +110,37 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 
     A result of yesterday's kernels says nothing about today's.
     """
-    return hashlib.sha256(json.dumps([facts, _code()], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    code = code_digest(Path(__file__).parents[1])
+    return hashlib.sha256(json.dumps([facts, code], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @cache
-def _code() -> str:
+def code_digest(folder: Path) -> str:
+    """A hash of the names and contents of all Python files below ``folder``."""
     digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}".encode() + path.read_bytes())
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _result(case: Case, kept: Mapping[str, Any]) -> Result:
-    return Result(
-        case,
-        stock=_recording(kept["stock"]),
-        controls=tuple(control for control in map(_recording, kept["controls"]) if control),
-        fused=_recording(kept["fused"]),
+def _result(comparison: Comparison, kept: Mapping[str, Any]) -> ComparisonResult:
+    return ComparisonResult(
+        comparison,
+        stock=_run_record(kept["stock"]),
+        controls=tuple(control for control in map(_run_record, kept["controls"]) if control),
+        fused=_run_record(kept["fused"]),
         planted=tuple(kept["planted"]) if kept["planted"] else None,
         hidden=kept["hidden"],
         trouble=kept["trouble"],
     )
 
 
-def _recording(kept: Mapping[str, Any] | None) -> Recording | None:
+def _run_record(kept: Mapping[str, Any] | None) -> RunRecord | None:
     if kept is None:
         return None
-    values = {field.name: _numbers(kept[field.name]) for field in fields(Recording)}
-    return Recording(
-        **values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "flat", "unchanged")}
+    values = {field.name: _numbers(kept[field.name]) for field in fields(RunRecord)}
+    return RunRecord(
+        **values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "constant", "ran_stock_code")}
     )
 
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..patcher import Site
 from ..spec import NormSpec
-from .plan import NORM_KINDS
-from .training import TrainingOptions
+from .comparison import NORM_KINDS
+from .plan import TrainingOptions
 
 
 def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None:
-    """Makes the stock norms at ``sites`` compute in another order, on the instances.
+    """Make the stock norms at ``sites`` compute in another order, on the instances.
 
     Args:
         model: not patched.
@@ -34,11 +34,11 @@ def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None
     for site in sites:
         if site.kind in NORM_KINDS and site.spec is not None:
             norm: Any = model.get_submodule(site.path)
-            norm.forward = _Reordered(norm, site.spec, generator)
+            norm.forward = _ReorderedNorm(norm, site.spec, generator)
 
 
-class _Reordered:
-    """The forward of one norm."""
+class _ReorderedNorm:
+    """The stock forward of one norm, with the elements of each row in another order."""
 
     def __init__(self, norm: Any, spec: NormSpec, generator: torch.Generator) -> None:
         self._norm, self._spec = norm, spec
@@ -85,7 +85,7 @@ class _RoundedAtRandom(torch.autograd.Function):
 def regroup(
     sequences: Tensor, options: TrainingOptions, *, processes: int, seed: int
 ) -> tuple[Tensor, TrainingOptions]:
-    """The same sequences in each step, in another order and in twice or half as many micro-batches.
+    """Put the same sequences in each step, in another order and in twice or half as many micro-batches.
 
     Args:
         sequences: (steps * batch_size * processes or more, length), in training order.

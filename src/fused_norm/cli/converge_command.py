@@ -1,0 +1,256 @@
+"""``fused-norm converge``: does training come out the same, stock and fused, against a measured noise floor?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, by_baseline
+from ..convergence.model_recipe import ModelRecipe
+from ..convergence.plan import TIERS, Plan, Tier, comparisons_of, with_mutations
+from ..model_configs import FAMILIES
+from .common import (
+    MODEL_HELP,
+    UsageError,
+    backend,
+    find_model,
+    interpret_without_gpu,
+    positive,
+    refuse_unless_causal_lm,
+)
+from .env_command import environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..convergence.result_store import ComparisonResult
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit code: 0 when every verdict is green, 1 when one is red or a planted fault was missed, 2 for input that "
+        "cannot be used or a run that says nothing. Several processes: accelerate launch [options] -m fused_norm "
+        "converge ...; FSDP2 as accelerate's own options ask for it."
+    )
+    tiers = "; ".join(f"{name}: {tier.what}" for name, tier in TIERS.items())
+    parser.add_argument(
+        "family", nargs="*", metavar="FAMILY", help=f"small models to train, of {', '.join(FAMILIES)} (the tier's)"
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="MODEL", help=f"train this: {MODEL_HELP}")
+    parser.add_argument("--tier", choices=tuple(TIERS), default="quick", help=f"{tiers} (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("converge"), help="folder of results, report (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU if there is one")
+    parser.add_argument("--dtype", action="append", choices=tuple(PRECISIONS), help="only these; mixed: bf16 autocast")
+    parser.add_argument("--feature", action="append", choices=tuple(FEATURES), help="only these sites fused")
+    parser.add_argument("--axis", action="append", choices=EXECUTIONS, help="only steps that run like this")
+    parser.add_argument("--mutations", action="store_true", help="plant faults too, each of which must turn it red")
+    parser.add_argument("--seeds", type=positive, default=1, help="how many seeds (1)")
+    parser.add_argument("--steps", type=positive, help="optimizer steps")
+    parser.add_argument("--length", type=positive, help="tokens in a sequence")
+    parser.add_argument(
+        "--learning-rate", type=float, help="AdamW's, after the warm-up; ten times that where weights are bf16"
+    )
+    parser.add_argument("--data", metavar="TEXT", help="a text file or a dataset, NAME[:CONFIG] (Python's own source)")
+    parser.add_argument("--column", default="text", help="the dataset's column with the text (text)")
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="a folder or name on the hub (a checkpoint's own, else bytes); or bytes"
+    )
+    parser.add_argument("--again", action="store_true", help="run again what an earlier run has finished")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, compare, and write the report; the exit code is in the help."""
+    on_cpu = args.device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    device = interpret_without_gpu("cpu" if on_cpu else args.device)
+    for module in ("accelerate", "datasets", "jinja2", "matplotlib"):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
+    # After the choice of the interpreter, because these import the kernels.
+    from ..convergence import suite, suite_report
+    from ..convergence.result_store import ResultStore
+    from ..convergence.training import accelerator_for
+
+    first = accelerator_for(cpu=device.type == "cpu").is_main_process
+    tier = _tier(args, device)
+    plan = _plan(args, tier, device)
+    try:
+        store = ResultStore(args.out, fresh=args.again) if first else None
+    except OSError as error:
+        raise UsageError(f"results cannot be written to {args.out}: {error}") from error
+    say = print if first else _nothing
+    spread = f"{plan.facts['processes']} processes ({plan.facts['spread']})"
+    say(f"device: {backend(device)}, {spread if plan.facts['processes'] > 1 else 'one process'}")
+    say(f"text:   {plan.facts['text']}")
+    shared = f"{len(by_baseline(plan.comparisons))} stock runs with {tier.settings.controls} controls each"
+    say(f"plan:   {len(plan.comparisons)} comparisons, {shared}")
+    results: list[ComparisonResult] = []
+    progress = _Progress(len(plan.comparisons), say)
+    stopped = False
+    try:
+        for result in suite.run_plan(plan, store, progress):
+            results.append(result)
+    except KeyboardInterrupt:
+        stopped = True
+    except OSError as error:
+        raise UsageError(
+            f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
+        ) from error
+    if first:
+        written = _write(args.out, results, plan)
+        table = suite_report.loss_table if args.tier == "demo" else suite_report.table
+        say(f"\n{table(results)}\n\n{suite_report.summary(results)}")
+        for what, path in written.items():
+            say(f"{what}: {path}")
+    if stopped:
+        done = f"{len(results)} of {len(plan.comparisons)} comparisons done"
+        say(f"stopped with {done}; the same command goes on from there")
+        return 130
+    return suite_report.exit_code(results)
+
+
+def _tier(args: argparse.Namespace, device: torch.device) -> Tier:
+    if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
+        raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
+    tier = TIERS[args.tier]
+    options = tier.settings.options
+    options = replace(
+        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
+    )
+    return replace(tier, settings=replace(tier.settings, options=options, length=args.length or tier.settings.length))
+
+
+def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
+    from accelerate import PartialState
+
+    from ..convergence.text_sequences import pack, training_order, varied
+
+    if unknown := [name for name in args.family if name not in FAMILIES]:
+        raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")
+    families = args.family or ([] if args.config else tier.families)
+    recipes = [ModelRecipe.of_family(name, tier.settings.overrides) for name in families]
+    recipes += [_recipe(name) for name in args.config]
+    names = [recipe.name for recipe in recipes]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two models are called {twice[0]}; rename one of their folders or files")
+    comparisons = comparisons_of(
+        tier,
+        names,
+        precisions=args.dtype,
+        features=args.feature,
+        executions=args.axis,
+        seeds=range(args.seeds),
+    )
+    if any(each.execution == "lora" for each in comparisons) and importlib.util.find_spec("peft") is None:
+        if args.axis:
+            raise UsageError("--axis lora needs peft: pip install peft")
+        comparisons = [each for each in comparisons if each.execution != "lora"]
+    if args.mutations:
+        comparisons += with_mutations(comparisons)
+    processes = PartialState().num_processes
+    step = tier.settings.options.batch_size * processes
+    drawn = tier.settings.options.steps * step
+    packed = {}
+    for recipe in recipes:
+        vocabulary = recipe.config.get_text_config().vocab_size
+        try:
+            tokenize, tokens = _tokenizer(args.tokenizer, recipe)
+            # Twice as many as are drawn, because some are left out.
+            found = pack(_texts(args), length=tier.settings.length, limit=2 * drawn, tokenize=tokenize)
+            packed[recipe.name] = varied(found)
+        except (ValueError, OSError) as error:
+            raise UsageError(error) from error
+        if len(packed[recipe.name]) < step:
+            raise UsageError(
+                f"the text fills {len(packed[recipe.name])} varied sequences of {tier.settings.length} tokens, and one "
+                f"step takes {step}; use more text or a smaller --length"
+            )
+        if int(packed[recipe.name].max()) >= vocabulary:
+            raise UsageError(f"{recipe.name} has {vocabulary} tokens, too few for {tokens}")
+    return Plan(
+        comparisons=tuple(comparisons),
+        recipes={recipe.name: recipe for recipe in recipes},
+        settings=tier.settings,
+        sequences=lambda comparison: training_order(packed[comparison.model], count=drawn, seed=comparison.seed),
+        facts={
+            **environment(),
+            "tier": args.tier,
+            "text": f"{args.data or 'source of the standard library'}, {step} x {tier.settings.length} tokens a step",
+            "processes": processes,
+            "spread": str(PartialState().distributed_type).rpartition(".")[2]
+            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""),
+            "settings": repr(tier.settings),
+        },
+        cpu=device.type == "cpu",
+    )
+
+
+def _recipe(name: str) -> ModelRecipe:
+    source = find_model(name)
+    refuse_unless_causal_lm(source)
+    label = Path(name).stem if Path(name).is_file() else Path(name).name
+    return ModelRecipe(label, source.config, source.weights)
+
+
+def _texts(args: argparse.Namespace) -> Any:
+    from ..convergence.text_sequences import read_dataset, read_files, standard_library
+
+    if args.data is None:
+        return read_files(standard_library())
+    if Path(args.data).is_file():
+        return read_files([args.data])
+    return read_dataset(args.data, column=args.column)
+
+
+def _tokenizer(name: str | None, recipe: ModelRecipe) -> tuple[Callable[[str], Sequence[int]], str]:
+    """A tokenizer, and what it makes, in words."""
+    from ..convergence.text_sequences import utf8_bytes
+
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    has_own = recipe.weights is not None and any((Path(recipe.weights) / file).is_file() for file in files)
+    if name == "bytes" or (name is None and not has_own):
+        return utf8_bytes, "bytes"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name or recipe.weights)
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
+
+
+class _Progress:
+    """A bar on a terminal, and a line for each comparison."""
+
+    def __init__(self, comparisons: int, say: Callable[..., Any]) -> None:
+        from tqdm import tqdm
+
+        self._say, self._comparisons, self._done, self._began = say, comparisons, 0, time.perf_counter()
+        self._bar: Any = tqdm(unit="step", leave=False, disable=None if say is print else True)
+
+    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
+        self._bar.set_description(f"{self._done + 1}/{self._comparisons} {name}")
+        return lambda step, loss: self._bar.update()
+
+    def done(self, result: ComparisonResult, *, kept: bool) -> None:
+        self._done += 1
+        self._bar.clear()
+        how = "from an earlier run" if kept else f"{time.perf_counter() - self._began:.0f} s"
+        progress = f"[{self._done}/{self._comparisons}]"
+        self._say(f"{progress} {result.outcome:<7} {result.comparison.name}  ({how})", flush=True)
+
+
+def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> dict[str, Path]:
+    """Write the report's files, and return those to look at."""
+    from ..convergence import curve_charts, report_page, suite_report
+
+    (folder / "report.json").write_text(suite_report.as_json(results, plan.facts), encoding="utf-8")
+    page, picture = folder / "report.html", folder / "curves.png"
+    page.write_text(report_page.render_page(results, plan.facts), encoding="utf-8")
+    return {"report": page} | ({"curves": picture} if curve_charts.draw_curves(results, picture) else {})
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

@@ -1,0 +1,110 @@
+"""One comparison of a fused model with its stock twin, and the choices that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..model_configs import FAMILIES
+from ..spec import KINDS, Kind
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of weights and computation.
+
+    Attributes:
+        weights: dtype of the parameters.
+        mixed: computed under bf16 autocast.
+        rounding: dtype whose roundings make the noise, that of the activations.
+        rate: multiple of the plan's learning rate. A bf16 weight near one does not move by less than 1/256 of it.
+    """
+
+    weights: torch.dtype
+    mixed: bool
+    rounding: torch.dtype
+    rate: float = 1.0
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "fp32": Precision(torch.float32, mixed=False, rounding=torch.float32),
+        "mixed": Precision(torch.float32, mixed=True, rounding=torch.bfloat16),
+        "bf16": Precision(torch.bfloat16, mixed=False, rounding=torch.bfloat16, rate=10.0),
+    }
+)
+
+FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
+    {
+        "norms": frozenset({"norm"}),
+        "norms+qk": frozenset({"norm", "qk"}),
+        "norms+rope": frozenset({"norm", "qk", "rope"}),
+        "norms+residual": frozenset({"norm", "residual"}),
+        "all": frozenset(KINDS),
+    }
+)
+"""The kinds of sites that are fused."""
+
+NORM_KINDS = ("norm", "qk")
+"""The kinds of sites that are norms, and can be called on their own."""
+
+EXECUTIONS = ("eager", "compile", "checkpointing", "lora")
+"""The ways a step runs. ``lora`` trains adapters on every linear layer, and the norms beside them."""
+
+
+@dataclass(frozen=True, order=True)
+class Comparison:
+    """A fused model and its stock twin, trained under the same settings.
+
+    Attributes:
+        model: name of the model's recipe.
+        precision: a key of ``PRECISIONS``.
+        execution: one of ``EXECUTIONS``.
+        feature: a key of ``FEATURES``.
+        seed: of weights, batches and controls.
+        mutation: the fault planted in the fused twin, a key of ``mutations.MUTATIONS``; None for a true comparison.
+    """
+
+    model: str
+    precision: str
+    execution: str = "eager"
+    feature: str = "all"
+    seed: int = 0
+    mutation: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in tables and of the file with the result."""
+        parts = [self.model, self.precision, self.execution, self.feature, f"seed{self.seed}"]
+        return ".".join([*parts, self.mutation] if self.mutation else parts)
+
+    @property
+    def baseline(self) -> Comparison:
+        """An equal key for all comparisons that share their stock and control runs."""
+        return replace(self, feature="all", mutation=None)
+
+
+def options_for_feature(feature: str) -> dict[str, Any]:
+    """The options of ``apply_fused_norm`` that fuse the kinds of sites in ``feature`` and no others."""
+    return {kind: False for kind in KINDS if kind not in FEATURES[feature]}
+
+
+def features_of(model: str) -> list[str]:
+    """The features that differ for this model: a family without q and k norms has no use for those that name them."""
+    kinds = frozenset(FAMILIES[model].sites() if model in FAMILIES else KINDS)
+    distinct: dict[frozenset[Kind], str] = {}
+    for feature in ("all", *FEATURES):
+        distinct.setdefault(FEATURES[feature] & kinds, feature)
+    return list(distinct.values())
+
+
+def by_baseline(comparisons: Iterable[Comparison]) -> dict[Comparison, list[Comparison]]:
+    """The comparisons, grouped by the stock and control runs they share."""
+    found: dict[Comparison, list[Comparison]] = {}
+    for comparison in comparisons:
+        found.setdefault(comparison.baseline, []).append(comparison)
+    return found

@@ -1,0 +1,55 @@
+"""A result comes back as it was kept, and only under the settings and the code that it was made with."""
+
+import dataclasses
+import math
+
+import pytest
+
+from fused_norm.convergence.comparison import Comparison
+from fused_norm.convergence.result_store import ComparisonResult, ResultStore, code_digest, fingerprint
+from fused_norm.convergence.run_record import RunRecord
+
+RUN = RunRecord((5.0, math.nan), (1.0, math.inf), 0.1, 7, {"norm": 2}, {"a": 0.5}, ("b",), gradients={"a": math.inf})
+RESULT = ComparisonResult(Comparison("llama", "bf16", mutation="dw"), RUN, (RUN,), RUN, planted=("norm", 3))
+
+
+def test_a_result_comes_back_as_it_was(tmp_path):
+    ResultStore(tmp_path).save(RESULT, "settings")
+    found = ResultStore(tmp_path).load(RESULT.comparison, "settings")
+    assert repr(found) == repr(RESULT)
+    assert [path.suffix for path in (tmp_path / "comparisons").iterdir()] == [".json"]
+
+
+def test_other_settings_and_files_that_cannot_be_read_count_as_nothing(tmp_path):
+    kept = ResultStore(tmp_path)
+    kept.save(RESULT, "settings")
+    assert kept.load(RESULT.comparison, "other settings") is None
+    assert ResultStore(tmp_path, fresh=True).load(RESULT.comparison, "settings") is None
+    (path,) = (tmp_path / "comparisons").iterdir()
+    path.write_text(path.read_text()[:100])
+    assert kept.load(RESULT.comparison, "settings") is None
+
+
+def test_a_fingerprint_follows_the_facts():
+    assert fingerprint({"steps": 1}) == fingerprint({"steps": 1})
+    assert fingerprint({"steps": 1}) != fingerprint({"steps": 2})
+
+
+def test_code_that_changed_has_another_digest(tmp_path):
+    for name, text in (("one", "x = 1"), ("same", "x = 1"), ("other", "x = 2")):
+        (tmp_path / name / "below").mkdir(parents=True)
+        (tmp_path / name / "below" / "kernel.py").write_text(text)
+    one, same, other = (code_digest(tmp_path / name) for name in ("one", "same", "other"))
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({"planted": ("norm", 0)}, "invalid"),
+        ({"stock": None, "hidden": "nothing to see"}, "hidden"),
+        ({"stock": None, "trouble": "out of memory"}, "invalid"),
+    ],
+)
+def test_a_fault_that_was_not_run_was_not_caught(changes, outcome):
+    assert dataclasses.replace(RESULT, **changes).outcome == outcome
