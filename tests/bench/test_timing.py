@@ -187,6 +187,27 @@ def test_host_time_is_of_one_call_and_leaves_the_garbage_collector_on():
     assert gc.isenabled()
 
 
+def test_synchronized_time_is_of_one_call():
+    ran = []
+    found = timing.synchronized_time(lambda: (ran.append(gc.isenabled()), time.sleep(0.002)), 3, CPU)
+    assert 0.002 <= found < 0.004
+    assert ran == [False] * 3
+    assert gc.isenabled()
+
+
+def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
+    counters = {"allocated": 10, "peak": 10}
+    needed = [500, 70]
+
+    def call():
+        counters["peak"] = max(counters["peak"], counters["allocated"] + needed.pop(0))
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=10))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters["peak"])
+    assert timing.peak_memory(call, GPU) == 80
+    assert timing.peak_memory(call, CPU) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests would use the GPU at the same time")
 @pytest.mark.parametrize("moved", [2**28, 2**30])

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_norm.bench import plots, report
-from fused_norm.bench.cases import DIRECTIONS, Case
+from fused_norm.bench import plots, tables
 from fused_norm.bench.models import VARIANTS
+from fused_norm.bench.operator_cases import DIRECTIONS, OperatorCase
 from fused_norm.bench.results import CopyResult, HostResult, KernelResult, Results, StepResult
 from fused_norm.bench.timing import Timing
 
 COPY = 4e12
 CASES = (
-    Case("norm", 8192, 2048),
-    Case("norm", 8192, 4096),
-    Case("add", 8192, 4096),
-    Case("rope", 16384, 128, heads=(32, 8)),
-    Case("post", 8192, 4096),
-    Case("norm", 1, 4096),
+    OperatorCase("norm", 8192, 2048),
+    OperatorCase("norm", 8192, 4096),
+    OperatorCase("add", 8192, 4096),
+    OperatorCase("rope", 16384, 128, heads=(32, 8)),
+    OperatorCase("post", 8192, 4096),
+    OperatorCase("norm", 1, 4096),
 )
 FRACTIONS = {"stock": 0.1, "quack": 0.8, "fused": 0.9}
 
@@ -93,26 +93,26 @@ def test_a_file_of_something_else_is_named(text, tmp_path):
 def test_fractions_are_of_the_large_copy(results):
     results.copies.append(CopyResult(2**20, seconds(2**20)))
     assert results.copy_bandwidth == pytest.approx(COPY)
-    assert re.split(r"\s{2,}", line(report.describe(results), "norm 8192x4096")) == [
+    assert re.split(r"\s{2,}", line(tables.describe(results), "norm 8192x4096")) == [
         "norm 8192x4096", ".10 / .10", ".80 / .80", "*.90 / *.90", "1.12 / 1.12",
     ]  # fmt: skip
 
 
 def test_blocks_have_their_rows_in_order(results):
-    lines = report.describe(results).splitlines()
+    lines = tables.describe(results).splitlines()
     large = [line.partition("  ")[0] for line in lines if re.match(r"(norm|add|post|rope) \d", line)]
     cases = ["norm 8192x2048", "norm 8192x4096", "add 8192x4096", "post 8192x4096", "rope 16384x(32+8)x128"]
     assert large[: len(cases)] == cases
-    assert ".80 / .80" in line(report.describe(results), "rope 16384x(32+8)x128")
+    assert ".80 / .80" in line(tables.describe(results), "rope 16384x(32+8)x128")
 
 
 def test_the_profilers_times_have_a_table_of_their_own(results):
-    assert "*1.80 / *1.80" in line(report.describe(results), "norm 8192x4096", 1)
+    assert "*1.80 / *1.80" in line(tables.describe(results), "norm 8192x4096", 1)
 
 
 def test_small_cases_are_in_microseconds(results):
     moved = 2 * 4096 * 2
-    assert f"*{1e6 * moved / COPY / 0.9:.1f}" in line(report.describe(results), "norm 1x4096")
+    assert f"*{1e6 * moved / COPY / 0.9:.1f}" in line(tables.describe(results), "norm 1x4096")
 
 
 def test_the_fastest_is_marked_whoever_it_is(results):
@@ -120,7 +120,7 @@ def test_the_fastest_is_marked_whoever_it_is(results):
         replace(row, timing=seconds(row.timing.median / 2)) if row.provider == "quack" else row
         for row in results.kernels
     ]
-    row = line(report.describe(results), "add 8192x4096")
+    row = line(tables.describe(results), "add 8192x4096")
     assert "*1.60 / *1.60" in row
     assert row.endswith("0.56 / 0.56")
 
@@ -128,7 +128,7 @@ def test_the_fastest_is_marked_whoever_it_is(results):
 def test_what_was_not_timed_is_listed_with_its_reason(results):
     bad = replace(results.kernels[0], verdict="wrong", detail="relative error 1", timing=None, profiled=None)
     results.kernels[0] = bad
-    text = report.describe(results)
+    text = tables.describe(results)
     assert f"stock, {bad.case} bfloat16 forward: relative error 1" in text
     assert "wrong / .10" in line(text, bad.case)
     assert "liger: liger_kernel is not installed" in text
@@ -137,7 +137,7 @@ def test_what_was_not_timed_is_listed_with_its_reason(results):
 def test_times_by_events_are_marked(results):
     timing = replace(results.kernels[0].timing, method="events")
     results.kernels[0] = replace(results.kernels[0], timing=timing)
-    assert f"host time may be in it: stock {results.kernels[0].case} forward" in report.describe(results)
+    assert f"host time may be in it: stock {results.kernels[0].case} forward" in tables.describe(results)
 
 
 def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
@@ -145,24 +145,24 @@ def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
         replace(results.kernels[0], part="modes", provider="fused"),
         replace(results.kernels[0], part="modes", provider="multi_wave_cached", verdict="refused", timing=None),
     ]
-    cells = re.split(r"\s{2,}", line(report.describe(results), "norm 8192x2048"))
+    cells = re.split(r"\s{2,}", line(tables.describe(results), "norm 8192x2048"))
     assert cells == ["norm 8192x2048", "*.10", "-"]
 
 
 def test_steps_and_host_time_have_their_tables(results):
-    text = report.describe(results)
+    text = tables.describe(results)
     assert "295.6, 32.0  200.0, 20.0" in line(text, "Qwen3-0.6B 4x4096")
     assert line(text, "torch").split("  ")[1].strip() == "9.0 / 42.0"
 
 
 def test_meaningless_times_are_called_so(results):
-    assert "MEAN NOTHING" not in report.describe(results)
+    assert "MEAN NOTHING" not in tables.describe(results)
     results.meaningless = True
-    assert report.describe(results).startswith("THESE TIMES MEAN NOTHING")
+    assert tables.describe(results).startswith("THESE TIMES MEAN NOTHING")
 
 
 def test_nothing_measured_is_no_error():
-    assert report.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
+    assert tables.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
 
 
 def test_pictures_are_drawn_for_light_and_dark(results, tmp_path):
