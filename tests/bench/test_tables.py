@@ -11,7 +11,8 @@ import torch
 from fused_norm.bench import plots, tables
 from fused_norm.bench.models import VARIANTS
 from fused_norm.bench.operator_cases import DIRECTIONS, OperatorCase
-from fused_norm.bench.results import CopyResult, HostResult, KernelResult, Results, StepResult
+from fused_norm.bench.paired_ratio import PairedRatio
+from fused_norm.bench.results import CopyResult, FeatureResult, HostResult, KernelResult, Results, StepResult
 from fused_norm.bench.timing import Timing
 
 COPY = 4e12
@@ -51,6 +52,10 @@ def kernel(case, provider, direction, fraction):
     )
 
 
+def feature(variant, time, ratio):
+    return FeatureResult("Qwen3-0.6B 1x512", variant, "ok", None, 0.01, seconds(time), 2**31, ratio)
+
+
 @pytest.fixture
 def results():
     return Results(
@@ -68,12 +73,17 @@ def results():
             StepResult("Qwen3-0.6B 4x4096", "fused", "ok", timing=seconds(0.2), peak_bytes=20 * 2**30),
             *(StepResult("Qwen3-4B 2x4096", variant, "ok", timing=seconds(0.5)) for variant in VARIANTS),
         ],
+        features=[
+            feature("all", 0.02, PairedRatio(1.0, 1.0, 1.0, 30)),
+            feature("without rope", 0.021, PairedRatio(1.05, 1.01, 1.08, 30)),
+            FeatureResult("Qwen3-0.6B 1x512", "stock", "wrong", "relative error 1", 1.0),
+        ],
         left_out=["liger: liger_kernel is not installed"],
     )
 
 
 def line(text, start, nth=0):
-    return [line for line in text.splitlines() if re.match(rf"{re.escape(start)}\s", line)][nth]
+    return [line for line in text.splitlines() if re.match(rf"({start}|{re.escape(start)})\s", line)][nth]
 
 
 def test_results_survive_a_file(results, tmp_path):
@@ -90,12 +100,19 @@ def test_a_file_of_something_else_is_named(text, tmp_path):
         Results.load(path)
 
 
-def test_fractions_are_of_the_large_copy(results):
+def test_a_slow_small_copy_does_not_count(results):
     results.copies.append(CopyResult(2**20, seconds(2**20)))
     assert results.copy_bandwidth == pytest.approx(COPY)
     assert re.split(r"\s{2,}", line(tables.describe(results), "norm 8192x4096")) == [
         "norm 8192x4096", ".10 / .10", ".80 / .80", "*.90 / *.90", "1.12 / 1.12",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_fractions_are_of_the_fastest_copy_of_the_run(results, place):
+    results.copies.insert(place, CopyResult(2**31, seconds(2**31 / COPY / 2)))
+    assert results.copy_bandwidth == pytest.approx(2 * COPY)
+    assert ".45 / *.45" in line(tables.describe(results), "norm 8192x4096")
 
 
 def test_blocks_have_their_rows_in_order(results):
@@ -153,6 +170,18 @@ def test_steps_and_host_time_have_their_tables(results):
     text = tables.describe(results)
     assert "295.6, 32.0  200.0, 20.0" in line(text, "Qwen3-0.6B 4x4096")
     assert line(text, "torch").split("  ")[1].strip() == "9.0 / 42.0"
+
+
+def test_features_have_a_table_with_interval_and_verdict(results):
+    text = tables.describe(results)
+    every, without = line(text, "Qwen3-0.6B 1x512"), line(text, r"  +without rope")
+    stock = line(text, r"  +stock", nth=-1)
+    assert every.split() == ["Qwen3-0.6B", "1x512", "all", "20.0", "1", "2.00", "30"]
+    assert re.split(r"\s{2,}", without.strip()) == [
+        "without rope", "21.0", "1.050", "1.010 to 1.080", "slower", "2.00", "30",
+    ]  # fmt: skip
+    assert stock.split() == ["stock", "wrong"]
+    assert "Qwen3-0.6B 1x512, stock: wrong, relative error 1" in text
 
 
 def test_meaningless_times_are_called_so(results):

@@ -28,7 +28,9 @@ from .timing import Call, Timing, peak_memory, synchronized_time
 BASE = "all"
 """The variant that the others are compared with."""
 
-_SECONDS = 60.0  # For the rounds of one case; the fewest rounds are always finished.
+CASE_SECONDS = 60.0
+"""For the rounds of one case; the fewest rounds are always finished."""
+
 _ROUNDS = (8, 100)
 _QUICK_ROUNDS = (2, 2)
 _SAMPLE_SECONDS = 0.15  # Of one sample, by several calls where they are short.
@@ -181,11 +183,9 @@ def _measure_case(run: BenchmarkRun, case: ModelCase, workload: _Workload, names
     stock = workload.outputs()
     results: dict[str, FeatureResult] = {}
     for name in names:
-        why = _why_left_out(workload.model, VARIANTS[name], switch)
-        if why is None:
-            results[name] = _check(run, case, workload, name, switch, stock)
-        else:
-            run.leave_out(f"features of {case.name}, {name}", why)
+        result = _check(run, case, workload, name, switch, stock)
+        if result is not None:
+            results[name] = result
     seconds = _take_turns(run, workload, results, switch)
     for name, samples in seconds.items():
         if results[name].verdict == "ok":
@@ -237,9 +237,13 @@ def _check(
     name: str,
     switch: Callable[[bool], None] | None,
     stock: Sequence[Tensor],
-) -> FeatureResult:
-    """Hold a variant against stock and measure its peak of memory, before anything is timed."""
+) -> FeatureResult | None:
+    """Hold a variant against stock and measure its peak of memory; None where there is nothing to compare."""
     try:
+        why = _why_left_out(workload.model, VARIANTS[name], switch)
+        if why is not None:
+            run.leave_out(f"features of {case.name}, {name}", why)
+            return None
         with _switched_to(VARIANTS[name], workload.model, switch):
             error = relative_error(workload.outputs(), stock)
             wrong = error_detail(error)
@@ -267,7 +271,7 @@ def _take_turns(
     fewest, most = _QUICK_ROUNDS if run.quick else _ROUNDS
     shuffle = random.Random(0).shuffle
     calls = _calls_in_a_sample(run, workload) if order else 1
-    until = time.perf_counter() + min(_SECONDS, run.remaining())
+    until = time.perf_counter() + min(CASE_SECONDS, run.remaining())
     for done in range(most):
         if done >= fewest and time.perf_counter() >= until:
             break
