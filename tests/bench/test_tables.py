@@ -1,4 +1,4 @@
-"""Results survive a file, and tables and pictures say what is in them."""
+"""Results survive a file, and tables and charts say what is in them."""
 
 from __future__ import annotations
 
@@ -194,17 +194,15 @@ def test_nothing_measured_is_no_error():
     assert tables.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
 
 
-def test_pictures_are_drawn_for_light_and_dark(results, tmp_path):
+def test_charts_are_drawn_for_light_and_dark(results, tmp_path):
     pytest.importorskip("matplotlib")
     written = plots.draw(results, tmp_path)
-    pictures = ("bandwidth", "blocks", "step-time", "memory")
-    assert {path.name for path in written} == {
-        f"{name}-{theme}.png" for name in pictures for theme in ("light", "dark")
-    }
+    charts = ("bandwidth", "blocks", "step-time", "memory")
+    assert {path.name for path in written} == {f"{name}-{theme}.png" for name in charts for theme in ("light", "dark")}
     for path in written:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_there_are_no_pictures_of_what_was_not_measured(tmp_path):
+def test_there_are_no_charts_of_what_was_not_measured(tmp_path):
     pytest.importorskip("matplotlib")
     assert plots.draw(Results({}), tmp_path) == []

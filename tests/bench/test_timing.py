@@ -24,7 +24,7 @@ REPLAY = 0.0024
 
 
 class Clock:
-    """What the GPU is said to be doing: the events are read from it."""
+    """The time that the faked GPU events read."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -41,7 +41,7 @@ def test_candidates_differ_and_are_many(width):
 @pytest.mark.parametrize("operator", ["norm", "add"])
 def test_every_candidate_for_a_narrow_row_is_right(run, operator):
     run.quick = operator == "add"  # A few are enough for the second one.
-    forward, backward = tune._tune_case(run, tune.OperatorCase(operator, 5, 24), torch.bfloat16)
+    forward, backward = tune.tune_case(run, tune.OperatorCase(operator, 5, 24), torch.bfloat16)
     assert forward.failed == backward.failed == 0
     assert min(forward.tried, backward.tried) >= (3 if run.quick else 30)
     assert forward.shipped_seconds >= forward.seconds
@@ -57,10 +57,10 @@ def test_a_plan_that_fails_is_counted_and_the_next_one_tried(run):
         return [lambda: [torch.ones(4, 8)]]
 
     exact = [torch.ones(4, 8, dtype=torch.float64)]
-    found = tune._best(run, case, "forward", calls, [good, bad], exact, torch.bfloat16)
+    found = tune.fastest_plan(run, case, "forward", calls, [good, bad], exact, torch.bfloat16)
     assert (found.best, found.tried, found.failed) == (good, 1, 1)
     wrong = [2 * exact[0]]
-    assert tune._best(run, case, "forward", calls, [good, bad], wrong, torch.bfloat16) is None
+    assert tune.fastest_plan(run, case, "forward", calls, [good, bad], wrong, torch.bfloat16) is None
 
 
 def test_what_is_printed_can_be_pasted(run):

@@ -42,11 +42,11 @@ def draw(results: Results, folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    pictures = {"bandwidth": _bandwidth, "blocks": _blocks, "step-time": _step_time, "memory": _memory}
+    charts = {"bandwidth": _bandwidth, "blocks": _blocks, "step-time": _step_time, "memory": _memory}
     written = []
     for theme in _THEMES:
-        for name, picture in pictures.items():
-            figure = picture(results, _THEMES[theme])
+        for name, chart in charts.items():
+            figure = chart(results, _THEMES[theme])
             if figure is not None:
                 path = folder / f"{name}-{theme}.png"
                 figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())

@@ -1,4 +1,4 @@
-"""The results of a run as values, and as a JSON file from which tables and pictures can be made again."""
+"""The results of a run as values, and as a JSON file from which tables and charts can be made again."""
 
 from __future__ import annotations
 

@@ -132,14 +132,15 @@ def tune(run: BenchmarkRun, widths: Sequence[int] | None = None) -> list[Tuned]:
             case = OperatorCase("add" if operator == "add" else "norm", rows, width)
             if run.out_of_time(case.name):
                 continue
-            for tuned in _tune_case(run, case, dtype):
+            for tuned in tune_case(run, case, dtype):
                 if tuned is not None:
                     found.append(tuned)
                     run.say(f"{case.name} {tuned.direction}: {_verdict(tuned)}, {tuned.tried} plans, {tuned.best}")
     return found
 
 
-def _tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> list[Tuned | None]:
+def tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> list[Tuned | None]:
+    """Find the best plans of one case, forward and backward; None where no plan was right."""
     device, facts = run.device, facts_of(run.device)
     spec = case.spec
     count = input_sets(case.bytes("forward", dtype), device)
@@ -176,12 +177,12 @@ def _tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> lis
     column_bytes = dtype.itemsize * (4 if summed else 3)
     backwards = backward_candidates(case.width, column_bytes, facts, summed=summed)
     return [
-        _best(run, case, "forward", forward, forward_candidates(case.width, facts), outputs, dtype),
-        _best(run, case, "backward", backward, backwards, gradients, dtype),
+        fastest_plan(run, case, "forward", forward, forward_candidates(case.width, facts), outputs, dtype),
+        fastest_plan(run, case, "backward", backward, backwards, gradients, dtype),
     ]
 
 
-def _best(
+def fastest_plan(
     run: BenchmarkRun,
     case: OperatorCase,
     direction: str,
