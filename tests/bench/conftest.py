@@ -1,4 +1,4 @@
-"""A session that measures next to nothing and keeps its results in a temporary folder."""
+"""A run that measures next to nothing and keeps its results in a temporary folder."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fused_norm.bench.benchmark_run import BenchmarkRun
 from fused_norm.bench.results import Results
-from fused_norm.bench.session import Session
 
 
 @pytest.fixture
-def session(tmp_path: Path, device: str) -> Session:
-    return Session(
+def run(tmp_path: Path, device: str) -> BenchmarkRun:
+    return BenchmarkRun(
         torch.device(device), Results({}, meaningless=True), tmp_path / "results.json", lambda text: None, quick=True
     )

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fused_norm.bench import models, providers
+from fused_norm.bench import features, models, providers
 from fused_norm.bench.results import Results
 from fused_norm.cli import bench_command as bench
 from fused_norm.cli import main
@@ -71,8 +71,37 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
 def test_help_names_every_variant(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
-    named = set(re.split(r"[^a-z0-9-]+", re.sub(r"-\s+", "-", capsys.readouterr().out)))
-    assert set(models.VARIANTS) <= named
+    help_text = re.sub(r"\s+", " ", re.sub(r"-\s+", "-", capsys.readouterr().out))
+    for part, variants in (("models", models.VARIANTS), ("features", features.VARIANTS)):
+        listed = re.search(rf"of {part}: ([^;]*?)( \(default|;)", help_text)[1]
+        assert [re.sub(r" \(.*", "", name) for name in listed.split(", ")] == list(variants)
+
+
+@pytest.mark.parametrize(("option", "profiled"), [([], True), (["--no-profiler"], False)])
+def test_the_profiler_can_be_left_out(option, profiled, tmp_path):
+    chosen = ["--rows", "norm 8x64", "--providers", "stock", "--out", str(tmp_path)]
+    assert main(["bench", "kernels", "--quick", *chosen, *option]) == 0
+    rows = Results.load(tmp_path / "results.json").kernels
+    assert [row.profiled is not None for row in rows] == [profiled] * 2
+
+
+def test_after_the_budget_nothing_is_started(tmp_path, capsys):
+    assert main(["bench", "--quick", "--budget-seconds", "0", "--out", str(tmp_path)]) == 0
+    results = Results.load(tmp_path / "results.json")
+    assert not any((results.kernels, results.host, results.steps, results.features))
+    for part in ("host time of norm by stock", "tiny-qwen3 1x16 stock", "features of tiny-", "norm 8x64 bfloat16"):
+        assert any(line.startswith(part) and line.endswith("after 0 s") for line in results.left_out)
+    assert "Left out:" in capsys.readouterr().out
+
+
+def test_features_are_measured_and_a_wrong_one_fails_the_run(tmp_path, capsys, monkeypatch):
+    chosen = ["--rows", "tiny-qwen3 generate *", "--variants", "stock", "--out", str(tmp_path)]
+    assert main(["bench", "features", "--quick", *chosen]) == 0
+    assert "tiny-qwen3 generate 1x2" in capsys.readouterr().out
+    rows = Results.load(tmp_path / "results.json").features
+    assert [(row.variant, row.verdict) for row in rows] == [("all", "ok"), ("stock", "ok")]
+    monkeypatch.setattr(models, "ALLOWED_ERROR", -1.0)
+    assert main(["bench", "features", "--quick", *chosen]) == 1
 
 
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path, monkeypatch):

@@ -9,13 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fused_norm.bench import providers
-from fused_norm.bench.cases import QUICK, Case, tolerance, truth, worst_error
-from fused_norm.bench.kernels import calls, differentiable_again
+from fused_norm.bench.operator_cases import QUICK, OperatorCase, float64_results, tolerance, worst_error
+from fused_norm.bench.operator_timings import operator_calls, repeatable_backwards
 from fused_norm.bench.providers import FUSED_MODES, PROVIDERS, Provider
 from fused_norm.bench.timing import own_stream
 
 EVERY = PROVIDERS | {provider.name: provider for provider in FUSED_MODES}
-MEASURED = [(name, case) for name in EVERY for case in QUICK if name in PROVIDERS or case.operation == "norm"]
+MEASURED = [(name, case) for name in EVERY for case in QUICK if name in PROVIDERS or case.operator == "norm"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -26,13 +26,13 @@ def test_results_are_right(name, case, dtype, device):
     if why is not None:
         pytest.skip(why)
     inputs = case.inputs(dtype, device, seed=0)
-    exact = truth(case, inputs)
-    with own_stream(device), differentiable_again():
-        op = provider.build(case)
+    exact = float64_results(case, inputs)
+    with own_stream(device), repeatable_backwards():
+        function = provider.build(case)
         with torch.no_grad():
-            (forward,) = calls(op, "forward", [inputs])
+            (forward,) = operator_calls(function, "forward", [inputs])
             assert worst_error(forward(), exact[0]) <= tolerance(dtype)
-        (backward,) = calls(op, "backward", [inputs], copy_gradients=provider.overwrites_gradients)
+        (backward,) = operator_calls(function, "backward", [inputs], copy_gradients=provider.overwrites_gradients)
         assert worst_error(backward(), exact[1]) <= tolerance(dtype)
         if not provider.overwrites_gradients:
             assert worst_error(backward(), exact[1]) <= tolerance(dtype), "a backward is timed again and again"
@@ -47,10 +47,10 @@ def test_stock_is_what_modelling_code_computes(case, module, device):
 
 
 def test_stock_rotates_as_modelling_code_does(device):
-    case = Case("rope", 6, 64, heads=(4, 2))
+    case = OperatorCase("rope", 6, 64, heads=(4, 2))
     inputs = case.inputs(torch.bfloat16, torch.device(device), seed=0)
     q, k, *weights = inputs.arguments
-    normed = PROVIDERS["stock"].build(Case("qk", 6, 64, heads=(4, 2)))(q, k, *weights)
+    normed = PROVIDERS["stock"].build(OperatorCase("qk", 6, 64, heads=(4, 2)))(q, k, *weights)
     expected = apply_rotary_pos_emb(*(y.transpose(1, 2) for y in normed), *inputs.angles)
     found = PROVIDERS["stock"].build(case)(*inputs.attached())
     for outputs in zip(found, expected, strict=True):
@@ -60,10 +60,10 @@ def test_stock_rotates_as_modelling_code_does(device):
 
 
 @pytest.mark.parametrize(
-    ("operation", "operator"),
+    ("operator", "function"),
     [("post", "norm_add"), ("sandwich", "norm_add_norm"), ("qk", "qk_norm"), ("rope", "qk_norm_rope")],
 )
-def test_fused_makes_one_call(operation, operator, monkeypatch, device):
+def test_fused_makes_one_call(operator, function, monkeypatch, device):
     called = []
 
     def recorded(name, inner):
@@ -72,14 +72,14 @@ def test_fused_makes_one_call(operation, operator, monkeypatch, device):
     for name in providers.kernels.__all__:
         if name != "MODES":
             monkeypatch.setattr(providers.kernels, name, recorded(name, getattr(providers.kernels, name)))
-    case = next(case for case in QUICK if case.operation == operation)
+    case = next(case for case in QUICK if case.operator == operator)
     PROVIDERS["fused"].build(case)(*case.inputs(torch.float32, torch.device(device), seed=0).attached())
-    assert called == [operator]
+    assert called == [function]
 
 
 def test_a_mode_that_does_not_take_a_shape_refuses(device):
     provider = EVERY["multi_wave_cached"]
-    case = Case("norm", 1, 65536)
+    case = OperatorCase("norm", 1, 65536)
     with pytest.raises(provider.refuses):
         provider.build(case)(*case.inputs(torch.float32, torch.device(device), seed=0).detached())
 
@@ -92,4 +92,4 @@ def test_what_is_missing_is_said():
 
 
 def test_versions_name_the_peers():
-    assert set(providers.versions()) == {"liger-kernel", "quack-kernels"}
+    assert set(providers.peer_versions()) == {"liger-kernel", "quack-kernels"}

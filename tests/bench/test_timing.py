@@ -24,7 +24,7 @@ REPLAY = 0.0024
 
 
 class Clock:
-    """What the GPU is said to be doing: the events are read from it."""
+    """The time that the faked GPU events read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -185,6 +185,27 @@ def test_host_time_is_of_one_call_and_leaves_the_garbage_collector_on():
     assert 0.001 <= found.median < 0.002
     assert found.samples >= 5
     assert gc.isenabled()
+
+
+def test_synchronized_time_is_of_one_call():
+    ran = []
+    found = timing.synchronized_time(lambda: (ran.append(gc.isenabled()), time.sleep(0.002)), 3, CPU)
+    assert 0.002 <= found < 0.004
+    assert ran == [False] * 3
+    assert gc.isenabled()
+
+
+def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
+    counters = {"allocated": 10, "peak": 10}
+    needed = [500, 70]
+
+    def call():
+        counters["peak"] = max(counters["peak"], counters["allocated"] + needed.pop(0))
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=10))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters["peak"])
+    assert timing.peak_memory(call, GPU) == 80
+    assert timing.peak_memory(call, CPU) is None
 
 
 @pytest.mark.gpu

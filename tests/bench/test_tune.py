@@ -38,27 +38,17 @@ def test_candidates_differ_and_are_many(width):
     assert len(set(plans)) == len(plans) > (10 if width > 1 else 2)
 
 
-@pytest.mark.parametrize("width", [20480, 65536, 131072])
-def test_rows_that_clusters_hold_are_tried_in_clusters_and_alone(width):
-    plans = tune.backward_candidates(width, 6, Device(clusters=True), summed=False)
-    assert plans[0] == backward_plan(width, 6, Device(clusters=True))
-    assert len(set(plans)) == len(plans)
-    assert {plan.chunked for plan in plans if plan.ctas == 1} == {True}
-    assert len({(plan.ctas, plan.warps, plan.ahead) for plan in plans if plan.ctas > 1}) >= 2
-    assert all(plan.columns == plans[0].columns for plan in plans if plan.ctas > 1)
-
-
-@pytest.mark.parametrize("operation", ["norm", "add"])
-def test_every_candidate_for_a_narrow_row_is_right(session, operation):
-    session.quick = operation == "add"  # A few are enough for the second one.
-    forward, backward = tune._tune_case(session, tune.Case(operation, 5, 24), torch.bfloat16)
+@pytest.mark.parametrize("operator", ["norm", "add"])
+def test_every_candidate_for_a_narrow_row_is_right(run, operator):
+    run.quick = operator == "add"  # A few are enough for the second one.
+    forward, backward = tune.tune_case(run, tune.OperatorCase(operator, 5, 24), torch.bfloat16)
     assert forward.failed == backward.failed == 0
-    assert min(forward.tried, backward.tried) >= (3 if session.quick else 30)
+    assert min(forward.tried, backward.tried) >= (3 if run.quick else 30)
     assert forward.shipped_seconds >= forward.seconds
 
 
-def test_a_plan_that_fails_is_counted_and_the_next_one_tried(session):
-    case = tune.Case("norm", 4, 8)
+def test_a_plan_that_fails_is_counted_and_the_next_one_tried(run):
+    case = tune.OperatorCase("norm", 4, 8)
     good, bad = forward_plan(8, Device()), ForwardPlan("static_persistent", 1, 8, 1, 1)
 
     def calls(plan):
@@ -67,23 +57,23 @@ def test_a_plan_that_fails_is_counted_and_the_next_one_tried(session):
         return [lambda: [torch.ones(4, 8)]]
 
     exact = [torch.ones(4, 8, dtype=torch.float64)]
-    found = tune._best(session, case, "forward", calls, [good, bad], exact, torch.bfloat16)
+    found = tune.fastest_plan(run, case, "forward", calls, [good, bad], exact, torch.bfloat16)
     assert (found.best, found.tried, found.failed) == (good, 1, 1)
     wrong = [2 * exact[0]]
-    assert tune._best(session, case, "forward", calls, [good, bad], wrong, torch.bfloat16) is None
+    assert tune.fastest_plan(run, case, "forward", calls, [good, bad], wrong, torch.bfloat16) is None
 
 
-def test_what_is_printed_can_be_pasted(session):
-    found = tune.tune(session, [64])
-    assert [(row.operation, row.direction) for row in found] == [
-        (operation, direction) for operation in ("norm", "add") for direction in ("forward", "backward")
+def test_what_is_printed_can_be_pasted(run):
+    found = tune.tune(run, [64])
+    assert [(row.operator, row.direction) for row in found] == [
+        (operator, direction) for operator in ("norm", "add") for direction in ("forward", "backward")
     ]
     names = {"ForwardPlan": ForwardPlan, "BackwardPlan": BackwardPlan}
     for row, text in zip(found, tune.table(found).splitlines()[2:], strict=True):
         assert eval(text[text.index(type(row.best).__name__) :], names) == row.best
 
 
-def test_no_time_is_left_out_in_words(session):
-    session.budget = 0.0
-    assert tune.tune(session, [64]) == []
-    assert session.results.left_out
+def test_no_time_is_left_out_in_words(run):
+    run.budget = 0.0
+    assert tune.tune(run, [64]) == []
+    assert run.results.left_out

@@ -1,1 +1,1 @@
-"""How fast: kernels, host and whole models, side by side with what else there is."""
+"""Benchmarks: host time, kernels and whole models, side by side with their peers."""

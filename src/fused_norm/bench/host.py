@@ -1,4 +1,4 @@
-"""Host time of a call: what bounds small batches, where the GPU waits for Python."""
+"""Host time of an operator: the time of small batches, where the GPU waits for Python."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import GEMMA, Case, Op, compose
-from .kernels import differentiable_again
+from .benchmark_run import BenchmarkRun, in_a_line
+from .operator_cases import GEMMA, OperatorCase, OperatorFunction, compose_operator
+from .operator_timings import repeatable_backwards
 from .providers import Provider
 from .results import HostResult
-from .session import Session, in_a_line
 from .timing import Timing, host_time
 
 CHAIN = 32
-"""Calls in a row: what a model is."""
+"""Calls in a row, each on the result of the one before, as in a model."""
 
 _ALONE = 20
-"""Calls by themselves between two looks at the clock."""
+"""Independent calls between two readings of the clock."""
 
-CASES: tuple[Case, ...] = (
-    Case("norm", 16, 1024),
-    Case("add", 16, 1024),
-    Case("sandwich", 16, 1024, GEMMA),
-    Case("qk", 4, 128, heads=(4, 2)),
-    Case("rope", 4, 128, heads=(4, 2)),
+CASES: tuple[OperatorCase, ...] = (
+    OperatorCase("norm", 16, 1024),
+    OperatorCase("add", 16, 1024),
+    OperatorCase("sandwich", 16, 1024, GEMMA),
+    OperatorCase("qk", 4, 128, heads=(4, 2)),
+    OperatorCase("rope", 4, 128, heads=(4, 2)),
 )
-"""So small that the GPU is done long before the host is."""
+"""Cases so small that the GPU is done long before the host is."""
 
 
 class _Identity(torch.autograd.Function):
@@ -41,45 +41,47 @@ class _Identity(torch.autograd.Function):
         return dy
 
 
-def _identity(case: Case) -> Op:
-    return compose(case.operation, lambda x, w: _Identity.apply(x), lambda x, r, w: (_Identity.apply(x), r))
+def _identity(case: OperatorCase) -> OperatorFunction:
+    return compose_operator(case.operator, lambda x, w: _Identity.apply(x), lambda x, r, w: (_Identity.apply(x), r))
 
 
 IDENTITY = Provider("identity", _identity)
-"""A Python autograd function that does nothing: the least that one can cost."""
+"""A Python autograd function that does nothing, the floor of host times."""
 
 
-def measure(session: Session, providers: Sequence[Provider]) -> None:
-    """Add a result to the session for every case, provider and length of chain, as far as time allows."""
-    with differentiable_again():
+def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
+    """Measure every case, provider and length of chain, as far as time allows."""
+    with repeatable_backwards():
         for case in CASES:
-            for provider in (*providers, *((IDENTITY,) if case.operation == "norm" else ())):
-                what = f"host time of {case.operation} by {provider.name}"
-                why = provider.missing(session.device)
+            for provider in (*providers, *((IDENTITY,) if case.operator == "norm" else ())):
+                what = f"host time of {case.operator} by {provider.name}"
+                why = provider.missing(run.device)
                 if why is not None:
-                    session.leave_out(what, why)
-                elif not session.out_of_time(what):
-                    _measure(session, case, provider, what)
-            session.save()
+                    run.leave_out(what, why)
+                elif not run.out_of_time(what):
+                    _measure(run, case, provider, what)
+            run.save()
 
 
-def _measure(session: Session, case: Case, provider: Provider, what: str) -> None:
+def _measure(run: BenchmarkRun, case: OperatorCase, provider: Provider, what: str) -> None:
     try:
-        op = provider.build(case)
-        lengths = ((1, _ALONE), (CHAIN, 1)) if not session.quick else ((1, 1), (2, 1))
-        found = [_time(session, case, provider, op, chain, repeats) for chain, repeats in lengths]
+        function = provider.build(case)
+        lengths = ((1, _ALONE), (CHAIN, 1)) if not run.quick else ((1, 1), (2, 1))
+        found = [_time(run, case, provider, function, chain, repeats) for chain, repeats in lengths]
     except Exception as error:  # Of whatever kind: the others are measured all the same.
-        session.leave_out(what, in_a_line(error))
+        run.leave_out(what, in_a_line(error))
         return
-    session.results.host += found
+    run.results.host += found
     times = ", ".join(f"{1e6 * r.forward.median:.1f}/{1e6 * r.training.median:.1f} in {r.chain}" for r in found)
-    session.say(f"{what}, us a call: {times}")
+    run.say(f"{what}, us a call: {times}")
 
 
-def _time(session: Session, case: Case, provider: Provider, op: Op, chain: int, repeats: int) -> HostResult:
-    device = session.device
+def _time(
+    run: BenchmarkRun, case: OperatorCase, provider: Provider, function: OperatorFunction, chain: int, repeats: int
+) -> HostResult:
+    device = run.device
     inputs = case.inputs(torch.bfloat16 if device.type != "cpu" else torch.float32, device, seed=0)
-    # There are as many outputs as activations, and a call takes the results of the one before.
+    # These operators return as many activations as they take: a call takes the results of the one before.
     state = tuple(gradient.detach().clone().requires_grad_() for gradient in inputs.gradients)
     weights = inputs.arguments[len(state) :]
     layers = [tuple(w.detach().clone().requires_grad_() for w in weights) for _ in range(chain)]
@@ -88,21 +90,21 @@ def _time(session: Session, case: Case, provider: Provider, op: Op, chain: int, 
     def forward() -> tuple[Tensor, ...]:
         values = state
         for layer in layers:
-            if case.operation == "rope":  # A call takes tokens first: two views more in everyone's time.
+            if case.operator == "rope":  # Back to the layout of its arguments: two views more in everyone's time.
                 values = tuple(value.transpose(1, 2) for value in values)
-            values = op(*values, *layer, *inputs.angles)
+            values = function(*values, *layer, *inputs.angles)
         return values
 
     def train() -> None:
         torch.autograd.grad(forward(), leaves, inputs.gradients, allow_unused=True)
 
-    def seconds_of(run: Callable[[], object]) -> Timing:
+    def seconds_of(chained_calls: Callable[[], object]) -> Timing:
         def repeated() -> None:
             for _ in range(repeats):
-                run()
+                chained_calls()
 
-        return host_time(repeated, chain * repeats, device, seconds=session.seconds(0.1))
+        return host_time(repeated, chain * repeats, device, seconds=run.seconds(0.1))
 
     training = seconds_of(train)
     with torch.no_grad():
-        return HostResult(case.operation, provider.name, chain, seconds_of(forward), training)
+        return HostResult(case.operator, provider.name, chain, seconds_of(forward), training)

@@ -1,4 +1,4 @@
-"""Results as pictures, each for a light and for a dark page."""
+"""Charts of the results, each for a light and for a dark page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import DIRECTIONS, Direction
 from .models import VARIANTS
+from .operator_cases import DIRECTIONS, Direction
 from .providers import FUSED, PROVIDERS
 from .results import KernelResult, Results
 
@@ -18,10 +18,6 @@ _THEMES: Mapping[str, Mapping[str, str]] = {
 # Tol's bright palette: told apart by the colour-blind too, and readable on both pages. What belongs together is a
 # lighter or darker shade of one colour.
 _COLOURS = {
-    "fused-norms": "#f7c4cb",
-    "fused-qk": "#f5adb6",
-    "fused-rope": "#f295a1",
-    "fused-residual": "#f07e8c",
     "fused": "#ee6677",
     "fused-compile": "#a84853",
     "stock": "#999999",
@@ -38,7 +34,7 @@ _BLOCKS = ("post", "sandwich", "qk", "rope")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw what there are results for: bandwidth over width, that of blocks, step time, memory.
+    """Draw bandwidth over width, bandwidth of blocks, step time and memory, as far as there are results.
 
     Returns:
         The PNG files written.
@@ -46,11 +42,11 @@ def draw(results: Results, folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    pictures = {"bandwidth": _bandwidth, "blocks": _blocks, "step-time": _step_time, "memory": _memory}
+    charts = {"bandwidth": _bandwidth, "blocks": _blocks, "step-time": _step_time, "memory": _memory}
     written = []
     for theme in _THEMES:
-        for name, picture in pictures.items():
-            figure = picture(results, _THEMES[theme])
+        for name, chart in charts.items():
+            figure = chart(results, _THEMES[theme])
             if figure is not None:
                 path = folder / f"{name}-{theme}.png"
                 figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())
@@ -78,7 +74,7 @@ def _bandwidth(results: Results, theme: Mapping[str, str]) -> Any:
 
 
 def _timed(results: Results, groups: Collection[str]) -> list[KernelResult]:
-    """The rows of ``groups``, of the dtype that was measured first."""
+    """The timed rows of ``groups``, of the dtype that was measured first."""
     rows = [row for row in results.kernels if row.part == "kernels" and row.timing and row.group in groups]
     return [row for row in rows if row.dtype == rows[0].dtype]
 
@@ -110,7 +106,7 @@ def _bandwidth_panel(axes: Any, rows: Sequence[KernelResult], direction: Directi
 
 
 def _widths(rows: Sequence[KernelResult], group: str) -> dict[int, dict[Direction, int]]:
-    """The most bytes moved at each width that has a backward, by direction."""
+    """The most bytes that a case with a backward moves, for each width and direction."""
     most: dict[int, dict[Direction, int]] = {}
     both = {row.case for row in rows if row.direction == "backward"}
     for row in rows:
@@ -193,7 +189,7 @@ def _bars(
 
 
 def _figure(theme: Mapping[str, str], lines: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure in a theme's colours and its panels, [lines][columns]."""
+    """A figure in the colours of a theme, and its panels, [lines][columns]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Who computes: fused_norm and what it is measured against, each behind the same two functions."""
+"""The implementations that are measured: fused_norm and its peers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import kernels
-from .cases import Case, Op, Operation, compose
+from .operator_cases import OperatorCase, OperatorFunction, OperatorName, compose_operator
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation.
+    """One implementation of the operators.
 
     Attributes:
         name: in options and tables.
-        build: the operation of a case; takes its arguments, returns a tuple of outputs.
-        package: what must be importable.
-        on_cpu: whether it runs where there is no GPU.
-        compiles: whether it compiles for each case.
-        overwrites_gradients: whether its backward writes into the gradient that it is given.
-        refuses: what it raises for a case that it says it is not made for.
+        build: makes the function of a case, from the arguments of a call to a tuple of outputs.
+        package: the package that must be importable.
+        on_cpu: it runs where there is no GPU.
+        compiles: it compiles for each case.
+        overwrites_gradients: its backward writes into the gradient that it is given.
+        refuses: the errors that it raises for a case that it does not take.
     """
 
     name: str
-    build: Callable[[Case], Op]
+    build: Callable[[OperatorCase], OperatorFunction]
     package: str = "torch"
     on_cpu: bool = True
     compiles: bool = False
@@ -40,7 +40,7 @@ class Provider:
     refuses: tuple[type[Exception], ...] = ()
 
     def missing(self, device: torch.device) -> str | None:
-        """Why it cannot be measured on ``device``, or None."""
+        """The reason why it cannot be measured on ``device``, or None."""
         if importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if device.type == "cpu" and not self.on_cpu:
@@ -48,8 +48,8 @@ class Provider:
         return None
 
 
-def _stock(case: Case) -> Op:
-    """The formula as modelling code spells it."""
+def _stock(case: OperatorCase) -> OperatorFunction:
+    """The formula as in the modelling code of transformers, in eager steps."""
     eps = case.spec.eps
 
     def llama(x: Tensor, w: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ def _stock(case: Case) -> Op:
         s = r + x
         return norm(s, w), s
 
-    return compose(case.operation, norm, add_norm)
+    return compose_operator(case.operator, norm, add_norm)
 
 
-def _torch(case: Case) -> Op:
+def _torch(case: OperatorCase) -> OperatorFunction:
     eps, centered = case.spec.eps, case.spec.zero_centered
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -81,20 +81,20 @@ def _torch(case: Case) -> Op:
         s = r + x
         return norm(s, w), s
 
-    return compose(case.operation, norm, add_norm)
+    return compose_operator(case.operator, norm, add_norm)
 
 
-def _compile(case: Case) -> Op:
-    torch.compiler.reset()  # Else the shapes of other cases would count as recompilations, and soon be too many.
+def _compile(case: OperatorCase) -> OperatorFunction:
+    torch.compiler.reset()  # Other cases would count as recompilations, of which there is a limit.
     return torch.compile(_stock(case), dynamic=False)
 
 
-def _liger(case: Case) -> Op:
+def _liger(case: OperatorCase) -> OperatorFunction:
     from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction, LigerRopeFunction
 
     spec, offset = case.spec, float(case.spec.zero_centered)
-    # As Liger patches models: in place, its fastest, but where another gradient shares the one it is given.
-    in_place = case.operation not in ("post", "sandwich")
+    # As Liger patches models: in place, which is fastest, unless the gradient that it is given is needed again.
+    in_place = case.operator not in ("post", "sandwich")
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(x, w, spec.eps, offset, spec.casting, in_place)
@@ -105,10 +105,10 @@ def _liger(case: Case) -> Op:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
-    return compose(case.operation, norm, add_norm, rotate)
+    return compose_operator(case.operator, norm, add_norm, rotate)
 
 
-def _quack(case: Case) -> Op:
+def _quack(case: OperatorCase) -> OperatorFunction:
     from quack.rmsnorm import rmsnorm
 
     eps, offset = case.spec.eps, float(case.spec.zero_centered)
@@ -125,17 +125,17 @@ def _quack(case: Case) -> Op:
         half = cos[0, :, : cos.shape[-1] // 2], sin[0, :, : sin.shape[-1] // 2]
         return apply_rotary_emb(q, *half).transpose(1, 2), apply_rotary_emb(k, *half).transpose(1, 2)
 
-    return compose(case.operation, norm, add_norm, rotate)
+    return compose_operator(case.operator, norm, add_norm, rotate)
 
 
-def _fused(case: Case) -> Op:
-    """One call, whatever the operation."""
+def _fused(case: OperatorCase) -> OperatorFunction:
+    """The operators of this project, one call each."""
     semantics: dict[str, Any] = {
         "eps": case.spec.eps,
         "casting": case.spec.casting,
         "zero_centered": case.spec.zero_centered,
     }
-    operations: dict[Operation, Op] = {
+    operators: dict[OperatorName, OperatorFunction] = {
         "norm": lambda x, w: (kernels.rms_norm(x, w, **semantics),),
         "add": partial(kernels.add_rms_norm, **semantics),
         "post": lambda x, r, w: (kernels.norm_add(x, r, w, **semantics),),
@@ -143,14 +143,14 @@ def _fused(case: Case) -> Op:
         "qk": partial(kernels.qk_norm, **semantics),
         "rope": lambda q, k, *rest: kernels.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *rest, **semantics),
     }
-    return operations[case.operation]
+    return operators[case.operator]
 
 
-def _in_mode(mode: str) -> Callable[[Case], Op]:
-    def build(case: Case) -> Op:
+def _in_mode(mode: str) -> Callable[[OperatorCase], OperatorFunction]:
+    def build(case: OperatorCase) -> OperatorFunction:
         spec = case.spec
-        if case.operation != "norm":
-            raise ValueError(f"modes are compared on the norm alone, not on {case.operation}")
+        if case.operator != "norm":
+            raise ValueError(f"modes are compared on the norm alone, not on {case.operator}")
         return lambda x, w: (
             kernels.rms_norm(x, w, spec.eps, casting=spec.casting, zero_centered=spec.zero_centered, mode=mode),
         )
@@ -177,8 +177,8 @@ FUSED_MODES = (
 PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
 
 
-def versions() -> dict[str, str]:
-    """The releases of the packages that are measured against, by distribution."""
+def peer_versions() -> dict[str, str]:
+    """The installed versions of the peers, by distribution."""
     found = {}
     for package, distribution in PACKAGES.items():
         if importlib.util.find_spec(package) is None:

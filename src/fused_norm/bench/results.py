@@ -1,4 +1,4 @@
-"""What was measured, as values, and as the JSON file that pictures and tables can be made from again."""
+"""The results of a run as values, and as a JSON file from which tables and charts can be made again."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .cases import Direction
+from .operator_cases import Direction
+from .paired_ratio import PairedRatio
 from .timing import Timing
 
 Verdict = Literal["ok", "wrong", "refused", "failed"]
-"""``wrong``: the result is not the float64 one within the tolerance, so no time was taken. ``refused``: the
-implementation says that it does not do this. ``failed``: anything else that it raised."""
+"""``wrong``: the result is further from the right one than allowed, so no time was taken. ``refused``: the
+implementation does not take this case. ``failed``: it raised any other error."""
 
 Part = Literal["kernels", "modes"]
 
 
 @dataclass(frozen=True)
 class CopyResult:
-    """A device-to-device copy, the ceiling of everything here.
+    """A device-to-device copy, whose bandwidth is the upper limit of every operator's.
 
     Attributes:
         bytes: read plus written.
@@ -39,10 +40,10 @@ class CopyResult:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One operation by one provider, in one direction.
+    """One operator by one provider, in one direction.
 
     Attributes:
-        part: ``kernels``, side by side with peers, or ``modes``, those of the fused forward.
+        part: ``kernels``: beside peers. ``modes``: the modes of the fused forward beside each other.
         case: the case's name.
         group: the first word of it.
         rows: of the activations; tokens, for ``qk`` and ``rope``.
@@ -51,10 +52,10 @@ class KernelResult:
         provider: who computes.
         direction: ``forward`` is without autograd; ``backward`` is all gradients, weights' included.
         bytes: the least that must be moved.
-        cold: whether the sets of inputs together are beyond the L2 cache.
+        cold: the sets of inputs together are too large for the L2 cache.
         verdict: see ``Verdict``.
         detail: what is wrong, or was raised.
-        error: the largest relative error, see ``cases.worst_error``; None where there is none or it is not finite.
+        error: the largest relative error, see ``operator_cases.worst_error``; None where it is not finite.
         timing: None unless the verdict is ``ok``.
         profiled: seconds by torch.profiler, where it was asked for.
     """
@@ -81,14 +82,14 @@ class HostResult:
     """Host time of one call on a tiny tensor.
 
     Attributes:
-        operation: of the case.
+        operator: of the case.
         provider: who computes.
         chain: calls in a row, each on the result of the one before; 1 is a call by itself.
         forward: without autograd.
         training: forward and backward.
     """
 
-    operation: str
+    operator: str
     provider: str
     chain: int
     forward: Timing
@@ -101,7 +102,7 @@ class StepResult:
 
     Attributes:
         row: model, batch and length.
-        variant: what its norms are.
+        variant: see ``models.VARIANTS``.
         verdict: see ``Verdict``.
         detail: what is wrong, or was raised.
         error: relative, of the last hidden state and of the norm weights' gradients to the stock model's.
@@ -118,17 +119,43 @@ class StepResult:
     peak_bytes: int | None = None
 
 
-@dataclass
-class Results:
-    """All of one run.
+@dataclass(frozen=True)
+class FeatureResult:
+    """One variant of a model's features, measured in turns with the others.
 
     Attributes:
-        environment: versions, device, options: what it takes to read the numbers.
+        row: model and workload.
+        variant: see ``features.VARIANTS``.
+        verdict: see ``Verdict``.
+        detail: what is wrong, or was raised.
+        error: relative, of outputs and of the norm weights' gradients to the stock model's.
+        timing: of a step or a generation, over all rounds; None unless the verdict is ``ok``.
+        peak_bytes: of GPU memory during a call, weights included; None on a CPU.
+        ratio: of the time to that of ``all`` in the same round; None unless both verdicts are ``ok``.
+    """
+
+    row: str
+    variant: str
+    verdict: Verdict
+    detail: str | None = None
+    error: float | None = None
+    timing: Timing | None = None
+    peak_bytes: int | None = None
+    ratio: PairedRatio | None = None
+
+
+@dataclass
+class Results:
+    """All results of one run.
+
+    Attributes:
+        environment: versions, device and options.
         meaningless: the times only show that the code runs: made on a CPU, or by ``--quick``.
         copies: the first and the last are of the same size, taken before and after everything else.
         kernels: see ``KernelResult``.
         host: see ``HostResult``.
         steps: see ``StepResult``.
+        features: see ``FeatureResult``.
         left_out: what was not measured, and why.
     """
 
@@ -138,26 +165,27 @@ class Results:
     kernels: list[KernelResult] = field(default_factory=list)
     host: list[HostResult] = field(default_factory=list)
     steps: list[StepResult] = field(default_factory=list)
+    features: list[FeatureResult] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     @property
     def copy_bandwidth(self) -> float | None:
-        """Of the fastest copy of the run, in bytes per second: what fractions are of. None before one was measured."""
+        """Bytes per second of the fastest copy of the run, of which fractions are; None before one was measured."""
         return max((copy.bandwidth for copy in self.copies), default=None)
 
     def copy_of(self, moved_bytes: int) -> CopyResult | None:
-        """The copy that moves so much."""
+        """The copy that moves ``moved_bytes``, or None if none was measured."""
         return next((copy for copy in self.copies if copy.bytes == moved_bytes), None)
 
     def save(self, path: Path) -> None:
-        """Write JSON, in one move: what was there stays whole if the process is killed."""
+        """Write the results as JSON; a file that was there is replaced at once, never left half written."""
         draft = path.with_name(f"{path.name}.part")
         draft.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         os.replace(draft, path)
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
             OSError: the file cannot be read.
@@ -172,6 +200,7 @@ class Results:
                 kernels=[KernelResult(**_timed(row)) for row in data["kernels"]],
                 host=[HostResult(**_timed(row)) for row in data["host"]],
                 steps=[StepResult(**_timed(row)) for row in data["steps"]],
+                features=[FeatureResult(**_timed(row)) for row in data["features"]],
                 left_out=data["left_out"],
             )
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -179,4 +208,6 @@ class Results:
 
 
 def _timed(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: Timing(**value) if isinstance(value, dict) else value for key, value in row.items()}
+    """The fields of a result, with its times and its ratio as values again."""
+    types = {key: PairedRatio if key == "ratio" else Timing for key, value in row.items() if isinstance(value, dict)}
+    return {key: types[key](**value) if key in types else value for key, value in row.items()}

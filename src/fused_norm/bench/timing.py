@@ -1,8 +1,8 @@
-"""How long a call takes, on the GPU and on the host.
+"""The time of a call on the GPU and on the host, and its peak of GPU memory.
 
 GPU times are taken in two ways, which can disagree: replays of a CUDA graph that holds nothing but the calls (launch
 gaps included, as in a captured training step), and the kernels' own times from torch.profiler (gaps left out). Both go
-through several sets of inputs in turn, so that what a call reads is not in the L2 cache because the call before had it.
+through several sets of inputs in turn, so that a call does not find its inputs in the L2 cache.
 
 On a CPU both are the wall clock: they show that the code runs, and nothing else.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Call = Callable[[], object]
 
 ROTATED_BYTES = 256 * 2**20
-"""What all sets of inputs and outputs together come to at least, and four times the L2 cache."""
+"""The least size of all sets of inputs and outputs together; four times the L2 cache where that is more."""
 
 _FEWEST_SETS, _MOST_SETS = 3, 64
 _GRAPH_CALLS = 24  # So many in one graph that the gap to the next replay, a microsecond or two, does not count.
@@ -52,7 +52,7 @@ class Timing:
         median: over all samples.
         low: the first quartile.
         high: the third quartile.
-        samples: how many; each is the mean of a series of calls.
+        samples: the number of samples; each is the mean of a series of calls.
         method: ``graph``: replays of a CUDA graph. ``events``: calls from Python between two CUDA events, which shows
             host time where that is longer. ``wall``: the host's clock.
     """
@@ -74,8 +74,10 @@ class Timing:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream of its own for everything to be captured: autograd runs a backward on the stream of its forward, and the
-    default stream cannot be captured."""
+    """A context with a stream of its own, because calls on the default stream cannot be captured in a CUDA graph.
+
+    The forward belongs inside too: autograd runs a backward on the stream of its forward.
+    """
     if device.type == "cpu":
         yield
         return
@@ -87,7 +89,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def input_sets(call_bytes: int, device: torch.device) -> int:
-    """How many sets of inputs to go through when a call moves ``call_bytes``, inputs and outputs."""
+    """The number of sets of inputs to go through when a call moves ``call_bytes``, inputs and outputs."""
     if device.type == "cpu":
         return 1
     count = math.ceil(_beyond_cache(device) / max(call_bytes, 1))
@@ -95,7 +97,7 @@ def input_sets(call_bytes: int, device: torch.device) -> int:
 
 
 def leaves_cache(total_bytes: int, device: torch.device) -> bool:
-    """Whether ``total_bytes``, what all sets come to, are too many to be found in the L2 cache again."""
+    """Return whether sets of ``total_bytes`` together are too large to be found in the L2 cache again."""
     return device.type != "cpu" and total_bytes >= _beyond_cache(device) // 2
 
 
@@ -201,6 +203,35 @@ def step_time(step: Call, device: torch.device, *, seconds: float = 1.5) -> Timi
         return Timing.of([_wall([step])], "wall")
     once = _between_events([step])[0]
     return Timing.of(_between_events([step] * min(max(round(seconds / once), 5), 40)), "events")
+
+
+def synchronized_time(call: Call, calls: int, device: torch.device) -> float:
+    """Seconds of one of ``calls`` calls in a row, from an idle device until it is idle again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        _synchronize(device)
+        return (time.perf_counter() - began) / calls
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """The peak of allocated GPU memory during a call, in bytes; None on a CPU.
+
+    The call runs once before: memory that only the first call needs, such as that of compiling, does not count.
+    """
+    if device.type == "cpu":
+        return None
+    call()
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device)
 
 
 def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:

@@ -1,7 +1,7 @@
-"""``fused-norm bench --tune``: which launch plans are fastest on this device.
+"""``fused-norm bench --tune``: find the fastest launch plans on this device.
 
-For each width every candidate runs the kernels that the operators run, with its plan instead of the shipped one. What
-comes out is rows for the table in ``kernels/plans.py``; nothing is changed by itself.
+Every candidate runs the kernels of norm and add + norm with its plan instead of the shipped one. The result is printed
+as rows for the table in ``kernels/plans.py``; nothing is changed by itself.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..kernels.norm_backward import launch_backward
 from ..kernels.norm_forward import launch_forward
 from ..kernels.plans import BackwardPlan, Device, ForwardPlan, backward_plan, forward_plan, next_power_of_2
 from ..kernels.triton_utils import facts_of
-from . import cases, report
-from .cases import Case, tolerance, truth, worst_error
-from .session import Session, in_a_line
+from . import operator_cases, tables
+from .benchmark_run import BenchmarkRun, in_a_line
+from .operator_cases import OperatorCase, float64_results, tolerance, worst_error
 from .timing import gpu_time, input_sets, own_stream
 
 Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
 
-_ELEMENTS = 2**25  # So many at each width: enough to fill the device.
-_TILE = 16384  # Elements that one program can hold at most.
-_LANE = (8, 64)  # Elements for each lane, at least and at most: below loads get narrow, above registers spill.
+_ELEMENTS = 2**25  # Of the input at each width: enough to fill the device.
+_TILE = 16384  # The most elements that one program holds.
+_LANE = (8, 64)  # The fewest and the most elements of a lane: below, loads are narrow; above, registers spill.
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _WARPS = (2, 4, 8, 16, 32)
 
-WIDTHS = tuple(sorted({case.width for case in cases.TRAINING}))
+WIDTHS = tuple(sorted({case.width for case in operator_cases.TRAINING}))
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Tuned:
     """The best plan for one width, next to the one that ships.
 
     Attributes:
-        operation: ``norm`` or ``add``.
+        operator: ``norm`` or ``add``.
         direction: ``forward`` or ``backward``.
         width: of a row.
         best: the fastest plan.
-        seconds: its time for one call.
-        shipped: the plan that the shape gets now.
-        shipped_seconds: its time; None where it failed.
-        tried: candidates that ran and were right.
-        failed: those that were not, or did not fit the device.
+        seconds: the time of one call with it.
+        shipped: the plan in use now.
+        shipped_seconds: the time of one call with that; None where it failed.
+        tried: the number of candidates that ran and were right.
+        failed: the number of those that were wrong or did not fit the device.
     """
 
-    operation: str
+    operator: str
     direction: str
     width: int
     best: ForwardPlan | BackwardPlan
@@ -65,7 +65,7 @@ class Tuned:
 
 
 def candidates(plan: Plan, grid: Mapping[str, Iterable[Any]]) -> list[Plan]:
-    """``plan`` and all variations of it over ``grid``, values by field; fields that the plan lacks are passed over."""
+    """``plan`` and all its variations over ``grid``, values by field; fields that the plan lacks are passed over."""
     names = [name for name in grid if name in {field.name for field in fields(plan)}]
     found = dict.fromkeys([plan])
     for values in itertools.product(*(grid[name] for name in names)):
@@ -74,7 +74,7 @@ def candidates(plan: Plan, grid: Mapping[str, Iterable[Any]]) -> list[Plan]:
 
 
 def forward_candidates(width: int, device: Device) -> list[ForwardPlan]:
-    """The shipped plan for ``width`` and what might be better, in every mode that takes it."""
+    """The shipped plan for ``width``, then plans that might be faster, in every mode that takes the width."""
     found: dict[ForwardPlan, None] = {forward_plan(width, device): None}
     for mode in MODES:
         try:
@@ -94,11 +94,8 @@ def forward_candidates(width: int, device: Device) -> list[ForwardPlan]:
 
 
 def backward_candidates(width: int, column_bytes: int, device: Device, *, summed: bool) -> list[BackwardPlan]:
-    """The shipped plan for ``width`` and what might be better; ``column_bytes`` and ``summed`` as in plans.py."""
+    """The shipped plan for ``width``, then plans that might be faster; see ``backward_plan`` for the arguments."""
     shipped = backward_plan(width, column_bytes, device, summed=summed)
-    if shipped.ctas > 1:
-        alone = backward_candidates(width, column_bytes, replace(device, clusters=False), summed=summed)
-        return [*cluster_candidates(shipped, device), *alone]
     grid: dict[str, Iterable[Any]] = {
         "warps": [*map(device.warps, _WARPS)],
         "stages": (1, 2, 3),
@@ -112,57 +109,45 @@ def backward_candidates(width: int, column_bytes: int, device: Device, *, summed
     return [plan for plan in candidates(shipped, grid) if plan == shipped or _fits(plan, device)]
 
 
-def cluster_candidates(shipped: BackwardPlan, device: Device) -> list[BackwardPlan]:
-    """``shipped`` and its row over other numbers of blocks, with 16 or 32 elements a lane."""
-    found = {shipped: None}
-    for ctas, lane, ahead in itertools.product((2, 4, 8), (16, 32), (False, True)):
-        block = shipped.columns // ctas
-        warps = block // lane // device.warp_size
-        if 2 <= warps <= 16:
-            programs = max(1, 16 // warps * device.processors // ctas)
-            plan = replace(shipped, block=block, warps=warps, ctas=ctas, ahead=ahead, programs=programs)
-            found[plan] = None
-    return list(found)
-
-
 def _fits(plan: ForwardPlan | BackwardPlan, device: Device) -> bool:
     lanes = plan.warps * device.warp_size
     least, most = _LANE
     return plan.rows * plan.block <= _TILE and least <= plan.rows * plan.block / lanes <= most
 
 
-def tune(session: Session, widths: Sequence[int] | None = None) -> list[Tuned]:
+def tune(run: BenchmarkRun, widths: Sequence[int] | None = None) -> list[Tuned]:
     """Measure the candidates for norm and add + norm, forward and backward, at each width, as far as time allows.
 
     Args:
-        session: where and for how long; its results file is not written.
+        run: gives the device and the time left; its results file is not written.
         widths: row lengths. None means ``WIDTHS``.
     """
     if widths is None:
-        widths = (64,) if session.quick else WIDTHS
+        widths = (64,) if run.quick else WIDTHS
     found = []
     dtype = torch.bfloat16
-    with own_stream(session.device):
-        for width, operation in itertools.product(widths, ("norm", "add")):
-            rows = 4 if session.quick else max(_ELEMENTS // width, 1)
-            case = Case("add" if operation == "add" else "norm", rows, width)
-            if session.out_of_time(case.name):
+    with own_stream(run.device):
+        for width, operator in itertools.product(widths, ("norm", "add")):
+            rows = 4 if run.quick else max(_ELEMENTS // width, 1)
+            case = OperatorCase("add" if operator == "add" else "norm", rows, width)
+            if run.out_of_time(case.name):
                 continue
-            for tuned in _tune_case(session, case, dtype):
+            for tuned in tune_case(run, case, dtype):
                 if tuned is not None:
                     found.append(tuned)
-                    session.say(f"{case.name} {tuned.direction}: {_verdict(tuned)}, {tuned.tried} plans, {tuned.best}")
+                    run.say(f"{case.name} {tuned.direction}: {_verdict(tuned)}, {tuned.tried} plans, {tuned.best}")
     return found
 
 
-def _tune_case(session: Session, case: Case, dtype: torch.dtype) -> list[Tuned | None]:
-    device, facts = session.device, facts_of(session.device)
+def tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> list[Tuned | None]:
+    """Find the best plans of one case, forward and backward; None where no plan was right."""
+    device, facts = run.device, facts_of(run.device)
     spec = case.spec
     count = input_sets(case.bytes("forward", dtype), device)
     sets = [case.inputs(dtype, device, seed=seed) for seed in range(count)]
-    outputs, gradients = truth(case, sets[0])
-    summed = case.operation == "add"
-    gradients = [gradients[0], gradients[-1]]  # Of the branch and the weight; the residual's is the branch's.
+    outputs, gradients = float64_results(case, sets[0])
+    summed = case.operator == "add"
+    gradients = [gradients[0], gradients[-1]]  # The residual's gradient is the branch's.
 
     def forward(plan: ForwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
         def call(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
@@ -192,51 +177,51 @@ def _tune_case(session: Session, case: Case, dtype: torch.dtype) -> list[Tuned |
     column_bytes = dtype.itemsize * (4 if summed else 3)
     backwards = backward_candidates(case.width, column_bytes, facts, summed=summed)
     return [
-        _best(session, case, "forward", forward, forward_candidates(case.width, facts), outputs, dtype),
-        _best(session, case, "backward", backward, backwards, gradients, dtype),
+        fastest_plan(run, case, "forward", forward, forward_candidates(case.width, facts), outputs, dtype),
+        fastest_plan(run, case, "backward", backward, backwards, gradients, dtype),
     ]
 
 
-def _best(
-    session: Session,
-    case: Case,
+def fastest_plan(
+    run: BenchmarkRun,
+    case: OperatorCase,
     direction: str,
     calls: Callable[[Any], list[Callable[[], tuple[Tensor, ...]]]],
     plans: Sequence[Any],
     exact: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tuned | None:
-    """The fastest of ``plans``, of which the first is the shipped one; None where no plan was right."""
+    """Measure ``plans``, the shipped one first, and return the fastest; None where none was right."""
     times: dict[Any, float] = {}
     failed = 0
-    for plan in plans[:3] if session.quick else plans:
-        if session.remaining() <= 0:
-            session.leave_out(f"{case.name} {direction}", f"{len(plans) - len(times) - failed} plans, out of time")
+    for plan in plans[:3] if run.quick else plans:
+        if run.remaining() <= 0:
+            run.leave_out(f"{case.name} {direction}", f"{len(plans) - len(times) - failed} plans, out of time")
             break
         try:
-            todo = calls(plan)
-            if not worst_error(todo[0](), exact) <= tolerance(dtype):
+            timed_calls = calls(plan)
+            if not worst_error(timed_calls[0](), exact) <= tolerance(dtype):
                 raise ValueError("wrong result")
-            times[plan] = gpu_time(todo, session.device, seconds=session.seconds(0.02)).median
+            times[plan] = gpu_time(timed_calls, run.device, seconds=run.seconds(0.02)).median
         except Exception as error:  # Too many registers, too much shared memory: the next one may do.
             failed += 1
-            session.say(f"{case.name} {direction} {plan}: {in_a_line(error)}")
+            run.say(f"{case.name} {direction} {plan}: {in_a_line(error)}")
     if not times:
         return None
     best = min(times, key=lambda plan: times[plan])
     return Tuned(
-        case.operation, direction, case.width, best, times[best], plans[0], times.get(plans[0]), len(times), failed
+        case.operator, direction, case.width, best, times[best], plans[0], times.get(plans[0]), len(times), failed
     )
 
 
 def table(found: Sequence[Tuned]) -> str:
-    """The best plans, one line each, to be pasted into ``kernels/plans.py``."""
+    """A table of the best plans, each of which can be pasted into ``kernels/plans.py``."""
     rows = [("", "direction", "width", "us", "shipped us", "gain", "plan")]
     for tuned in found:
         shipped = tuned.shipped_seconds
         rows.append(
             (
-                tuned.operation,
+                tuned.operator,
                 tuned.direction,
                 str(tuned.width),
                 f"{1e6 * tuned.seconds:.1f}",
@@ -245,7 +230,7 @@ def table(found: Sequence[Tuned]) -> str:
                 repr(tuned.best),
             )
         )
-    return report.table(rows)
+    return tables.table(rows)
 
 
 def _verdict(tuned: Tuned) -> str:

@@ -1,4 +1,4 @@
-"""``fused-norm bench``: host time, kernels and whole models, side by side with their peers."""
+"""``fused-norm bench``: host time, kernels and whole models beside their peers, and what each feature saves."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from .common import UsageError, interpret_without_gpu
 from .env_command import environment
 
 if TYPE_CHECKING:
-    from ..bench.results import Results
-    from ..bench.session import Session
+    from ..bench.benchmark_run import BenchmarkRun
+    from ..bench.results import Part, Results
 
 T = TypeVar("T")
 
-_PARTS = ("host", "models", "kernels", "modes")
+_PARTS = ("host", "models", "features", "kernels", "modes")
 _DTYPES = ("bfloat16", "float16", "float32")
 _VARIANTS = (
-    "stock; fused, and parts of it, each fusing more than the one before: fused-norms, fused-qk, fused-rope, "
-    "fused-residual; norms of others: liger, liger-rope (and its rotary embedding), torch; no norms: identity, "
-    "identity-no-rope; torch.compile: compile, fused-compile"
+    "of models: stock, fused, liger, liger-rope, torch (F.rms_norm), identity (no norms), identity-no-rope, compile, "
+    "fused-compile; of features: all, all again (a control), without rope, without qk, without residual, "
+    "without sandwich, without norms, without native replay, stock (default: all of them)"
 )
 _MOST_JOBS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "host: Python time of a call. kernels: every provider on every row. modes: those of the fused forward. models: "
-        "training steps. NAMES are separated by commas. Results, tables and pictures land in the folder of --out."
+        "host: the Python time of a call. models: training steps of whole models, beside peers. features: what each "
+        "option of apply_fused_norm saves on whole models, in interleaved rounds. kernels: GPU time of every operator, "
+        "beside peers. modes: the modes of the forward. NAMES are separated by commas. Results, tables and charts are "
+        "written to the folder of --out."
     )
     parser.add_argument(
         "part", nargs="?", choices=(*_PARTS, "all"), default="all", help="what to measure (default: all)"
     )
     parser.add_argument("--rows", type=_names, metavar="NAMES", help="only these, such as 'add *,Qwen3-0.6B*'")
     parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host (default: all)")
-    parser.add_argument("--variants", type=_names, metavar="NAMES", help=f"of models: {_VARIANTS} (default: all)")
+    parser.add_argument("--variants", type=_names, metavar="NAMES", help=_VARIANTS)
     parser.add_argument(
         "--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (default: bfloat16; modes: all)"
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), metavar="DIR", help="folder for results (bench)")
     parser.add_argument("--budget-seconds", type=float, metavar="S", help="start nothing new after so many seconds")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile ahead, 0 for none (most cores)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that precompile, 0 for none (default: cores)")
     parser.add_argument("--no-profiler", action="store_true", help="time by CUDA graphs alone, which is quicker")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, also on a CPU: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, also on a CPU; the times mean nothing")
     other = parser.add_mutually_exclusive_group()
-    other.add_argument("--plot", type=Path, metavar="RESULTS", help="tables and pictures of the results.json of a run")
+    other.add_argument("--plot", type=Path, metavar="RESULTS", help="tables and charts from the results.json of a run")
     other.add_argument("--tune", action="store_true", help="measure launch plans instead and print the best")
     parser.add_argument("--widths", type=_names, metavar="NUMBERS", help="row lengths to tune (default: those of rows)")
 
@@ -69,14 +71,14 @@ def run(args: argparse.Namespace) -> int:
             "draws the results of another machine"
         )
     # After the lines above, because these import the kernels.
-    from ..bench import models, providers
+    from ..bench import providers
+    from ..bench.benchmark_run import BenchmarkRun
     from ..bench.results import Results
-    from ..bench.session import Session
 
-    facts = environment() | providers.versions() | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
+    facts = environment() | providers.peer_versions() | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
     chosen = {name: value for name, value in vars(args).items() if name != "out" and value not in (None, False)}
     facts["options"] = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    session = Session(
+    benchmark_run = BenchmarkRun(
         device,
         Results(facts, meaningless=args.quick),
         _folder(args.out) / "results.json",
@@ -85,67 +87,79 @@ def run(args: argparse.Namespace) -> int:
         args.quick,
     )
     if args.tune:
-        return _tune(session, args)
-    parts = _parts(session, args)
-    session.measure_copy()
-    for measure in parts:
+        return _tune(benchmark_run, args)
+    measurements = _measurements(benchmark_run, args)
+    benchmark_run.measure_copy()
+    for measure in measurements:
         measure()
-    session.measure_copy()
-    session.save()
-    _report(session.results, session.path.parent)
-    verdicts = [row.verdict for row in session.results.kernels if row.provider == providers.FUSED.name]
-    verdicts += [row.verdict for row in session.results.steps if row.variant in (*models.FEATURES, "fused-compile")]
+    benchmark_run.measure_copy()
+    benchmark_run.save()
+    results = benchmark_run.results
+    _report(results, benchmark_run.path.parent)
+    verdicts = [row.verdict for row in results.kernels if row.provider == providers.FUSED.name]
+    verdicts += [row.verdict for row in results.steps if row.variant in ("fused", "fused-compile")]
+    verdicts += [row.verdict for row in results.features]
     return int(any(verdict != "ok" for verdict in verdicts))
 
 
-def _parts(session: Session, args: argparse.Namespace) -> list[Callable[[], None]]:
-    """What the arguments ask for, in the order of measuring.
+def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[[], None]]:
+    """The measurements that the arguments ask for, in order.
 
     Raises:
-        UsageError: they name something that there is not.
+        UsageError: they name something that does not exist.
     """
     import torch
 
-    from ..bench import ahead, cases, host, kernels, models, providers
+    from ..bench import features, host, models, operator_cases, operator_timings, precompile, providers
 
     peers = _named(providers.PROVIDERS, args.providers, "provider")
-    variants = _named({name: name for name in models.VARIANTS}, args.variants, "variant")
+    variants = _named({name: name for name in (*models.VARIANTS, *features.VARIANTS)}, args.variants, "variant")
     every_dtype = {name: getattr(torch, name) for name in _DTYPES}
     dtypes = _named(every_dtype, args.dtype or ["bfloat16"], "dtype")
     wanted = _PARTS if args.part == "all" else (args.part,)
+    quick = benchmark_run.quick
     every_row = {
-        "kernels": cases.QUICK if session.quick else cases.CASES,
-        "modes": cases.QUICK_MODES if session.quick else cases.MODES,
-        "models": models.QUICK if session.quick else models.ROWS,
+        "kernels": operator_cases.QUICK if quick else operator_cases.CASES,
+        "modes": operator_cases.QUICK_MODES if quick else operator_cases.MODES,
+        "models": models.QUICK if quick else models.CASES,
+        "features": features.QUICK if quick else features.CASES,
     }
     rows = _matching({part: every_row[part] for part in wanted if part in every_row}, args.rows)
     mode_dtypes = dtypes if args.dtype else list(every_dtype.values())
-    operations: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
+    operators: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
         "host": (host.CASES, [torch.bfloat16], peers),
         "kernels": (rows.get("kernels", ()), dtypes, peers),
         "modes": (rows.get("modes", ()), mode_dtypes, providers.FUSED_MODES),
     }
-    tasks = [task for part in wanted if part in operations for task in itertools.product(*operations[part])]
+    tasks = [task for part in wanted if part in operators for task in itertools.product(*operators[part])]
     jobs = args.jobs
     if jobs is None:
-        jobs = 0 if session.quick else min(_MOST_JOBS, len(os.sched_getaffinity(0)))
+        jobs = 0 if quick else min(_MOST_JOBS, len(os.sched_getaffinity(0)))
 
-    def steps(chosen: list[str]) -> None:
-        models.measure(session, rows["models"], chosen, dtypes[0])
+    def measure_operators(part: Part, profile: bool) -> None:
+        operator_timings.measure(benchmark_run, part, *operators[part], profile=profile)
 
-    # What host time counts for comes first: once torch.profiler has been used, launches may cost more. Compiling whole
-    # models takes longest, so it comes last.
-    measures: dict[str, Callable[[], None]] = {
-        "host": lambda: host.measure(session, peers),
-        "models": lambda: steps([name for name in variants if name not in models.COMPILED]),
-        "kernels": lambda: kernels.measure(session, "kernels", *operations["kernels"], profile=not args.no_profiler),
-        "modes": lambda: kernels.measure(session, "modes", *operations["modes"], profile=False),
+    def measure_models(compiled: bool) -> None:
+        chosen = [name for name in variants if name in models.VARIANTS and (name in models.COMPILED) == compiled]
+        models.measure(benchmark_run, rows["models"], chosen, dtypes[0])
+
+    def measure_features() -> None:
+        chosen = [name for name in variants if name in features.VARIANTS]
+        features.measure(benchmark_run, rows["features"], chosen, dtypes[0])
+
+    # In the order of _PARTS: after torch.profiler was used, launches may cost more host time. Compiled models are last,
+    # because they take longest.
+    measurements: dict[str, Callable[[], None]] = {
+        "host": lambda: host.measure(benchmark_run, peers),
+        "models": lambda: measure_models(False),
+        "features": measure_features,
+        "kernels": lambda: measure_operators("kernels", not args.no_profiler),
+        "modes": lambda: measure_operators("modes", False),
     }
-    compiled_models = [lambda: steps([name for name in variants if name in models.COMPILED])]
     return [
-        lambda: ahead.compile_ahead(session, tasks, jobs),
-        *(measures[part] for part in wanted),
-        *(compiled_models if "models" in wanted else ()),
+        lambda: precompile.precompile(benchmark_run, tasks, jobs),
+        *(measurements[part] for part in wanted),
+        *([lambda: measure_models(True)] if "models" in wanted else []),
     ]
 
 
@@ -174,14 +188,14 @@ def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> li
     return [value for name, value in every.items() if names is None or name in names]
 
 
-def _tune(session: Session, args: argparse.Namespace) -> int:
+def _tune(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> int:
     from ..bench import tune
 
     if args.widths and not all(width.isdecimal() and int(width) for width in args.widths):
         raise UsageError(f"--widths takes numbers from 1 on, not {','.join(args.widths)}")
-    found = tune.tune(session, [int(width) for width in args.widths] if args.widths else None)
-    text = "\n".join([tune.table(found), *(f"left out: {line}" for line in session.results.left_out)])
-    (session.path.parent / "plans.txt").write_text(text + "\n", encoding="utf-8")
+    found = tune.tune(benchmark_run, [int(width) for width in args.widths] if args.widths else None)
+    text = "\n".join([tune.table(found), *(f"left out: {line}" for line in benchmark_run.results.left_out)])
+    (benchmark_run.path.parent / "plans.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
 
@@ -194,19 +208,19 @@ def _plot(path: Path, out: Path) -> int:
     except (OSError, ValueError) as error:
         raise UsageError(error) from error
     if not importlib.util.find_spec("matplotlib"):
-        raise UsageError("pictures need matplotlib: pip install 'fused-norm[plots]'")
+        raise UsageError("charts need matplotlib: pip install 'fused-norm[plots]'")
     _report(results, _folder(out))
     return 0
 
 
 def _report(results: Results, folder: Path) -> None:
-    from ..bench import plots, report
+    from ..bench import plots, tables
 
-    text = report.describe(results)
+    text = tables.describe(results)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
-    written = "no pictures: they need matplotlib, pip install 'fused-norm[plots]'"
+    written = "no charts: they need matplotlib, pip install 'fused-norm[plots]'"
     if importlib.util.find_spec("matplotlib"):
-        written = ", ".join(path.name for path in plots.draw(results, folder)) or "no pictures"
+        written = ", ".join(path.name for path in plots.draw(results, folder)) or "no charts"
     print(text)
     print(f"\nin {folder}: report.txt, {written}")
 

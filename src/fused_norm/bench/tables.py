@@ -1,4 +1,4 @@
-"""Results as text: tables whose rows are cases and whose columns are who computed."""
+"""Results as text: a table for each part of the benchmarks, of cases by providers or variants."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ..kernels import MODES
-from .cases import DIRECTIONS, Direction
+from .features import BASE
+from .operator_cases import DIRECTIONS, Direction
 from .providers import FUSED, PROVIDERS
-from .results import KernelResult, Results
+from .results import FeatureResult, KernelResult, Results
 
 _GROUPS = ("norm", "gemma", "add", "post", "sandwich", "qk", "rope")
-_SMALL = 3e-6  # Seconds that the bytes take at the copy's speed: below, launches count, and microseconds say more.
+_SMALL = 3e-6  # Cases whose bytes a copy moves in less time are in microseconds: they are bound by launches.
 
 
 def describe(results: Results) -> str:
-    """All tables that there are results for."""
+    """Describe a run: its environment, every table that there are results for, and what was left out."""
     parts = []
     if results.meaningless:
         parts.append("THESE TIMES MEAN NOTHING: a quick run shows that the code works.")
@@ -29,7 +30,7 @@ def describe(results: Results) -> str:
             rows = [row for row in results.kernels if row.dtype == dtype]
             parts += _kernel_tables([row for row in rows if row.part == "kernels"], copy, results, dtype)
             parts += _mode_table([row for row in rows if row.part == "modes"], copy, dtype)
-    parts += filter(None, (_host_table(results), _step_table(results)))
+    parts += filter(None, (_host_table(results), _step_table(results), _feature_table(results)))
     bad = [row for row in results.kernels if row.verdict in ("wrong", "failed")]
     if bad:
         parts.append(
@@ -98,9 +99,9 @@ def _mode_table(rows: Sequence[KernelResult], copy: float, dtype: str) -> list[s
 def _host_table(results: Results) -> str | None:
     if not results.host:
         return None
-    columns = list(dict.fromkeys((row.operation, row.chain) for row in results.host))
-    found = {(row.provider, row.operation, row.chain): row for row in results.host}
-    header = ["", *(f"{operation}{f' x{chain}' if chain > 1 else ''}" for operation, chain in columns)]
+    columns = list(dict.fromkeys((row.operator, row.chain) for row in results.host))
+    found = {(row.provider, row.operator, row.chain): row for row in results.host}
+    header = ["", *(f"{operator}{f' x{chain}' if chain > 1 else ''}" for operator, chain in columns)]
     body = []
     for provider in dict.fromkeys(row.provider for row in results.host):
         cells = [found.get((provider, *column)) for column in columns]
@@ -134,8 +135,36 @@ def _step_table(results: Results) -> str | None:
     return f"Training step, ms and peak GiB\n{table([['', *variants], *body])}{notes}"
 
 
+def _feature_table(results: Results) -> str | None:
+    if not results.features:
+        return None
+    rows = [("", "", "ms", "to all", "95 % interval", "verdict", "GiB", "rounds")]
+    for index, row in enumerate(results.features):
+        name = "" if index and results.features[index - 1].row == row.row else row.row
+        time = f"{1e3 * row.timing.median:.1f}" if row.timing else ""
+        memory = f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else ""
+        rows.append((name, row.variant, time, *_ratio_cells(row), memory, str(row.ratio.rounds) if row.ratio else ""))
+    bad = [row for row in results.features if row.detail]
+    notes = "".join(f"\n  {row.row}, {row.variant}: {row.verdict}, {row.detail}" for row in bad)
+    return (
+        "Features: the time of a training step or a generation, and its ratio to that of all features in the same "
+        f"round; above 1, the feature that is left out saves time\n{table(rows)}{notes}"
+    )
+
+
+def _ratio_cells(row: FeatureResult) -> tuple[str, str, str]:
+    """The cells of ratio, interval and verdict."""
+    ratio = row.ratio
+    if ratio is None:
+        return "", "", row.verdict
+    if row.variant == BASE:
+        return "1", "", ""
+    interval = "" if ratio.low is None or ratio.high is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+    return f"{ratio.median:.3f}", interval, ratio.verdict
+
+
 def _cases(rows: Sequence[KernelResult]) -> list[str]:
-    """Names of the cases, by operation and size."""
+    """The names of the cases, sorted by operator and size."""
     sizes: dict[str, tuple[int, ...]] = {}
     for row in rows:
         sizes.setdefault(row.case, (_GROUPS.index(row.group), row.width, row.rows, row.bytes))
@@ -167,7 +196,7 @@ def _cells(
     copy: float | None,
     directions: Sequence[Direction] = DIRECTIONS,
 ) -> list[str]:
-    """One cell for each provider: fractions of ``copy``, or microseconds without one."""
+    """One cell for each provider: fractions of the bandwidth ``copy``, or microseconds where it is None."""
     texts: dict[str, list[str]] = {name: [] for name in names}
     for direction in directions:
         found = {name: _find(rows, case, name, direction) for name in names}

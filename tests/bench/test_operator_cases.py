@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fused_norm.bench import cases
-from fused_norm.bench.cases import CASES, GEMMA, QUICK, Case, tolerance, truth, worst_error
+from fused_norm.bench import operator_cases
+from fused_norm.bench.operator_cases import CASES, GEMMA, QUICK, OperatorCase, float64_results, tolerance, worst_error
 
 
 @pytest.mark.parametrize(
     ("case", "forward", "backward"),
     [
-        (Case("norm", 8192, 4096), 2, 3),
-        (Case("norm", 8192, 2560, GEMMA), 2, 3),
-        (Case("add", 8192, 2048), 4, 4),
-        (Case("post", 8192, 4096), 3, 3),
-        (Case("sandwich", 8192, 3840, GEMMA), 4, 6),
+        (OperatorCase("norm", 8192, 4096), 2, 3),
+        (OperatorCase("norm", 8192, 2560, GEMMA), 2, 3),
+        (OperatorCase("add", 8192, 2048), 4, 4),
+        (OperatorCase("post", 8192, 4096), 3, 3),
+        (OperatorCase("sandwich", 8192, 3840, GEMMA), 4, 6),
     ],
 )
 def test_least_bytes_count_each_activation_once(case, forward, backward):
@@ -25,9 +25,11 @@ def test_least_bytes_count_each_activation_once(case, forward, backward):
     assert case.bytes("backward", torch.float32) == backward * case.rows * case.width * 4
 
 
-@pytest.mark.parametrize("operation", ["qk", "rope"])
-def test_all_heads_are_moved(operation):
-    assert Case(operation, 16384, 128, heads=(32, 8)).bytes("backward", torch.bfloat16) == 3 * 16384 * 40 * 128 * 2
+@pytest.mark.parametrize("operator", ["qk", "rope"])
+def test_all_heads_are_moved(operator):
+    assert (
+        OperatorCase(operator, 16384, 128, heads=(32, 8)).bytes("backward", torch.bfloat16) == 3 * 16384 * 40 * 128 * 2
+    )
 
 
 def test_names_are_unique_and_say_what_is_measured():
@@ -46,7 +48,7 @@ def test_inputs_repeat_and_differ_between_seeds():
 
 
 def test_rope_takes_what_a_projection_makes_and_returns_what_attention_takes():
-    inputs = Case("rope", 6, 64, heads=(4, 2)).inputs(torch.bfloat16, torch.device("cpu"), seed=0)
+    inputs = OperatorCase("rope", 6, 64, heads=(4, 2)).inputs(torch.bfloat16, torch.device("cpu"), seed=0)
     assert [tuple(x.shape) for x in inputs.arguments[:2]] == [(1, 6, 4, 64), (1, 6, 2, 64)]
     assert [tuple(dy.shape) for dy in inputs.gradients] == [(1, 4, 6, 64), (1, 2, 6, 64)]
     assert all(dy.transpose(1, 2).is_contiguous() for dy in inputs.gradients)
@@ -72,9 +74,9 @@ def test_truth_is_the_formula_in_float64(case):
         return tuple(torch.cat((x.real, x.imag), dim=-1).transpose(1, 2) for x in turned)
 
     angles = [angle.double() for angle in inputs.angles]
-    outputs = cases.compose(case.operation, norm, add_norm, rotate)(*arguments, *angles)
+    outputs = operator_cases.compose_operator(case.operator, norm, add_norm, rotate)(*arguments, *angles)
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
-    for found, expected in zip(truth(case, inputs), (outputs, gradients), strict=True):
+    for found, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):
         torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Operations side by side: each result is held against float64 first, and only what is right is timed."""
+"""GPU time of operators, provider beside provider; results are held against float64 first, and wrong ones not timed."""
 
 from __future__ import annotations
 
@@ -13,111 +13,122 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
-from .cases import DIRECTIONS, Case, Direction, Inputs, Op, tolerance, truth, worst_error
+from .benchmark_run import BenchmarkRun, in_a_line
+from .operator_cases import (
+    DIRECTIONS,
+    Direction,
+    OperatorCase,
+    OperatorFunction,
+    OperatorInputs,
+    float64_results,
+    tolerance,
+    worst_error,
+)
 from .providers import Provider
 from .results import KernelResult, Part
-from .session import Session, in_a_line
 from .timing import gpu_time, input_sets, leaves_cache, own_stream, profiled_time
 
 logger = logging.getLogger(__name__)
 
-Computation = Callable[[], Sequence[Tensor]]
+OperatorCall = Callable[[], Sequence[Tensor]]
 
 
 def measure(
-    session: Session,
+    run: BenchmarkRun,
     part: Part,
-    cases: Sequence[Case],
+    cases: Sequence[OperatorCase],
     dtypes: Sequence[torch.dtype],
     providers: Sequence[Provider],
     *,
     profile: bool = True,
 ) -> None:
-    """Add a result to the session for every case, dtype, provider and direction, as far as time allows.
+    """Measure every case, dtype, provider and direction, as far as time allows.
 
     Args:
-        session: where, for how long, and where results go.
-        part: what the results are filed under.
+        run: gives the device and the time left, and takes the results.
+        part: the part of the benchmarks that the results belong to.
         cases: in the order of measuring.
         dtypes: of activations and weights.
         providers: those that cannot be measured here are noted as left out.
-        profile: whether to take torch.profiler's time as well.
+        profile: take torch.profiler's time as well.
     """
     present = []
     for provider in providers:
-        why = provider.missing(session.device)
+        why = provider.missing(run.device)
         if why is None:
             present.append(provider)
         else:
-            session.leave_out(provider.name, why)
-    with own_stream(session.device), differentiable_again():
+            run.leave_out(provider.name, why)
+    with own_stream(run.device), repeatable_backwards():
         for dtype in dtypes:
             for case in cases:
-                if not session.out_of_time(f"{case.name} {_name(dtype)}"):
-                    _measure_case(session, part, case, dtype, present, profile)
-                    session.save()
+                if not run.out_of_time(f"{case.name} {_name(dtype)}"):
+                    _measure_case(run, part, case, dtype, present, profile)
+                    run.save()
 
 
-def differentiable_again() -> AbstractContextManager[None]:
-    """Inside, torch.compile makes backwards that may run more than once on one forward."""
+def repeatable_backwards() -> AbstractContextManager[None]:
+    """A context in which torch.compile makes backwards that may run more than once after one forward."""
     return functorch_config.patch(donated_buffer=False)
 
 
-def calls(op: Op, direction: Direction, sets: Sequence[Inputs], *, copy_gradients: bool = False) -> list[Computation]:
-    """The call to be timed, once for each set of inputs; for a backward the forward runs here.
+def operator_calls(
+    function: OperatorFunction, direction: Direction, sets: Sequence[OperatorInputs], *, copy_gradients: bool = False
+) -> list[OperatorCall]:
+    """Make the call that is timed, one for each set of inputs; for a backward the forward runs here.
 
     Args:
-        op: of a provider.
-        direction: a forward's call is made for ``torch.no_grad``.
+        function: the operator of a provider.
+        direction: a forward's call is meant for ``torch.no_grad``.
         sets: inputs.
-        copy_gradients: give the backward its own copies of the gradients.
+        copy_gradients: give each backward its own copies of the gradients.
     """
     if direction == "forward":
-        return [partial(op, *inputs.detached()) for inputs in sets]
-    backwards: list[Computation] = []
+        return [partial(function, *inputs.detached()) for inputs in sets]
+    backwards: list[OperatorCall] = []
     for inputs in sets:
         gradients = [gradient.clone() for gradient in inputs.gradients] if copy_gradients else inputs.gradients
-        outputs = op(*inputs.attached())
+        outputs = function(*inputs.attached())
         backwards.append(partial(torch.autograd.grad, outputs, inputs.arguments, gradients, retain_graph=True))
     return backwards
 
 
 def _measure_case(
-    session: Session, part: Part, case: Case, dtype: torch.dtype, providers: Sequence[Provider], profile: bool
+    run: BenchmarkRun, part: Part, case: OperatorCase, dtype: torch.dtype, providers: Sequence[Provider], profile: bool
 ) -> None:
-    device = session.device
+    device = run.device
     directions = DIRECTIONS if case.backward else DIRECTIONS[:1]
     for direction in directions:
-        session.measure_copy(case.bytes(direction, dtype))
+        run.measure_copy(case.bytes(direction, dtype))
     count = input_sets(case.bytes("forward", dtype), device)
     sets = [case.inputs(dtype, device, seed=seed) for seed in range(count)]
-    exact = dict(zip(DIRECTIONS, truth(case, sets[0]), strict=True))
-    said = []
+    exact = dict(zip(DIRECTIONS, float64_results(case, sets[0]), strict=True))
+    progress = []
     for provider in providers:
-        if session.out_of_time(f"{case.name} {_name(dtype)} {provider.name}"):
+        if run.out_of_time(f"{case.name} {_name(dtype)} {provider.name}"):
             continue
         found = [
-            _measure(session, part, case, direction, dtype, provider, sets, exact[direction], profile)
+            _measure(run, part, case, direction, dtype, provider, sets, exact[direction], profile)
             for direction in directions
         ]
-        session.results.kernels += found
+        run.results.kernels += found
         times = "/".join(f"{1e6 * r.timing.median:.1f}" if r.timing else r.verdict for r in found)
-        said.append(f"{provider.name} {times}")
-    session.say(f"{case.name} {_name(dtype)}, us: {', '.join(said)}")
+        progress.append(f"{provider.name} {times}")
+    run.say(f"{case.name} {_name(dtype)}, us: {', '.join(progress)}")
 
 
 def _measure(
-    session: Session,
+    run: BenchmarkRun,
     part: Part,
-    case: Case,
+    case: OperatorCase,
     direction: Direction,
     dtype: torch.dtype,
     provider: Provider,
-    sets: Sequence[Inputs],
+    sets: Sequence[OperatorInputs],
     exact: Sequence[Tensor],
     profile: bool,
 ) -> KernelResult:
-    device, moved = session.device, case.bytes(direction, dtype)
+    device, moved = run.device, case.bytes(direction, dtype)
     result = KernelResult(
         part=part,
         case=case.name,
@@ -133,14 +144,14 @@ def _measure(
     )
     try:
         with torch.set_grad_enabled(direction == "backward"):
-            todo = calls(provider.build(case), direction, sets, copy_gradients=provider.overwrites_gradients)
+            calls = operator_calls(provider.build(case), direction, sets, copy_gradients=provider.overwrites_gradients)
             _poison(exact, device)
-            error = worst_error(todo[0](), exact)
+            error = worst_error(calls[0](), exact)
             if not error <= tolerance(dtype):
                 detail = f"relative error {error:.1e}, and {tolerance(dtype):.1e} is allowed"
                 return replace(result, verdict="wrong", detail=detail, error=error if math.isfinite(error) else None)
-            result = replace(result, error=error, timing=gpu_time(todo, device, seconds=session.seconds(0.1)))
-            return replace(result, profiled=_profiled(todo, device)) if profile else result
+            result = replace(result, error=error, timing=gpu_time(calls, device, seconds=run.seconds(0.1)))
+            return replace(result, profiled=_profiled(calls, device)) if profile else result
     except provider.refuses as refusal:
         return replace(result, verdict="refused", detail=in_a_line(refusal))
     except Exception as failure:  # Of whatever kind: the others are measured all the same.
@@ -148,16 +159,16 @@ def _measure(
         return replace(result, verdict="failed", detail=in_a_line(failure), timing=None)
 
 
-def _profiled(todo: Sequence[Computation], device: torch.device) -> float | None:
+def _profiled(calls: Sequence[OperatorCall], device: torch.device) -> float | None:
     try:
-        return profiled_time(todo, device)
+        return profiled_time(calls, device)
     except RuntimeError as error:
         logger.warning("no time from torch.profiler: %s", in_a_line(error))
         return None
 
 
 def _poison(exact: Sequence[Tensor], device: torch.device) -> None:
-    """Leave NaN in the memory that is handed out next, results' and temporaries': what is not written shows."""
+    """Fill the memory that is allocated next with NaN, so that results that are not written are seen to be wrong."""
     if device.type != "cpu":
         torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
     held = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)

@@ -1,4 +1,4 @@
-"""Results survive a file, and tables and pictures say what is in them."""
+"""Results survive a file, and tables and charts say what is in them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_norm.bench import plots, report
-from fused_norm.bench.cases import DIRECTIONS, Case
+from fused_norm.bench import plots, tables
 from fused_norm.bench.models import VARIANTS
-from fused_norm.bench.results import CopyResult, HostResult, KernelResult, Results, StepResult
+from fused_norm.bench.operator_cases import DIRECTIONS, OperatorCase
+from fused_norm.bench.paired_ratio import PairedRatio
+from fused_norm.bench.results import CopyResult, FeatureResult, HostResult, KernelResult, Results, StepResult
 from fused_norm.bench.timing import Timing
 
 COPY = 4e12
 CASES = (
-    Case("norm", 8192, 2048),
-    Case("norm", 8192, 4096),
-    Case("add", 8192, 4096),
-    Case("rope", 16384, 128, heads=(32, 8)),
-    Case("post", 8192, 4096),
-    Case("norm", 1, 4096),
+    OperatorCase("norm", 8192, 2048),
+    OperatorCase("norm", 8192, 4096),
+    OperatorCase("add", 8192, 4096),
+    OperatorCase("rope", 16384, 128, heads=(32, 8)),
+    OperatorCase("post", 8192, 4096),
+    OperatorCase("norm", 1, 4096),
 )
 FRACTIONS = {"stock": 0.1, "quack": 0.8, "fused": 0.9}
 
@@ -51,6 +52,10 @@ def kernel(case, provider, direction, fraction):
     )
 
 
+def feature(variant, time, ratio):
+    return FeatureResult("Qwen3-0.6B 1x512", variant, "ok", None, 0.01, seconds(time), 2**31, ratio)
+
+
 @pytest.fixture
 def results():
     return Results(
@@ -68,12 +73,17 @@ def results():
             StepResult("Qwen3-0.6B 4x4096", "fused", "ok", timing=seconds(0.2), peak_bytes=20 * 2**30),
             *(StepResult("Qwen3-4B 2x4096", variant, "ok", timing=seconds(0.5)) for variant in VARIANTS),
         ],
+        features=[
+            feature("all", 0.02, PairedRatio(1.0, 1.0, 1.0, 30)),
+            feature("without rope", 0.021, PairedRatio(1.05, 1.01, 1.08, 30)),
+            FeatureResult("Qwen3-0.6B 1x512", "stock", "wrong", "relative error 1", 1.0),
+        ],
         left_out=["liger: liger_kernel is not installed"],
     )
 
 
 def line(text, start, nth=0):
-    return [line for line in text.splitlines() if re.match(rf"{re.escape(start)}\s", line)][nth]
+    return [line for line in text.splitlines() if re.match(rf"({start}|{re.escape(start)})\s", line)][nth]
 
 
 def test_results_survive_a_file(results, tmp_path):
@@ -90,29 +100,36 @@ def test_a_file_of_something_else_is_named(text, tmp_path):
         Results.load(path)
 
 
-def test_fractions_are_of_the_large_copy(results):
+def test_a_slow_small_copy_does_not_count(results):
     results.copies.append(CopyResult(2**20, seconds(2**20)))
     assert results.copy_bandwidth == pytest.approx(COPY)
-    assert re.split(r"\s{2,}", line(report.describe(results), "norm 8192x4096")) == [
+    assert re.split(r"\s{2,}", line(tables.describe(results), "norm 8192x4096")) == [
         "norm 8192x4096", ".10 / .10", ".80 / .80", "*.90 / *.90", "1.12 / 1.12",
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_fractions_are_of_the_fastest_copy_of_the_run(results, place):
+    results.copies.insert(place, CopyResult(2**31, seconds(2**31 / COPY / 2)))
+    assert results.copy_bandwidth == pytest.approx(2 * COPY)
+    assert ".45 / *.45" in line(tables.describe(results), "norm 8192x4096")
+
+
 def test_blocks_have_their_rows_in_order(results):
-    lines = report.describe(results).splitlines()
+    lines = tables.describe(results).splitlines()
     large = [line.partition("  ")[0] for line in lines if re.match(r"(norm|add|post|rope) \d", line)]
     cases = ["norm 8192x2048", "norm 8192x4096", "add 8192x4096", "post 8192x4096", "rope 16384x(32+8)x128"]
     assert large[: len(cases)] == cases
-    assert ".80 / .80" in line(report.describe(results), "rope 16384x(32+8)x128")
+    assert ".80 / .80" in line(tables.describe(results), "rope 16384x(32+8)x128")
 
 
 def test_the_profilers_times_have_a_table_of_their_own(results):
-    assert "*1.80 / *1.80" in line(report.describe(results), "norm 8192x4096", 1)
+    assert "*1.80 / *1.80" in line(tables.describe(results), "norm 8192x4096", 1)
 
 
 def test_small_cases_are_in_microseconds(results):
     moved = 2 * 4096 * 2
-    assert f"*{1e6 * moved / COPY / 0.9:.1f}" in line(report.describe(results), "norm 1x4096")
+    assert f"*{1e6 * moved / COPY / 0.9:.1f}" in line(tables.describe(results), "norm 1x4096")
 
 
 def test_the_fastest_is_marked_whoever_it_is(results):
@@ -120,7 +137,7 @@ def test_the_fastest_is_marked_whoever_it_is(results):
         replace(row, timing=seconds(row.timing.median / 2)) if row.provider == "quack" else row
         for row in results.kernels
     ]
-    row = line(report.describe(results), "add 8192x4096")
+    row = line(tables.describe(results), "add 8192x4096")
     assert "*1.60 / *1.60" in row
     assert row.endswith("0.56 / 0.56")
 
@@ -128,7 +145,7 @@ def test_the_fastest_is_marked_whoever_it_is(results):
 def test_what_was_not_timed_is_listed_with_its_reason(results):
     bad = replace(results.kernels[0], verdict="wrong", detail="relative error 1", timing=None, profiled=None)
     results.kernels[0] = bad
-    text = report.describe(results)
+    text = tables.describe(results)
     assert f"stock, {bad.case} bfloat16 forward: relative error 1" in text
     assert "wrong / .10" in line(text, bad.case)
     assert "liger: liger_kernel is not installed" in text
@@ -137,7 +154,7 @@ def test_what_was_not_timed_is_listed_with_its_reason(results):
 def test_times_by_events_are_marked(results):
     timing = replace(results.kernels[0].timing, method="events")
     results.kernels[0] = replace(results.kernels[0], timing=timing)
-    assert f"host time may be in it: stock {results.kernels[0].case} forward" in report.describe(results)
+    assert f"host time may be in it: stock {results.kernels[0].case} forward" in tables.describe(results)
 
 
 def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
@@ -145,37 +162,47 @@ def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
         replace(results.kernels[0], part="modes", provider="fused"),
         replace(results.kernels[0], part="modes", provider="multi_wave_cached", verdict="refused", timing=None),
     ]
-    cells = re.split(r"\s{2,}", line(report.describe(results), "norm 8192x2048"))
+    cells = re.split(r"\s{2,}", line(tables.describe(results), "norm 8192x2048"))
     assert cells == ["norm 8192x2048", "*.10", "-"]
 
 
 def test_steps_and_host_time_have_their_tables(results):
-    text = report.describe(results)
+    text = tables.describe(results)
     assert "295.6, 32.0  200.0, 20.0" in line(text, "Qwen3-0.6B 4x4096")
     assert line(text, "torch").split("  ")[1].strip() == "9.0 / 42.0"
 
 
+def test_features_have_a_table_with_interval_and_verdict(results):
+    text = tables.describe(results)
+    every, without = line(text, "Qwen3-0.6B 1x512"), line(text, r"  +without rope")
+    stock = line(text, r"  +stock", nth=-1)
+    assert every.split() == ["Qwen3-0.6B", "1x512", "all", "20.0", "1", "2.00", "30"]
+    assert re.split(r"\s{2,}", without.strip()) == [
+        "without rope", "21.0", "1.050", "1.010 to 1.080", "slower", "2.00", "30",
+    ]  # fmt: skip
+    assert stock.split() == ["stock", "wrong"]
+    assert "Qwen3-0.6B 1x512, stock: wrong, relative error 1" in text
+
+
 def test_meaningless_times_are_called_so(results):
-    assert "MEAN NOTHING" not in report.describe(results)
+    assert "MEAN NOTHING" not in tables.describe(results)
     results.meaningless = True
-    assert report.describe(results).startswith("THESE TIMES MEAN NOTHING")
+    assert tables.describe(results).startswith("THESE TIMES MEAN NOTHING")
 
 
 def test_nothing_measured_is_no_error():
-    assert report.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
+    assert tables.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
 
 
-def test_pictures_are_drawn_for_light_and_dark(results, tmp_path):
+def test_charts_are_drawn_for_light_and_dark(results, tmp_path):
     pytest.importorskip("matplotlib")
     written = plots.draw(results, tmp_path)
-    pictures = ("bandwidth", "blocks", "step-time", "memory")
-    assert {path.name for path in written} == {
-        f"{name}-{theme}.png" for name in pictures for theme in ("light", "dark")
-    }
+    charts = ("bandwidth", "blocks", "step-time", "memory")
+    assert {path.name for path in written} == {f"{name}-{theme}.png" for name in charts for theme in ("light", "dark")}
     for path in written:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_there_are_no_pictures_of_what_was_not_measured(tmp_path):
+def test_there_are_no_charts_of_what_was_not_measured(tmp_path):
     pytest.importorskip("matplotlib")
     assert plots.draw(Results({}), tmp_path) == []

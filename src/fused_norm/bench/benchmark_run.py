@@ -1,4 +1,4 @@
-"""One run of the benchmarks: where, for how long, and where its results go."""
+"""One run of the benchmarks: its device, its time budget and its results."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from .results import CopyResult, Results
 from .timing import copy_time, own_stream
 
 LARGE_COPY = 2**29
-"""Bytes moved by the copy at both ends of a run, far beyond any L2. Captured in a graph, an H200 copies a gigabyte at
-two thirds of the speed that it copies this much with."""
+"""Bytes moved by the copy at both ends of a run, far beyond any L2 cache. In a graph, an H200 copies a gigabyte at
+two thirds of this copy's speed."""
 
 
 @dataclass
-class Session:
-    """What all measurements of a run share.
+class BenchmarkRun:
+    """The state that all measurements of one run share.
 
     Attributes:
-        device: where to measure.
-        results: filled as it goes.
+        device: where everything is measured.
+        results: what was measured so far.
         path: the JSON file, written after each row.
-        say: takes a line of progress.
+        say: prints a line of progress.
         budget: seconds after which nothing new is started; None is no limit.
-        quick: tiny sizes and next to no samples.
+        quick: take as few samples as possible; the times mean nothing.
+        began: when the run began, by ``time.perf_counter``.
     """
 
     device: torch.device
@@ -39,30 +40,30 @@ class Session:
     began: float = field(default_factory=time.perf_counter)
 
     def seconds(self, usual: float) -> float:
-        """How long to measure one thing that usually takes ``usual`` seconds."""
+        """The time for one measurement: ``usual`` seconds, or next to none in a quick run."""
         return 0.002 if self.quick else usual
 
     def leave_out(self, what: str, why: str) -> None:
-        """Note what is not measured."""
+        """Add a line to the results on something that is not measured."""
         self.results.left_out.append(f"{what}: {why}")
 
     def out_of_time(self, what: str) -> bool:
-        """Whether ``what`` must be left out, which is noted then."""
+        """Return whether the time budget is used up; if so, note that ``what`` was left out."""
         if self.remaining() > 0:
             return False
         self.leave_out(what, f"after {self.budget:g} s")
         return True
 
     def remaining(self) -> float:
-        """Seconds left."""
+        """Seconds left of the time budget."""
         return float("inf") if self.budget is None else self.budget - (time.perf_counter() - self.began)
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write the results so far."""
         self.results.save(self.path)
 
     def measure_copy(self, moved_bytes: int | None = None) -> None:
-        """Measure a copy of so many bytes unless that was done; without a size the large one, each time."""
+        """Measure a copy that moves so many bytes, once for each size; without a size the large copy, at every call."""
         if moved_bytes is None:
             moved_bytes = 2**16 if self.quick else LARGE_COPY
         elif self.results.copy_of(moved_bytes):
@@ -73,5 +74,5 @@ class Session:
 
 
 def in_a_line(error: Exception) -> str:
-    """An exception, of whatever length, as one line."""
+    """The type and message of an exception as one line of limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
