@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from fused_norm.patcher import fused_block, fused_norm_module
-
-OPERATORS = {
-    fused_norm_module: ("rms_norm", "add_rms_norm"),
-    fused_block: ("norm_add", "norm_add_norm", "qk_norm", "qk_norm_rope"),
-}
+from fused_norm.kernels.operator import Operator
 
 
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
-    """The names of the kernels' public operators, as patched modules call them."""
+    """The names of the public operators, as patched modules call them."""
     calls: list[str] = []
-    for module, name in ((module, name) for module, names in OPERATORS.items() for name in names):
-        real = getattr(module, name)
+    call = Operator.__call__
 
-        def counted(*args, _real=real, _name=name, **kwargs):
-            calls.append(_name)
-            return _real(*args, **kwargs)
+    def counted(operator, spec, *arguments):
+        rotated = operator.name == "qk_norm" and arguments[4] is not None
+        calls.append("qk_norm_rope" if rotated else operator.name)
+        return call(operator, spec, *arguments)
 
-        monkeypatch.setattr(module, name, counted)
+    monkeypatch.setattr(Operator, "__call__", counted)
     return calls

@@ -182,10 +182,10 @@ def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Te
     spec = case.spec
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
-        return reference.rms_norm(x, w, spec.eps, spec.casting, spec.zero_centered)
+        return reference.rms_norm(spec, x, w)
 
     def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.add_rms_norm(x, r, w, spec.eps, spec.casting, spec.zero_centered)
+        return reference.add_rms_norm(spec, x, r, w)
 
     arguments = [tensor.detach().double().requires_grad_() for tensor in inputs.arguments]
     angles = [tensor.double() for tensor in inputs.angles]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import MODES
-from ..kernels.norm_backward import launch_backward
-from ..kernels.norm_forward import launch_forward
 from ..kernels.plans import BackwardPlan, Device, ForwardPlan, backward_plan, forward_plan, next_power_of_2
-from ..kernels.triton_utils import facts_of
+from ..kernels.triton.devices import facts_of
+from ..kernels.triton.norm_backward import launch_norm_backward
+from ..kernels.triton.norm_forward import empty_norm, launch_norm_forward
 from . import operator_cases, tables
 from .benchmark_run import BenchmarkRun, in_a_line
 from .operator_cases import OperatorCase, float64_results, tolerance, worst_error
@@ -151,16 +151,16 @@ def tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> list
 
     def forward(plan: ForwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
         def call(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
-            y, s, _ = launch_forward(x, residual, weight, spec.eps, spec.casting, spec.zero_centered, False, plan=plan)
-            return (y, s) if summed else (y,)
+            outputs = empty_norm(spec, x, residual, weight, False)
+            launch_norm_forward(spec, x, residual, weight, outputs, plan=plan)
+            return outputs[:2] if summed else outputs[:1]
 
         return [partial(call, x, residual, weight) for x, residual, weight in arguments]
 
     def backward(plan: BackwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
         def call(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
             dx, dw = torch.empty_like(s), torch.empty_like(weight)
-            dr = torch.empty_like(s) if summed else None
-            launch_backward(dy, ds, s, weight, rstd, spec.casting, spec.zero_centered, dx, dr, dw, plan=plan)
+            launch_norm_backward(spec, dy, ds, s, weight, rstd, dx, None, dw, plan=plan)
             return dx, dw
 
         return [partial(call, *values) for values in saved]
@@ -171,7 +171,8 @@ def tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> list
         x, weight = detached[0], detached[-1]
         residual = detached[1] if summed else None
         arguments.append((x, residual, weight))
-        _, s, rstd = launch_forward(x, residual, weight, spec.eps, spec.casting, spec.zero_centered, True)
+        _, s, rstd = normed = empty_norm(spec, x, residual, weight, True)
+        launch_norm_forward(spec, x, residual, weight, normed)
         assert rstd is not None
         saved.append((inputs.gradients[0], inputs.gradients[1] if summed else None, s, weight, rstd))
     column_bytes = dtype.itemsize * (4 if summed else 3)

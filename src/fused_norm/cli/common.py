@@ -73,7 +73,7 @@ def backend(device: torch.device) -> str:
 
         return f"Triton on {torch.cuda.get_device_name(device)}"
     if importlib.util.find_spec("triton"):
-        from ..kernels.triton_utils import INTERPRETED
+        from ..kernels.triton.devices import INTERPRETED
 
         if INTERPRETED:
             return "Triton's interpreter, on the CPU"

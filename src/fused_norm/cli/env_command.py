@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from .. import __version__
-    from ..kernels.native.build import state as native_state
+    from ..kernels import replay
     from .common import backend
 
     facts = {
@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
         facts["GPU"] = "none that torch can use"
     facts["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "not set")
     facts["kernels run in"] = backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    facts["native code"] = native_state()
+    facts["native code"] = replay.state()
     return facts
 
 

@@ -58,7 +58,7 @@ class _ReorderedNorm:
         return smooth + (value - smooth).detach()
 
     def _formula(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return reference.rms_norm(x, weight, self._spec.eps, self._spec.casting, self._spec.zero_centered)
+        return reference.rms_norm(self._spec, x, weight)
 
     def _order(self, x: Tensor) -> tuple[Tensor, Tensor]:
         key = x.shape[-1], x.device

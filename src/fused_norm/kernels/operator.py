@@ -32,7 +32,7 @@ class BackwardCall(NamedTuple):
         needed: which of the operator's ``gradients`` are wanted.
     """
 
-    incoming: Tensors
+    incoming: Sequence[Any]
     saved: Sequence[Any]
     facts: Facts
     needed: Sequence[bool]
@@ -110,8 +110,11 @@ class Operator(ABC):
         """The outputs by PyTorch's own operators."""
 
     @abstractmethod
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        """``outputs`` and ``kept``, the latter None unless ``training``; only allocated where not ``launch``."""
+    def forward(self, spec: NormSpec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
+        """``outputs`` and ``kept``.
+
+        ``how``: ``training``, without which all ``kept`` is None, and ``launch``, without which nothing is computed.
+        """
 
     @abstractmethod
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:

@@ -81,7 +81,8 @@ class QKNorm(Operator):
             k_weight.new_empty(k_weight.shape) if need_dk_weight and k_weight is not None else None,
         )
         if launch:
-            launch_qk_backward(spec, tuple(call.saved), tuple(call.incoming), dx, dw, call.facts[0])
+            dq_out, dk_out = call.incoming
+            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, call.facts[0])
         return *dx, *dw
 
 

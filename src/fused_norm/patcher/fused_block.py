@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.norm_add import norm_add_unchecked as norm_add
-from ..kernels.norm_add_norm import norm_add_norm_unchecked as norm_add_norm
-from ..kernels.qk_norm import qk_norm_rope_unchecked as qk_norm_rope
-from ..kernels.qk_norm import qk_norm_unchecked as qk_norm
+from ..kernels.norm_add import NORM_ADD
+from ..kernels.norm_add_norm import NORM_ADD_NORM
+from ..kernels.qk_norm import QK_NORM
 from ..spec import NormSpec
 from .forward_rewrite import Rewrite
-from .fused_norm_module import may_be_bypassed, obstacle, same_norms, scaled, takes_residual, weight_of
+from .fused_norm_module import may_be_bypassed, obstacle, same_norms, scaled, spec_of, takes_residual, weight_of
 from .rotation_recognition import Rotation
 
 
@@ -49,10 +48,9 @@ class FusedBlock(nn.Module):
     def fused_norm_onto(self, inner: Any, residual: Any, branch: Any) -> Any:
         """``residual + inner(branch)``."""
         if may_be_bypassed(inner):
-            weight, spec = weight_of(inner), inner.fused_norm_spec
+            weight, spec = weight_of(inner), spec_of(inner)
             if obstacle(branch, weight, residual, spec) is None:
-                eps = getattr(inner, inner.fused_norm_eps_name)
-                return norm_add(branch, residual, weight, eps, spec.casting, spec.zero_centered)
+                return NORM_ADD(spec, branch, residual, weight)
         return residual + inner(branch)
 
     def fused_norm_may_postpone(self, q_norm: Any, k_norm: Any) -> bool:
@@ -69,11 +67,10 @@ class FusedBlock(nn.Module):
         """``q_norm(q), k_norm(k)``; q and k themselves where their norms were not postponed."""
         if not postponed:
             return q, k
-        weights, spec = (weight_of(q_norm), weight_of(k_norm)), q_norm.fused_norm_spec
+        weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
         if _pair_obstacle(q, k, *weights, spec) is not None:
             return q_norm(q), k_norm(k)
-        eps = getattr(q_norm, q_norm.fused_norm_eps_name)
-        return qk_norm(q, k, *weights, eps, spec.casting, spec.zero_centered)
+        return QK_NORM(spec, q, k, *weights, None, None, 1)
 
     def fused_norm_rotated(
         self, postponed: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
@@ -81,25 +78,23 @@ class FusedBlock(nn.Module):
         """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed."""
         if not postponed:
             return rotate(q, k, cos, sin, **named)
-        weights, spec = (weight_of(q_norm), weight_of(k_norm)), q_norm.fused_norm_spec
+        weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
         if _pair_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
-        eps = getattr(q_norm, q_norm.fused_norm_eps_name)
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
             if rotation.function is rotate and _kernel_rotates_alike(rotation, q, k, *weights, cos, sin, heads_dim):
-                return qk_norm_rope(q, k, *weights, cos, sin, eps, spec.casting, spec.zero_centered, heads_dim)
-        return rotate(*qk_norm(q, k, *weights, eps, spec.casting, spec.zero_centered), cos, sin, **named)
+                return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
+        return rotate(*QK_NORM(spec, q, k, *weights, None, None, 1), cos, sin, **named)
 
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
-    weight, inner_weight, spec = weight_of(norm), weight_of(inner), norm.fused_norm_spec
+    weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
-    eps = getattr(norm, norm.fused_norm_eps_name)
-    return norm_add_norm(x, residual, inner_weight, weight, eps, spec.casting, spec.zero_centered)
+    return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 
 def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..kernels.add_rms_norm import add_rms_norm_unchecked as add_rms_norm
+from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import KERNEL_DTYPES
-from ..kernels.rms_norm import rms_norm_unchecked as rms_norm
-from ..kernels.triton_utils import runs_kernels_on
+from ..kernels.operator import norm_spec
+from ..kernels.rms_norm import RMS_NORM
+from ..kernels.triton.devices import runs_kernels_on
 from ..spec import NormSpec
 
 logger = logging.getLogger("fused_norm")
@@ -67,20 +68,25 @@ class FusedNorm(nn.Module):
         """
         if named:
             (x,) = named.values()
-        spec = self.fused_norm_spec
+        spec = spec_of(self)
         weight = weight_of(self)
         reason = obstacle(x, weight, residual, spec)
         if reason is None:
-            eps = getattr(self, self.fused_norm_eps_name)
             if residual is None:
-                return rms_norm(x, weight, eps, spec.casting, spec.zero_centered)
-            return add_rms_norm(x, residual, weight, eps, spec.casting, spec.zero_centered, None, scale)
+                return RMS_NORM(spec, x, weight, None)
+            return ADD_RMS_NORM(spec, x, residual, weight, None, scale)
         if reason:
             explain(self.fused_norm_origin, reason)
         if residual is None:
             return self.fused_norm_origin.forward(self, x)
         total = residual + scaled(x, scale)
         return self.fused_norm_origin.forward(self, total), total
+
+
+def spec_of(norm: FusedNorm) -> NormSpec:
+    """The norm's meaning, with its eps at the time of the call."""
+    spec, eps = norm.fused_norm_spec, getattr(norm, norm.fused_norm_eps_name)
+    return spec if eps == spec.eps else norm_spec(spec.casting, spec.zero_centered, eps)
 
 
 def weight_of(norm: FusedNorm) -> Tensor | None:
@@ -117,12 +123,8 @@ def takes_residual(norm: Any) -> bool:
 
 def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
     """Return whether two norms differ in nothing but their weights."""
-    a, b = one.fused_norm_spec, other.fused_norm_spec
-    return (
-        a.casting == b.casting
-        and a.zero_centered == b.zero_centered
-        and getattr(one, one.fused_norm_eps_name) == getattr(other, other.fused_norm_eps_name)
-    )
+    a, b = spec_of(one), spec_of(other)
+    return a.casting == b.casting and a.zero_centered == b.zero_centered and a.eps == b.eps
 
 
 def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:

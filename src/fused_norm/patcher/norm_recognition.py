@@ -174,9 +174,7 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Call
                     raise UnrecognisedError(f"cannot be run on its own: {type(error).__name__}: {error}") from error
                 if not isinstance(actual, Tensor):
                     raise UnrecognisedError(f"returns {type(actual).__name__}, not one tensor")
-                expected = reference.rms_norm(
-                    x, weight, eps_spec.eps, spec.casting, spec.zero_centered, inverse_root=inverse_root
-                )
+                expected = reference.rms_norm(eps_spec, x, weight, inverse_root=inverse_root)
                 if actual.dtype != expected.dtype or not torch.equal(actual, expected):
                     return False
     return True
