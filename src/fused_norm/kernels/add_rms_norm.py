@@ -11,7 +11,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual, check_scale
 from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
-from .triton.memory import empty_rows_like
+from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import launch_norm_backward
 from .triton.norm_forward import empty_norm, launch_norm_forward
 
@@ -28,30 +28,18 @@ class AddRMSNorm(Operator):
     facts = "ScalarType x_dtype, ScalarType residual_dtype, float scale"
     gradients = ("dx", "dr", "dw")
 
-    def check(
-        self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None, mode: str | None, scale: float
-    ) -> None:
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, residual, weight, mode, scale = arguments
         check_norm(self.name, x, weight, mode)
         check_residual(self.name, x, residual)
         check_scale(self.name, scale)
 
-    def reference(
-        self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None, mode: str | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
+        x, residual, weight, _, scale = arguments
         return reference.add_rms_norm(spec, x, residual, weight, scale)
 
-    def forward(
-        self,
-        spec: NormSpec,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        mode: str | None,
-        scale: float,
-        *,
-        training: bool,
-        launch: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, residual, weight, mode, scale = arguments
         outputs = empty_norm(spec, x, residual, weight, training)
         if launch:
             launch_norm_forward(spec, x, residual, weight, outputs, mode, scale)
@@ -81,7 +69,7 @@ class AddRMSNorm(Operator):
         need_dx, need_dr, need_dw = call.needed
         dx = empty_rows_like(s, x_dtype) if need_dx else None
         dr = empty_rows_like(s, residual_dtype) if need_dr else None
-        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        dw = empty_weight_grad(weight, need_dw)
         if launch:
             launch_norm_backward(spec, dy, ds, s, weight, rstd, dx, dr, dw, scale)
         return dx, dr, dw

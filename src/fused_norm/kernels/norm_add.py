@@ -29,16 +29,16 @@ class NormAdd(Operator):
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw")
 
-    def check(self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None) -> None:
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, residual, weight = arguments
         check_norm(self.name, x, weight)
         check_residual(self.name, x, residual)
 
-    def reference(self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None) -> Tensor:
-        return reference.norm_add(spec, x, residual, weight)
+    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
+        return reference.norm_add(spec, *arguments)
 
-    def forward(
-        self, spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None, *, training: bool, launch: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, residual, weight = arguments
         s, rstd = empty_norm_add(spec, x, residual, weight, training)
         if not launch:
             return s, rstd

@@ -13,7 +13,7 @@ from .arguments import check_norm, check_residual
 from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
 from .plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD
 from .rms_norm import RMS_NORM
-from .triton.memory import empty_rows_like
+from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import launch_norm_backward
 from .triton.norm_forward import empty_norm, launch_norm_forward
 from .triton.sandwich_kernels import empty_sandwich, launch_sandwich_backward, launch_sandwich_forward
@@ -30,29 +30,17 @@ class NormAddNorm(Operator):
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dinner", "dw")
 
-    def check(
-        self, spec: NormSpec, x: Tensor, residual: Tensor, inner_weight: Tensor | None, weight: Tensor | None
-    ) -> None:
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, residual, inner_weight, weight = arguments
         check_norm(self.name, x, inner_weight, weight_name="inner_weight")
         check_norm(self.name, x, weight)
         check_residual(self.name, x, residual)
 
-    def reference(
-        self, spec: NormSpec, x: Tensor, residual: Tensor, inner_weight: Tensor | None, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return reference.norm_add_norm(spec, x, residual, inner_weight, weight)
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return reference.norm_add_norm(spec, *arguments)
 
-    def forward(
-        self,
-        spec: NormSpec,
-        x: Tensor,
-        residual: Tensor,
-        inner_weight: Tensor | None,
-        weight: Tensor | None,
-        *,
-        training: bool,
-        launch: bool = True,
-    ) -> tuple[Tensor | None, ...]:
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, residual, inner_weight, weight = arguments
         outputs = empty_sandwich(spec, x, residual, inner_weight, weight, training)
         if not launch:
             return outputs
@@ -89,8 +77,8 @@ class NormAddNorm(Operator):
         need_dx, need_dr, need_dinner, need_dw = call.needed
         dx = empty_rows_like(s, x.dtype) if need_dx else None
         dr = empty_rows_like(s, call.facts[0]) if need_dr else None
-        dinner = inner_weight.new_empty(inner_weight.shape) if need_dinner and inner_weight is not None else None
-        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        dinner = empty_weight_grad(inner_weight, need_dinner)
+        dw = empty_weight_grad(weight, need_dw)
         if not launch:
             return dx, dr, dinner, dw
         if s.shape[-1] <= WIDEST_SANDWICH_BACKWARD:

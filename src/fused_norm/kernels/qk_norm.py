@@ -12,7 +12,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
 from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
-from .triton.memory import empty_rows_like, heads_dim_of
+from .triton.memory import empty_rows_like, empty_weight_grad, heads_dim_of
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
@@ -48,7 +48,7 @@ class QKNorm(Operator):
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         return reference.qk_norm_rope(spec, *arguments)
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         *inputs, unsqueeze_dim = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
         outputs = empty_heads(spec, q, q_weight, cos), empty_heads(spec, k, k_weight, cos)
@@ -77,8 +77,8 @@ class QKNorm(Operator):
         need_dq, need_dk, need_dq_weight, need_dk_weight = call.needed
         dx = empty_rows_like(q) if need_dq else None, empty_rows_like(k) if need_dk else None
         dw = (
-            q_weight.new_empty(q_weight.shape) if need_dq_weight and q_weight is not None else None,
-            k_weight.new_empty(k_weight.shape) if need_dk_weight and k_weight is not None else None,
+            empty_weight_grad(q_weight, need_dq_weight),
+            empty_weight_grad(k_weight, need_dk_weight),
         )
         if launch:
             dq_out, dk_out = call.incoming

@@ -11,7 +11,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm
 from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
-from .triton.memory import empty_rows_like
+from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import launch_norm_backward
 from .triton.norm_forward import empty_norm, launch_norm_forward
 
@@ -27,20 +27,20 @@ class RMSNorm(Operator):
     saved = "Tensor x, Tensor? weight, Tensor rstd"
     gradients = ("dx", "dw")
 
-    def check(self, spec: NormSpec, x: Tensor, weight: Tensor | None, mode: str | None) -> None:
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, weight, mode = arguments
         check_norm(self.name, x, weight, mode)
 
-    def reference(self, spec: NormSpec, x: Tensor, weight: Tensor | None, mode: str | None) -> Tensor:
+    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
+        x, weight, _ = arguments
         return reference.rms_norm(spec, x, weight)
 
-    def forward(
-        self, spec: NormSpec, x: Tensor, weight: Tensor | None, mode: str | None, *, training: bool, launch: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, mode = arguments
         outputs = empty_norm(spec, x, None, weight, training)
         if launch:
             launch_norm_forward(spec, x, None, weight, outputs, mode)
-        y, _, rstd = outputs
-        return y, rstd
+        return outputs[0], outputs[2]
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, weight, _ = arguments
@@ -50,7 +50,7 @@ class RMSNorm(Operator):
         (dy,), (x, weight, rstd) = call.incoming, call.saved
         need_dx, need_dw = call.needed
         dx = empty_rows_like(x) if need_dx else None
-        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        dw = empty_weight_grad(weight, need_dw)
         if launch:
             launch_norm_backward(spec, dy, None, x, weight, rstd, dx, None, dw)
         return dx, dw

@@ -79,6 +79,8 @@ class ReplayExecutor:
     def _record_backward(
         self, known: Any, saved: Sequence[Any], incoming: Sequence[Any], needed: Sequence[bool]
     ) -> Program | None:
+        if all(gradient is None for gradient in incoming):
+            return None
         spec, facts = known
 
         def backward() -> tuple[Sequence[Any], Sequence[Any], Any]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 
@@ -128,26 +127,11 @@ class Launch:
         compiled = self._launch(grid, arguments)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
-        self._prepared[index, strides] = _runner(compiled), compiled.function, compiled.packed_metadata, compiled
+        self._prepared[index, strides] = compiled.run, compiled.function, compiled.packed_metadata, compiled
 
     def _launch(self, grid: tuple[int, int], arguments: tuple[Any, ...]) -> Any:
         with on(arguments[0].device):
             return self._kernel[grid](*arguments, **self._options, **self._constants)
-
-
-def _runner(compiled: Any) -> Any:
-    """The function that launches a compiled kernel; for the Triton whose launcher is known, without Python inside."""
-    launcher = compiled.run
-    if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
-        return launcher
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return launcher
-    launch, cooperative, pdl = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
-
-    def run(x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
-        launch(x, y, z, stream, function, cooperative, pdl, None, None, *arguments)
-
-    return run
 
 
 def _hooked() -> bool:

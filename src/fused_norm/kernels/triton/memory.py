@@ -31,6 +31,11 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
     return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
 
 
+def empty_weight_grad(weight: Tensor | None, needed: bool) -> Tensor | None:
+    """A weight's gradient, not yet written; None where it is not needed or there is no weight."""
+    return weight.new_empty(weight.shape) if needed and weight is not None else None
+
+
 def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
     """The tensors with one row stride (in elements) each, counting the rows of all of them in one order.
 

@@ -54,22 +54,11 @@ def _backward_kernel(
     dr_ptr,  # [M, N] or None
     shares_ptr,  # [programs, N] fp32 or None: each program's share of dw
     M,
-    dy_stride,
-    ds_stride,
-    s_stride,
-    dx_stride,
-    dr_stride,
+    dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    TAIL: tl.constexpr,
-    RELOAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
+    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
@@ -128,12 +117,9 @@ def _backward_pull_kernel(
     rstd_ptr,  # [M] fp32
     pull_ptr,  # [M] fp32
     M,
-    dy_stride,
-    s_stride,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    dy_stride, s_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     """For rows too wide to hold: ``rstd^2 * mean(dy * gamma * s)``, which every element of dx needs."""
     row = tl.program_id(0).to(tl.int64)
     products = tl.zeros([1, BLOCK], tl.float32)
@@ -161,20 +147,11 @@ def _backward_columns_kernel(
     dr_ptr,  # [M, N] or None
     shares_ptr,  # [programs along rows, N] fp32 or None
     M,
-    dy_stride,
-    ds_stride,
-    s_stride,
-    dx_stride,
-    dr_stride,
+    dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    LONG: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     """The second half for wide rows: a block of columns of every row, given each row's pull."""
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     program = tl.program_id(1)

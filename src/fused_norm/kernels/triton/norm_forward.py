@@ -58,19 +58,11 @@ def _forward_kernel(
     s_ptr,  # [M, N] where there is a residual
     rstd_ptr,  # [M] fp32 or None
     M,
-    x_stride,
-    r_stride,
-    y_stride,
-    s_stride,
-    eps,
-    scale,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    LONG: tl.constexpr,
+    x_stride, r_stride, y_stride, s_stride,
+    eps, scale,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, LONG: tl.constexpr,
     SPEC: tl.constexpr,
-):
+):  # fmt: skip
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     col = tl.arange(0, BLOCK)
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
@@ -120,16 +112,10 @@ def _forward_chunked_kernel(
     s_ptr,  # [M, N]: the sum to write where there is a residual, x itself where there is none
     rstd_ptr,  # [M] fp32 or None
     M,
-    x_stride,
-    r_stride,
-    y_stride,
-    s_stride,
-    eps,
-    scale,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    x_stride, r_stride, y_stride, s_stride,
+    eps, scale,
+    N: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     row = tl.program_id(0).to(tl.int64)
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK

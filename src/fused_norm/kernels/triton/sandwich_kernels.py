@@ -43,17 +43,10 @@ def _sandwich_forward_kernel(
     inner_rstd_ptr,  # [M] fp32 or None
     rstd_ptr,  # [M] fp32 or None
     M,
-    x_stride,
-    r_stride,
-    s_stride,
-    y_stride,
+    x_stride, r_stride, s_stride, y_stride,
     eps,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
-    SPEC: tl.constexpr,
-):
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
     row = rows_of(tl.program_id(0), ROWS, LONG)
     col = tl.arange(0, BLOCK)
     in_row = col < N
@@ -108,23 +101,11 @@ def _sandwich_backward_kernel(
     dr_ptr,  # [M, N] or None
     shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dinner, then of dw
     M,
-    dy_stride,
-    ds_stride,
-    s_stride,
-    x_stride,
-    dx_stride,
-    dr_stride,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    RELOAD: tl.constexpr,
-    HAS_DINNER: tl.constexpr,
-    HAS_DW: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr,
+    dy_stride, ds_stride, s_stride, x_stride, dx_stride, dr_stride,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr,
+    HAS_DINNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
     SPEC: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < N

@@ -26,13 +26,9 @@ def _sum_shares_kernel(
     shares_ptr,  # [end, N] fp32
     first_ptr,  # [N] or None: the sum of the shares in front of ``split``
     second_ptr,  # [N] or None: the sum of the others
-    split,
-    end,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    split, end,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_previous(OVERLAPS)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
