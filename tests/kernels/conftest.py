@@ -1,12 +1,21 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
-from fused_norm.kernels.launch import Launch
-from fused_norm.kernels.native.operation import Operation
+from fused_norm.kernels import replay
+from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
+from fused_norm.kernels.triton.launch import Launch
+
+OPERATOR_MODULES = tuple(
+    import_module(f"fused_norm.kernels.{name}") for name in ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,27 +29,81 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def _python_where_it_is_patched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test puts into Python's launches is seen: nothing is replayed around it, unless that is what it tests."""
-    if "native" in request.module.__name__ or "monkeypatch" not in request.fixturenames:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        for way in ("call", "known"):
-            patch.setattr(Operation, way, property(lambda _: lambda *_: NotImplemented))
-        yield
+@pytest.fixture
+def without_replay() -> Iterator[None]:
+    """Python makes every launch."""
+    replay.switch(False)
+    yield
+    replay.switch(True)
+
+
+class Launched(NamedTuple):
+    """One launch of a kernel."""
+
+    launch: Launch
+    grid: tuple[int, int]
+    tensors: tuple[Tensor | None, ...]
+    floats: tuple[float | None, ...]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels, in the order in which they are launched."""
-    names: list[str] = []
+def launches(without_replay: None, monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Every launch of the test, in order."""
+    found: list[Launched] = []
     launch = Launch.__call__
 
-    def recorded(self: Launch, *args: object) -> None:
-        names.append(self.name)
-        launch(self, *args)
+    def noted(self: Launch, grid: Any, tensors: Any, counts: Any, strides: Any = (), floats: Any = ()) -> None:
+        found.append(Launched(self, grid, tensors, floats))
+        launch(self, grid, tensors, counts, strides, floats)
 
-    monkeypatch.setattr(Launch, "__call__", recorded)
+    monkeypatch.setattr(Launch, "__call__", noted)
+    return found
+
+
+@pytest.fixture
+def launched(launches: list[Launched]) -> Callable[[], list[str]]:
+    """Return the names of the kernels launched since the last look, in order."""
+
+    def names() -> list[str]:
+        found = [one.launch.name for one in launches]
+        launches.clear()
+        return found
+
     return names
+
+
+@pytest.fixture
+def planned(without_replay: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | BackwardPlan], None]:
+    """Makes every forward or backward of a norm take one plan, whatever its shape."""
+
+    def force(plan: ForwardPlan | BackwardPlan) -> None:
+        name = "launch_norm_forward" if isinstance(plan, ForwardPlan) else "launch_norm_backward"
+        for module in OPERATOR_MODULES:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, partial(getattr(module, name), plan=plan))
+
+    return force
+
+
+@pytest.fixture
+def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
+    """Norms read a row of more than 64 elements in pieces, as one that is too wide to hold."""
+    planned(ForwardPlan("multi_wave_reload", rows=1, block=64, warps=1))
+    planned(BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True))
+
+
+@pytest.fixture
+def sandwich_limits(request: pytest.FixtureRequest, without_replay: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel holds rows of up to 50 elements in the directions named: "forward", "backward", "both" or "none"."""
+    for direction in ("forward", "backward"):
+        for module in OPERATOR_MODULES:
+            limit = f"WIDEST_SANDWICH_{direction.upper()}"
+            if request.param in (direction, "both") and hasattr(module, limit):
+                monkeypatch.setattr(module, limit, 50)
+
+
+@pytest.fixture(params=["held", "in chunks"])
+def held_or_in_chunks(request: pytest.FixtureRequest) -> None:
+    """Runs a test twice: with rows as their shape has them read, and ``in_chunks``."""
+    if request.param == "in chunks":
+        request.getfixturevalue("in_chunks")

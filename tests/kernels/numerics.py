@@ -9,27 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.plans import WIDEST_FORWARD
+from fused_norm.spec import NormSpec
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 
-WIDTHS = (
-    1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560, 3571, 5120, 5121, 7001, 12288, 12289,
-    17001,
-)  # fmt: skip
-"""Widths of rows that one program holds: on, above and below every limit of the launch plans, odd ones among them."""
+WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560)
+WIDE = (3571, 5120, 5121, 7001, 12288, 12289, 17001, WIDEST_FORWARD + 617)
+"""Rows on, above and below every limit of the launch plans, odd ones among them; the last two are read in chunks."""
 
-CHUNKED = WIDEST_FORWARD + 617
-"""A row too wide to be held: two whole chunks of 16384 and an odd part of a third."""
-
-
-IN_CLUSTERS = (20480, 40000, 131_072)
-"""Widths of rows that a cluster of blocks holds in the backward, where there are clusters: one of each plan."""
+EVERY_WIDTH = (*WIDTHS, *(pytest.param(width, marks=pytest.mark.slow) for width in WIDE))
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,10 @@ class Norm:
         gamma = "weightless" if self.w is None else "centered" if self.zero_centered else "plain"
         scaled = [] if self.scale == 1.0 else [str(self.scale)]
         return "-".join([self.casting, gamma, *names, *scaled])
+
+    @property
+    def spec(self) -> NormSpec:
+        return NormSpec(self.casting, self.zero_centered, eps=self.eps)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -182,7 +181,7 @@ Function = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor
 def run(function: Function, inputs: Inputs, frozen: str = "") -> Results:
     """Outputs and gradients of ``function(x, r, w) -> (y, s)``; names in ``frozen`` ("w", "xr") take no gradient.
 
-    Gradients are those the autograd function returns: a leaf's ``grad`` would be a copy of one that is shared.
+    Gradients are those the autograd function returns: two may be one tensor, which the ``grad`` of leaves never are.
     """
     leaves = {
         name: None if tensor is None else tensor.detach().requires_grad_(name not in frozen)
@@ -323,3 +322,35 @@ ROW_LAYOUTS = (
     "columns first",
 )
 WEIGHT_LAYOUTS = ("every other column", "offset by one")
+
+FAR = 2**30
+"""Elements between rows, of which the third begins where a 32-bit offset ends."""
+
+
+def far_apart(dense: Tensor) -> Tensor:
+    """``dense``, its rows ``FAR`` apart; on a CPU what lies between them is never touched and takes no memory."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory = dense.new_empty((len(dense) - 1) * FAR + dense[0].numel())
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    return memory.as_strided(dense.shape, (FAR, *dense[0].contiguous().stride())).copy_(dense)
+
+
+class Guarded:
+    """Makes tensors like others, between guard bands, and tells whether anything was written there."""
+
+    _SIZE, _SENTINEL = 4096, 1234.0
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, like: Tensor) -> Tensor:
+        """Return a tensor of the shape, strides and dtype of one that is dense, filled with NaN."""
+        buffer = like.new_full((like.numel() + 2 * self._SIZE,), self._SENTINEL)
+        buffer[self._SIZE : -self._SIZE] = float("nan")
+        self._buffers.append(buffer)
+        return buffer.as_strided(like.shape, like.stride(), self._SIZE)
+
+    def intact(self) -> bool:
+        bands = (band for b in self._buffers for band in (b[: self._SIZE], b[-self._SIZE :]))
+        return all((band == self._SENTINEL).all() for band in bands)

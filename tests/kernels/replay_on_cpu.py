@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels.launch import Launch
-from fused_norm.kernels.native.recording import Kernel
+from fused_norm.kernels.replay import recorder
+from fused_norm.kernels.replay.recorder import DriverKernel
+from fused_norm.kernels.triton.launch import Launch
 
-_launched: list[tuple[Launch, tuple[Any, ...], tuple[int, int, int]]] = []
-"""What the handles of kernels stand for: the launch, its arguments, and how many are tensors, counts and strides."""
+_launched: list[tuple[Launch, tuple[Any, ...]]] = []
+"""The launches that the handles of kernels stand for, and their arguments."""
 
 _interpreter = threading.Lock()
 """Triton's interpreter runs one kernel at a time."""
@@ -30,15 +31,16 @@ hooks: list[Any] = []
 """Stands for the list of those who want to see every launch."""
 
 
-def _kernel_for(self: Launch, grid: Any, tensors: Any, counts: Any, strides: Any, floats: Any) -> Kernel:
-    arguments = (*tensors, *counts, *strides, *floats)
+def _kernel_of(launch: Launch, grid: Any, arguments: tuple[Any, ...], strides: Any) -> DriverKernel:
+    if any(isinstance(one, Tensor) and one.data_ptr() % 16 for one in arguments):
+        raise recorder.NotRecordableError("compiled anew")
     types = tuple(
         "constexpr" if one is None else "*" if isinstance(one, Tensor) else "i64" if isinstance(one, int) else "fp32"
         for one in arguments
     )
     kept = tuple(one.detach().to("meta") if isinstance(one, Tensor) else one for one in arguments)
-    _launched.append((self, kept, (len(tensors), len(counts), len(strides))))
-    return Kernel(len(_launched), 32, 0, types, 2)
+    _launched.append((launch, kept))
+    return DriverKernel(len(_launched), 32, 0, types, 2)
 
 
 def _bytes_of(like: Tensor) -> int:
@@ -60,7 +62,7 @@ class _Config(ctypes.Structure):
 
 
 def _launch(config: Any, handle: int, parameters: Any, _extra: Any) -> int:
-    launch, arguments, (tensors, counts, strides) = _launched[handle - 1]
+    launch, arguments = _launched[handle - 1]
     values: list[Any] = []
     sizes: dict[int, int] = {}
     for like in (one for one in arguments if one is not None):
@@ -85,9 +87,8 @@ def _launch(config: Any, handle: int, parameters: Any, _extra: Any) -> int:
     scratch = [ctypes.cast(parameters[passed + i], ctypes.POINTER(ctypes.c_int64))[0] for i in range(2)]
     (grid_x, grid_y, grid_z), block = config[0].grid, tuple(config[0].block)
     assert (grid_z, block, config[0].attribute_count, scratch) == (1, (32, 1, 1), 0, [0, 0])
-    parts = given[:tensors], given[tensors : tensors + counts], given[tensors + counts : tensors + counts + strides]
     with _interpreter:
-        launch._launch((grid_x, grid_y), *map(tuple, parts), tuple(given[tensors + counts + strides :]))
+        launch._launch((grid_x, grid_y), tuple(given))
     return 0
 
 
@@ -115,7 +116,7 @@ def connected(library: ModuleType, own_allocator: bool = True) -> Iterator[None]
     addresses = [ctypes.cast(function, _POINTER).value for function in _FUNCTIONS]
     library.connect(*addresses, (hooks,), own_allocator, True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "_kernel_for", _kernel_for)
+        patch.setattr(recorder, "_kernel_of", _kernel_of)
         yield
     hooks.clear()
     _launched.clear()

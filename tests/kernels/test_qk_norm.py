@@ -12,10 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as rotate_part
 
-from fused_norm.kernels import qk_kernels, qk_norm, qk_norm_rope
-from fused_norm.kernels.launch import Launch
+from fused_norm.kernels import qk_norm, qk_norm_rope
+from fused_norm.kernels.triton import qk_launch
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.plans import Device, HeadsTile, heads_backward_plan, heads_forward_plan, next_power_of_2
-from fused_norm.kernels.triton_utils import empty_rows_like
+from fused_norm.kernels.triton.memory import empty_rows_like
 
 from .numerics import BF16, FP16, FP32, Norm, assert_same_row, floor, none_rounded_once
 

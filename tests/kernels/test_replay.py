@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import importlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,19 +16,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, rms_norm
-from fused_norm.kernels.native import build
-from fused_norm.kernels.native.build import UnavailableError, load
-from fused_norm.kernels.native.operation import Operation
-from fused_norm.kernels.triton_utils import empty_rows_like
+from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, replay, rms_norm
+from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.norm_add import NORM_ADD
+from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.operator import Operator, norm_spec
+from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.replay import build
+from fused_norm.kernels.replay.build import UnavailableError, load
+from fused_norm.kernels.replay.executor import ReplayExecutor
+from fused_norm.kernels.replay.recorder import Recorder
+from fused_norm.kernels.rms_norm import RMS_NORM, RMSNorm
+from fused_norm.kernels.triton.launch import Launch
 
-from . import native_on_cpu, sandwich, test_qk_norm
-from .numerics import BF16, CHUNKED, FP16, FP32, Norm, make_inputs, run
+from . import replay_on_cpu, sandwich, test_qk_norm
+from .numerics import BF16, FP16, FP32, WIDE, Norm, make_inputs, run
 
-OPERATIONS: dict[str, Operation] = {
-    name: importlib.import_module(f"fused_norm.kernels.{name}")._native
-    for name in ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm")
-}
+OPERATORS: tuple[Operator, ...] = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
 
 Results = dict[str, Tensor]
 Halves = dict[str, Any]
@@ -35,7 +40,7 @@ Halves = dict[str, Any]
 
 
 @pytest.fixture
-def native(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Halves]:
+def native(device: str) -> Iterator[Halves]:
     """Operators replay natively, with nothing recorded yet."""
     try:
         library = load() if device == "cpu" else build.library()
@@ -43,28 +48,30 @@ def native(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Halves]:
         pytest.skip(f"no native library: {reason}")
     if library is None:
         pytest.skip("no native library")
-    for operation in OPERATIONS.values():
-        monkeypatch.setattr(operation, "call", operation.call)
-        monkeypatch.setattr(operation, "known", operation.known)
-        operation.connect(library)
-    halves = {name: operation.call for name, operation in OPERATIONS.items()}
-    if device == "cpu":
-        with native_on_cpu.connected(library):
-            yield halves
-    else:
+    before = [operator.executor for operator in OPERATORS]
+    for operator in OPERATORS:
+        operator.executor = ReplayExecutor(operator)
+        operator.executor.connect(library)
+    halves = {operator.name: operator.executor.run for operator in OPERATORS}
+    with replay_on_cpu.connected(library) if device == "cpu" else contextlib.nullcontext():
         yield halves
+    for operator, executor in zip(OPERATORS, before, strict=True):
+        operator.executor = executor
 
 
 @pytest.fixture
-def in_python(native: Halves, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+def in_python(native: Halves) -> Callable[[Callable[[], Any]], Any]:
     """Runs something without native replay."""
 
     def without(compute: Callable[[], Any]) -> Any:
-        with monkeypatch.context() as patch:
-            for operation in OPERATIONS.values():
-                patch.setattr(operation, "call", lambda *_: NotImplemented)
-                patch.setattr(operation, "known", lambda *_: NotImplemented)
+        executors = [operator.executor for operator in OPERATORS]
+        for operator in OPERATORS:
+            operator.executor = None
+        try:
             return compute()
+        finally:
+            for operator, executor in zip(OPERATORS, executors, strict=True):
+                operator.executor = executor
 
     return without
 
@@ -92,7 +99,6 @@ CASES = {
         _norm(Norm("none", x=FP16, w=None)),
         _norm(Norm("llama", x=BF16, w=BF16), frozen="w"),
         _norm(Norm("llama", x=BF16, w=BF16), frozen="x"),
-        _norm(Norm("llama", x=BF16, w=BF16), (2, CHUNKED)),
         _norm(Norm("llama", x=BF16, w=BF16, mode="static_persistent")),
     ],
     "add_rms_norm": [
@@ -122,8 +128,15 @@ CASES = {
 }
 
 
+TOO_WIDE_TO_HOLD = _norm(Norm("llama", x=BF16, w=BF16), (2, WIDE[-1]))
+
+
 @pytest.mark.parametrize(
-    ("name", "case"), [pytest.param(n, case, id=f"{n}-{i}") for n in CASES for i, case in enumerate(CASES[n])]
+    ("name", "case"),
+    [
+        *(pytest.param(n, case, id=f"{n}-{i}") for n in CASES for i, case in enumerate(CASES[n])),
+        pytest.param("rms_norm", TOO_WIDE_TO_HOLD, id="rms_norm-wide", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_replayed_is_bitwise_what_python_computes(
     name: str, case: Callable[[str], Results], device: str, native: Halves, in_python: Callable[..., Results]
@@ -288,11 +301,11 @@ def test_recording_is_not_disturbed_by_a_function_mode(device: str, native: Halv
 def test_whoever_watches_launches_sees_them(device: str, native: Halves) -> None:
     x, _, w = _arguments(device)
     y = rms_norm(x, w)
-    native_on_cpu.hooks.append(print)
+    replay_on_cpu.hooks.append(print)
     rms_norm(x, w)
     torch.autograd.grad(y, x, torch.ones_like(y))
     assert native["rms_norm"].replayed() == (1, 0)
-    native_on_cpu.hooks.clear()
+    replay_on_cpu.hooks.clear()
     rms_norm(x, w)
     assert native["rms_norm"].replayed() == (2, 0)
 
@@ -399,25 +412,15 @@ def test_one_graph_is_asked_for_one_gradient_and_then_another(
     assert native["add_rms_norm"].replayed() == (6, 6)
 
 
-def test_gradients_share_no_memory(device: str, native: Halves) -> None:
-    x, r, w = _arguments(device)
-    for _ in range(2):
+def test_gradients_that_are_one_tensor_leave_leaves_apart(device: str, native: Halves) -> None:
+    for _ in range(3):
+        x, r, w = _arguments(device)
         y, s = add_rms_norm(x, r, w)
-        dx, dr = torch.autograd.grad((y, s), (x, r), (torch.ones_like(y), torch.ones_like(s)))
-        assert torch._C._is_cow_tensor(dr)
-        assert torch.equal(dx, dr)
-        before = dr.clone()
-        dx.zero_()
-        assert torch.equal(dr, before)
-
-
-def test_a_lazily_cloned_gradient_stays_one(device: str, native: Halves) -> None:
-    x, _, w = _arguments(device)
-    dy = torch.randn_like(x)
-    for _ in range(2):
-        clone = torch._lazy_clone(dy)
-        torch.autograd.grad(rms_norm(x, w), x, clone)
-        assert torch._C._is_cow_tensor(clone)
+        (y.sum() + s.sum()).backward()
+        assert torch.equal(x.grad, r.grad)
+        before = r.grad.clone()
+        x.grad.zero_()
+        assert torch.equal(r.grad, before)
 
 
 def test_recordings_keep_no_tensor_alive(device: str, native: Halves) -> None:
@@ -469,9 +472,9 @@ class _Held:
 def test_a_long_chain_is_taken_down_without_recursion(device: str, native: Halves) -> None:
     x = torch.randn(1, 4, device=device).requires_grad_()
     y = rms_norm(x, None)
-    half = native["rms_norm"]
+    half, spec = native["rms_norm"], norm_spec("llama", False, 1e-6)
     for _ in range(300 if device == "cpu" else 100_000):
-        y = half(y, None, 1e-6, "llama", False, None)
+        y = half(spec, y, None, None)
     del y
     gc.collect()
 
@@ -504,53 +507,67 @@ def test_threads_record_and_replay_at_once(device: str, native: Halves, in_pytho
     assert native["add_rms_norm"].replayed() == (48, 48)
 
 
-def test_what_goes_wrong_in_a_recording_is_raised(device: str, native: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_recording_is_logged_and_python_takes_the_call(
+    device: str, native: Halves, in_python: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     x, _, w = _arguments(device)
-    module = importlib.import_module("fused_norm.kernels.rms_norm")
+    expected = in_python(lambda: torch.autograd.grad(rms_norm(x, w).sum(), (x, w)))
 
     def fail(*_: object, **__: object) -> None:
-        raise MemoryError("not enough")
+        raise ZeroDivisionError("a surprise")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="fused_norm"):
+        patch.setattr(Recorder, "program", fail)
+        for _ in range(2):
+            y = rms_norm(x, w)
+            found = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+            assert all(map(torch.equal, found, expected))
+    assert "a surprise" in caplog.text
+    assert native["rms_norm"].replayed() == (0, 0)
+
+
+def test_running_out_of_memory_is_raised_and_forgotten(
+    device: str, native: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, _, w = _arguments(device)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("not enough")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "launch_forward", fail)
-        with pytest.raises(MemoryError, match="not enough"):
+        patch.setattr(Recorder, "program", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="not enough"):
             rms_norm(x, w)
-    y = rms_norm(x, w)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "launch_backward", fail)
-        with pytest.raises(MemoryError, match="not enough"):
-            torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
-    torch.autograd.grad(y, x, torch.ones_like(y))
-    assert native["rms_norm"].replayed() == (1, 1)
+    rms_norm(x, w)
+    assert native["rms_norm"].replayed() == (1, 0)
 
 
-def test_another_write_or_another_tensor_ends_a_recording(
+def test_anything_but_a_launch_keeps_a_call_with_python(
     device: str, native: Halves, monkeypatch: pytest.MonkeyPatch, in_python: Callable[..., Any]
 ) -> None:
-    """What would be lost in a replay, an operator of PyTorch among the launches, keeps a call with Python."""
+    """An operator of PyTorch among the launches would be lost in a replay."""
     x, _, w = _arguments(device)
-    module = importlib.import_module("fused_norm.kernels.rms_norm")
-    launch = module.launch_forward
+    forward = RMSNorm.forward
 
-    def doubled(x: Tensor, *arguments: Any) -> Any:
-        y, s, rstd = launch(x, *arguments)
-        return y.mul_(2), s, rstd
+    def doubled(self: Any, spec: Any, x: Tensor, *arguments: Any, **how: Any) -> Any:
+        y, rstd = forward(self, spec, x, *arguments, **how)
+        return y.mul_(2), rstd
 
-    def copied(x: Tensor, *arguments: Any) -> Any:
-        return launch(x * 2, *arguments)
+    def copied(self: Any, spec: Any, x: Tensor, *arguments: Any, **how: Any) -> Any:
+        return forward(self, spec, x * 2, *arguments, **how)
 
-    def viewed(x: Tensor, *arguments: Any) -> Any:
-        y, s, rstd = launch(x, *arguments)
-        return y[:3], s, rstd
+    def viewed(self: Any, spec: Any, x: Tensor, *arguments: Any, **how: Any) -> Any:
+        y, rstd = forward(self, spec, x, *arguments, **how)
+        return y[:3], rstd
 
-    def written(x: Tensor, *arguments: Any) -> Any:
-        _, s, rstd = launch(x, *arguments)
-        return torch.full_like(x, 7.0), s, rstd
+    def written(self: Any, spec: Any, x: Tensor, *arguments: Any, **how: Any) -> Any:
+        _, rstd = forward(self, spec, x, *arguments, **how)
+        return torch.full_like(x, 7.0), rstd
 
     for wrapped in (doubled, copied, viewed, written):
         native["rms_norm"].forget()
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(module, "launch_forward", wrapped)
+            patch.setattr(RMSNorm, "forward", wrapped)
             expected = in_python(lambda: rms_norm(x, w))
             assert torch.equal(rms_norm(x, w), expected), wrapped
             assert torch.equal(rms_norm(x, w), expected), wrapped
@@ -559,15 +576,37 @@ def test_another_write_or_another_tensor_ends_a_recording(
 
 def test_known_answers_only_what_was_recorded(device: str, native: Halves) -> None:
     x, _, w = _arguments(device)
-    arguments = (x, w, 1e-6, "llama", False, None)
+    spec = norm_spec("llama", False, 1e-6)
+    arguments = (spec, x, w, None)
     assert native["rms_norm"].known(*arguments) is NotImplemented
     assert native["rms_norm"](*arguments) is not NotImplemented
     assert native["rms_norm"].known(*arguments) is not NotImplemented
-    assert native["rms_norm"].known(x, w, 1e-6, "llama", False) is NotImplemented
+    assert native["rms_norm"].known(norm_spec("llama", False, 2e-6), x, w, None) is NotImplemented
+    assert native["rms_norm"].known(spec, x, w) is NotImplemented
     assert native["rms_norm"](*arguments, mode=None) is NotImplemented
-    assert native["rms_norm"](x, w, 1e-6, "llama", False, [1]) is NotImplemented
-    assert native["rms_norm"](x, 1.0, 1e-6, "llama", False, None) is NotImplemented
-    assert native["rms_norm"](None, w, 1e-6, "llama", False, None) is NotImplemented
+    assert native["rms_norm"](spec, x, w, [1]) is NotImplemented
+    assert native["rms_norm"](spec, x, 1.0, None) is NotImplemented
+    assert native["rms_norm"](spec, None, w, None) is NotImplemented
+
+
+def test_replay_is_switched_at_run_time(device: str, native: Halves) -> None:
+    x, _, w = _arguments(device)
+    executor = RMS_NORM.executor
+    first = rms_norm(x, w)
+    try:
+        replay.switch(False)
+        assert RMS_NORM.executor is None
+        assert torch.equal(rms_norm(x, w), first)
+        assert native["rms_norm"].replayed() == (1, 0)
+        replay.switch(True)
+        again = RMS_NORM.executor
+        replay.switch(False)
+        replay.switch(True)
+        assert RMS_NORM.executor is again, "what was recorded is kept"
+    finally:
+        RMS_NORM.executor = executor
+    rms_norm(x, w)
+    assert native["rms_norm"].replayed() == (2, 0)
 
 
 def test_what_a_call_was_refused_for_is_refused_after_a_recording(device: str, native: Halves) -> None:
@@ -632,12 +671,7 @@ def test_deterministic_mode_fills_what_is_allocated(
     """A kernel that leaves an element out shows, replayed as well as launched by Python."""
     x, r, w = _arguments(device)
     add_rms_norm(x, r, w)
-    module = importlib.import_module("fused_norm.kernels.rms_norm")
-
-    def unwritten(x: Tensor, *_: Any) -> Any:
-        return empty_rows_like(x), x, None
-
-    monkeypatch.setattr(module, "launch_forward", unwritten)
+    monkeypatch.setattr(Launch, "__call__", lambda *_: None)
     with torch.no_grad():
         assert rms_norm(x, w).isnan().all()
     assert native["rms_norm"].replayed() == (1, 0)
@@ -649,7 +683,7 @@ def test_an_allocator_that_was_replaced_is_asked_through_the_dispatcher(
 ) -> None:
     x, r, w = _arguments(device)
     expected = in_python(lambda: add_rms_norm(x, r, w))
-    with native_on_cpu.connected(load(), own_allocator=False), torch.profiler.profile() as profile:
+    with replay_on_cpu.connected(load(), own_allocator=False), torch.profiler.profile() as profile:
         for _ in range(2):
             assert all(map(torch.equal, add_rms_norm(x, r, w), expected))
     assert native["add_rms_norm"].replayed() == (2, 0)
@@ -680,23 +714,6 @@ def test_replays_are_captured_in_a_cuda_graph(device: str, native: Halves) -> No
     assert native["add_rms_norm"].replayed()[0] >= 3
 
 
-@pytest.mark.gpu
-def test_every_stream_has_its_own_counter(device: str, native: Halves) -> None:
-    x, _, w = _arguments(device, rows=512, width=256)
-    dy = torch.randn_like(x)
-    expected = torch.autograd.grad(rms_norm(x, w), (x, w), dy)
-    torch.cuda.synchronize()
-    found = []
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    for _ in range(8):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(torch.autograd.grad(rms_norm(x, w), (x, w), dy))
-    torch.cuda.synchronize()
-    for gradients in found:
-        assert all(map(torch.equal, gradients, expected))
-
-
 @pytest.mark.gpu(2)
 def test_each_device_has_its_own_recordings(native: Halves) -> None:
     results = []
@@ -710,13 +727,3 @@ def test_each_device_has_its_own_recordings(native: Halves) -> None:
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
     assert native["add_rms_norm"].replayed() == (4, 4)
-
-
-def test_every_operator_has_its_native_half() -> None:
-    assert {name: operation.name for name, operation in OPERATIONS.items()} == {
-        "rms_norm": "RMSNorm",
-        "add_rms_norm": "AddRMSNorm",
-        "norm_add": "NormAdd",
-        "norm_add_norm": "NormAddNorm",
-        "qk_norm": "QKNorm",
-    }

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fused_norm.kernels.native import build
-from fused_norm.kernels.native.build import SWITCH, UnavailableError, load
-from fused_norm.kernels.native.operation import Operation
+from fused_norm.kernels.replay import build
+from fused_norm.kernels.replay.build import SWITCH, UnavailableError, load
+from fused_norm.kernels.replay.executor import ReplayExecutor
+from fused_norm.kernels.rms_norm import RMS_NORM
 
 BROKEN = "#error this cannot be compiled\n"
 TINY = """
@@ -82,8 +83,9 @@ def test_without_a_compiler_it_is_unavailable(cache: Path, monkeypatch: pytest.M
         load()
 
 
-def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "0")
+@pytest.mark.parametrize("off", ["0", "false", "Off", "no"])
+def test_it_can_be_switched_off(off: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, off)
     with pytest.raises(UnavailableError, match=SWITCH):
         load()
     assert not cache.exists()
@@ -141,7 +143,7 @@ def test_of_several_processes_one_compiles(cache: Path) -> None:
         path.unlink()
     program = (
         "import logging, pathlib, sys; logging.basicConfig()\n"
-        "from fused_norm.kernels.native import build\n"
+        "from fused_norm.kernels.replay import build\n"
         "build._SOURCE = pathlib.Path(sys.argv[1]); build.load()\n"
     )
     command = [sys.executable, "-c", program, str(build._SOURCE)]
@@ -170,7 +172,32 @@ def test_operators_go_without_it(caplog: pytest.LogCaptureFixture, monkeypatch: 
             assert build.library.__wrapped__() is None
         assert "nothing works here" in caplog.text
         assert caplog.records[-1].levelno == level
-    operation = Operation(type("_Function", (), {}), print, tensors=1, values=0)  # type: ignore[arg-type]
-    operation.connect(None)
-    assert operation.call(1) is NotImplemented
-    assert operation.known(1) is NotImplemented
+    executor = ReplayExecutor(RMS_NORM)
+    executor.connect(None)
+    assert executor.run(1) is NotImplemented
+    assert executor.run_known(1) is NotImplemented
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_releases_that_were_not_tested_go_without_it(
+    package: str, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(getattr(build, package), "__version__", "9.9.1+cu990")
+    monkeypatch.setattr(build.knobs.runtime, "interpret", False)
+    with pytest.raises(UnavailableError, match=r"was tested with .*, and this is 9\.9\.1"):
+        load()
+    assert build.library.__wrapped__() is None
+    assert "9.9.1" in caplog.text
+    assert not cache.exists()
+
+
+def test_a_surprise_is_no_error_of_the_forward(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def surprise() -> None:
+        raise ModuleNotFoundError("No module named 'setuptools'")
+
+    monkeypatch.setattr(build, "load", surprise)
+    monkeypatch.setattr(build.knobs.runtime, "interpret", False)
+    assert build.library.__wrapped__() is None
+    assert "setuptools" in caplog.text

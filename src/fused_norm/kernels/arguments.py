@@ -1,4 +1,4 @@
-"""What the public operators accept, checked once, in front of everything else."""
+"""Checks of the arguments of the public operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .plans import forward_plan
 from .triton.memory import against_heads
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
-"""What kernels take; float64 goes to the PyTorch reference."""
+"""The dtypes that kernels take; float64 goes to the PyTorch reference."""
 
 
 def check_norm(

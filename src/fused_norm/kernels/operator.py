@@ -1,4 +1,4 @@
-"""One fused operator: every way that a call can take to its kernels, or to the PyTorch formula."""
+"""The base of every fused operator: all ways that a call can take to its kernels, or to the PyTorch formula."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Operator(ABC):
     """The schema of what follows the tensors."""
     outputs: ClassVar[tuple[str, ...]]
     kept: ClassVar[tuple[str, ...]] = ()
-    """What the forward computes for the backward alone, while training."""
+    """Further results of the forward, computed for the backward alone."""
     saved: ClassVar[str]
     """The schema of the tensors that the backward takes besides the gradients of the outputs."""
     facts: ClassVar[str] = ""
@@ -169,7 +169,7 @@ class Operator(ABC):
         return self._forward_op(*_values(spec), *arguments, training)
 
     def only_outputs(self, results: Sequence[Any]) -> Any:
-        """What a call returns of a forward's results."""
+        """The part of a forward's results that a call returns."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
     def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
@@ -240,25 +240,23 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
     differentiated = len(operator.gradients)
     rest = (None,) * (operator.tensor_count - differentiated + operator.option_count)
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, spec: NormSpec, *arguments: Any) -> Any:
-            results = operator.run(spec, *arguments, training=True)
-            saved, facts = operator.save(arguments, results)
-            ctx.save_for_backward(*saved)
-            ctx.set_materialize_grads(False)
-            ctx.spec_and_facts = spec, facts
-            return operator.only_outputs(results)
+    def forward(ctx: Any, spec: NormSpec, *arguments: Any) -> Any:
+        results = operator.run(spec, *arguments, training=True)
+        saved, facts = operator.save(arguments, results)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.spec_and_facts = spec, facts
+        return operator.only_outputs(results)
 
-        @staticmethod
-        def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-            spec, facts = ctx.spec_and_facts
-            needed = ctx.needs_input_grad[1 : 1 + differentiated]
-            call = BackwardCall(incoming, ctx.saved_tensors, facts, needed)
-            return None, *differentiate_once(operator, spec, call), *rest
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        spec, facts = ctx.spec_and_facts
+        needed = ctx.needs_input_grad[1 : 1 + differentiated]
+        call = BackwardCall(incoming, ctx.saved_tensors, facts, needed)
+        return None, *differentiate_once(operator, spec, call), *rest
 
-    Function.__name__ = Function.__qualname__ = f"{type(operator).__name__}Function"
-    return Function
+    # Made by its name, which PyTorch gives the nodes of the graph.
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(torch.autograd.Function)(type(operator).__name__, (torch.autograd.Function,), methods)
 
 
 def _is_plain(tensors: Tensors) -> bool:

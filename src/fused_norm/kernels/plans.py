@@ -1,4 +1,4 @@
-"""How each shape is launched: pure functions from a row's width and bytes and the device's facts to a plan.
+"""Launch plans: pure functions from a row's width and bytes and the facts of a device to the way to launch a kernel.
 
 Nothing here depends on the number of rows except the size of a grid, so one compilation serves every batch, and a row's
 result does not depend on the rows beside it. The reasons beside the rows were measured on an H200, in bf16, on data
@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 Mode = Literal["static_persistent", "multi_wave_cached", "multi_wave_reload"]
-"""How a forward goes through its rows: a grid of one wave strides over them (``static_persistent``); each program takes
-one tile and keeps it in registers (``multi_wave_cached``); or each reads one row twice, in chunks of columns
+"""The ways of a forward through its rows: a grid of one wave strides over them (``static_persistent``); each program
+takes one tile and keeps it in registers (``multi_wave_cached``); or each reads one row twice, in chunks of columns
 (``multi_wave_reload``)."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -22,13 +22,13 @@ WIDEST_FORWARD = 32768
 """Elements of a row that a program of the forward can hold: beyond, the registers spill."""
 
 WIDEST_BACKWARD = 16384
-"""The same for the backward, which holds more of each element."""
+"""Elements of a row that a program of the backward can hold; wider rows are read twice."""
 
 WIDEST_SANDWICH_FORWARD = 16384
-"""The same for the forward of a norm, an add and a norm: compiled for sm_90, fp32 rows of 32768 spill 80 bytes."""
+"""Elements of a row that the forward of a norm, an add and a norm can hold; fp32 rows of 32768 spill 80 bytes."""
 
 WIDEST_SANDWICH_BACKWARD = 8192
-"""The same for its backward: rows of 16384 spill 200 bytes and more, with 16 warps as with 32."""
+"""Elements of a row that its backward can hold; rows of 16384 spill 200 bytes and more, with 16 warps as with 32."""
 
 _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
@@ -36,14 +36,14 @@ _OTHER_SHARED_BYTES = 10_240
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan needs to know of a device."""
+    """The facts about a device that plans depend on."""
 
     processors: int = 132
     warp_size: int = 32
     shared_memory: int = 232_448
     """Bytes that one program may use at most."""
     overlaps: bool = False
-    """Whether a launch may begin before the one in front of it has ended (programmatic dependent launch)."""
+    """A launch may begin before the one in front of it has ended (programmatic dependent launch)."""
 
     def warps(self, wanted: int) -> int:
         """``wanted`` counts warps of 32 lanes; a 64-lane device gets half as many for the same number of lanes."""

@@ -120,7 +120,7 @@ def _check_wanted() -> None:
 
 
 def _path() -> Path:
-    """Where the library is kept, under a name made of everything that it depends on."""
+    """The file of the library in the cache; its name is made of everything that the library depends on."""
     parts = (
         _SOURCE.read_text(), *_FLAGS, torch.__version__, torch.version.git_version, sys.version, platform.machine(),
         str(torch._C._GLIBCXX_USE_CXX11_ABI),

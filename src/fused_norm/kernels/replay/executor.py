@@ -49,7 +49,7 @@ class ReplayExecutor:
             self.run = self.run_known = _decline
             return
         native = module.Operation(
-            name=self._operator.name,
+            name=type(self._operator).__name__,
             tensors=self._operator.tensor_count,
             values=self._operator.option_count,
             record_forward=self._record_forward,
@@ -82,10 +82,12 @@ class ReplayExecutor:
         if all(gradient is None for gradient in incoming):
             return None
         spec, facts = known
+        count = len(self._operator.gradients)
 
         def backward() -> tuple[Sequence[Any], Sequence[Any], Any]:
-            call = BackwardCall(incoming, saved, facts, needed[: len(self._operator.gradients)])
-            return self._operator.differentiate(spec, call, plain=True), (), None
+            call = BackwardCall(incoming, saved, facts, needed[:count])
+            found = self._operator.differentiate(spec, call, plain=True)
+            return (*found, *[None] * (len(needed) - count)), (), None
 
         recorded = self._record([*saved, *incoming], backward)
         return None if recorded is None else recorded[0]

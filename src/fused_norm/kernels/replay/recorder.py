@@ -20,6 +20,8 @@ from ..triton.launch import Launch, observed_by
 from ..triton.memory import INT32_LIMIT
 
 _ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+_WITHOUT_WORK = ("detach", "promote_types")
+"""Operators that do nothing to memory; ``detach`` is how the dispatcher hands a tensor on."""
 _FORMATS = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
 # The parameters of a kernel in PTX, and the bits of each.
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
@@ -79,10 +81,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__ if func.namespace == "aten" else None
-        if name not in (*_ALLOCATIONS, "detach"):
+        if name not in (*_ALLOCATIONS, *_WITHOUT_WORK):
             raise NotRecordableError(f"{func} is no allocation")
         made = func(*args, **(kwargs or {}))
-        if name != "detach":  # which is how the dispatcher hands a tensor on: the same memory in the same layout
+        if name in _ALLOCATIONS:
             self._allocated.append(made)
         return made
 

@@ -459,6 +459,7 @@ struct ReplayNode : public Node {
       Owned recorded = ask(operation->record_backward, inputs);
       if (recorded.get() != Py_None) {
         program = std::make_shared<Program>(program_of(recorded.get()));
+        TORCH_CHECK(program->results.size() == num_outputs(), "fused_norm: a recording has a gradient for each tensor");
       }
     }
     std::lock_guard<std::mutex> lock(signature->mutex);

@@ -1,4 +1,4 @@
-"""Where kernels run, and the facts about a device that launch plans use."""
+"""Devices: which ones run kernels, and the facts about them that launch plans use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton import knobs
 from ..plans import Device
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
-"""Whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
+"""Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
 
 
 def runs_kernels_on(*tensors: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""What kernels share: rounding, the norm's formula, tiles of rows, and launches that overlap.
+"""Functions that all kernels share: rounding, the norm's formula, tiles of rows, and launches that overlap.
 
 The alphabet of all kernels: M rows of N columns; ``row`` and ``col`` index them, ``live`` masks what is inside, a tile
 is ROWS rows of BLOCK columns. ``x`` is the branch, ``scale`` what it is multiplied by (None is one), ``r`` the

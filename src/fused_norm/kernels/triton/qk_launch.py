@@ -76,7 +76,7 @@ class _Layout(NamedTuple):
     long: bool
 
     def tiles(self, tile: HeadsTile) -> int:
-        """How many tiles they make."""
+        """The number of tiles that the rows make."""
         return -(-self.tokens // tile.tokens) * -(-self.heads // tile.heads)
 
 
