@@ -596,6 +596,7 @@ def test_replay_is_switched_at_run_time(device: str, native: Halves) -> None:
     try:
         replay.switch(False)
         assert RMS_NORM.executor is None
+        assert replay.state().startswith(("switched off", "not used"))
         assert torch.equal(rms_norm(x, w), first)
         assert native["rms_norm"].replayed() == (1, 0)
         replay.switch(True)

@@ -256,7 +256,8 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
 
     # Made by its name, which PyTorch gives the nodes of the graph.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(torch.autograd.Function)(type(operator).__name__, (torch.autograd.Function,), methods)
+    make: Any = type(torch.autograd.Function)
+    return make(type(operator).__name__, (torch.autograd.Function,), methods)
 
 
 def _is_plain(tensors: Tensors) -> bool:

@@ -3,8 +3,7 @@
 Importing this package registers it with the operators; nothing else knows it. ``switch`` turns it off and on again.
 """
 
-from .build import state
-from .executor import switch
+from .executor import state, switch
 
 __all__ = ["state", "switch"]
 

@@ -11,17 +11,26 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..operator import BackwardCall, Operator, differentiate_once, set_executor
-from .build import library
+from . import build
 from .recorder import NotRecordableError, Program, Recorder
 
 logger = logging.getLogger("fused_norm")
 
 _executors: dict[str, ReplayExecutor] = {}
+_on = False
 
 
 def switch(on: bool) -> None:
     """Turn native replay on or off for every operator; what was recorded is kept for the next time."""
+    global _on
+    _on = on
     set_executor(_executor_of if on else None)
+
+
+def state() -> str:
+    """Say in a few words whether operators are replayed natively here, without compiling or loading anything."""
+    found = build.state()
+    return "switched off" if not _on and not found.startswith("not used") else found
 
 
 def _executor_of(operator: Operator) -> ReplayExecutor:
@@ -62,7 +71,7 @@ class ReplayExecutor:
         """The first call on a GPU loads the library, and builds it if need be."""
         if not isinstance(arguments[0], Tensor) or not arguments[0].is_cuda:
             return NotImplemented
-        self.connect(library())
+        self.connect(build.library())
         return self.run(spec, *arguments)
 
     def _record_forward(self, call: Sequence[Any], differentiable: bool) -> tuple[Program, Any] | None:
