@@ -41,11 +41,11 @@ class Sandwich:
 
     @property
     def inner_norm(self) -> Norm:
-        return Norm(self.casting, self.zero_centered and self.inner is not None, self.x, self.inner, eps=self.eps)
+        return Norm(self.casting, self.zero_centered, self.x, self.inner, eps=self.eps)
 
     @property
     def outer_norm(self) -> Norm:
-        return Norm(self.casting, self.zero_centered and self.w is not None, self.s, self.w, eps=self.eps)
+        return Norm(self.casting, self.zero_centered, self.s, self.w, eps=self.eps)
 
     @property
     def s(self) -> torch.dtype:

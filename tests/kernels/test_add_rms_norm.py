@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
+from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, rms_norm
-from fused_norm.kernels.launch import Launch
 from fused_norm.spec import CASTINGS
 
+from .conftest import Launched
 from .numerics import (
     BF16,
-    CHUNKED,
     DTYPES,
+    EVERY_WIDTH,
     FP16,
     FP32,
     ROW_LAYOUTS,
-    WIDTHS,
+    WIDE,
     Inputs,
     Norm,
     assert_same_row,
     assert_within_budget,
+    far_apart,
     in_layout,
     make_inputs,
     run,
@@ -47,16 +48,27 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
     assert_within_budget(norm, make_inputs(norm, (35, 130), device))
 
 
-@pytest.mark.parametrize("width", [*WIDTHS, CHUNKED])
+@pytest.mark.parametrize("width", EVERY_WIDTH)
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
 def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm, width: int, device: str) -> None:
     rows = 67 if width <= 128 else 19 if width <= 512 else 3
     assert_within_budget(norm, make_inputs(norm, (rows, width), device))
 
 
-def test_chunked_rows_round_where_casting_none_does(device: str) -> None:
-    norm = Norm("none", True, x=BF16, w=BF16, r=FP16)
-    assert_within_budget(norm, make_inputs(norm, (6, CHUNKED), device))
+@pytest.mark.parametrize("width", WIDE)
+def test_wide_rows_are_as_accurate_as_the_stock_code(width: int, device: str) -> None:
+    """With a frozen weight, whose gradient takes the interpreter most of its time."""
+    assert_within_budget(LLAMA, make_inputs(LLAMA, (3, width), device), frozen="w")
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [LLAMA, GEMMA, Norm("none", True, x=BF16, w=BF16, r=FP16), replace(LLAMA, scale=0.22), Norm(r=FP32, scale=0.22)],
+    ids=str,
+)
+@pytest.mark.usefixtures("in_chunks")
+def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
+    assert_within_budget(norm, make_inputs(norm, (19, 145), device))
 
 
 @pytest.mark.parametrize("shape", [(130,), (2, 3, 5, 130), (3, 1), (65, 64)], ids=str)
@@ -76,11 +88,11 @@ def test_the_rounded_sum_is_normalised(norm: Norm, device: str) -> None:
     assert torch.equal(y, rms_norm(s, inputs.w, casting=norm.casting, zero_centered=norm.zero_centered))
 
 
-@pytest.mark.parametrize("width", [123, CHUNKED])
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
-def test_only_the_norm_is_used(norm: Norm, width: int, device: str) -> None:
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_only_the_norm_is_used(norm: Norm, device: str) -> None:
     """No gradient flows into the sum beside the norm's own, as after the last layer."""
-    inputs = make_inputs(norm, (5, width), device)
+    inputs = make_inputs(norm, (5, 145), device)
     inputs.ds = torch.zeros_like(inputs.ds)
     zeros = run(norm.fused, inputs)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.w)]
@@ -101,16 +113,14 @@ def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
     assert torch.equal(dx, inputs.ds.to(x.dtype))
     assert torch.equal(dr, inputs.ds.to(r.dtype))
     assert dw is None
-    assert len({tensor.untyped_storage().data_ptr() for tensor in (dx, dr, inputs.ds)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("frozen", "width"),
-    [*((names, 123) for names in ("w", "x", "r", "xr", "xw", "rw")), ("w", CHUNKED), ("xr", CHUNKED)],
-)
-def test_frozen_arguments_get_no_gradient_and_change_no_other(frozen: str, width: int, device: str) -> None:
-    inputs = make_inputs(GEMMA, (5, width), device)
-    whole, part = run(GEMMA.fused, inputs), run(GEMMA.fused, inputs, frozen)
+@pytest.mark.parametrize("norm", [GEMMA, replace(LLAMA, scale=0.22)], ids=str)
+@pytest.mark.parametrize("frozen", ["w", "x", "r", "xr", "xw", "rw"])
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_frozen_arguments_get_no_gradient_and_change_no_other(frozen: str, norm: Norm, device: str) -> None:
+    inputs = make_inputs(norm, (5, 145), device)
+    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
     for name in "xrw":
         gradient = getattr(part, f"d{name}")
         assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}"))
@@ -154,9 +164,9 @@ def test_rows_are_read_in_any_layout(argument: str, layout: str, device: str) ->
             assert_same_row(value, getattr(dense, name))
 
 
-@pytest.mark.parametrize("width", [64, CHUNKED])
-def test_arguments_in_different_layouts_and_orders(width: int, device: str) -> None:
-    inputs = make_inputs(GEMMA, (2, 2, 3, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_arguments_in_different_layouts_and_orders(device: str) -> None:
+    inputs = make_inputs(GEMMA, (2, 2, 3, 145), device)
     dense = run(GEMMA.fused, inputs)
     inputs.x = in_layout("transposed heads", inputs.x)
     inputs.r = in_layout("half of a chunk", inputs.r)
@@ -183,15 +193,72 @@ def test_sums_of_both_outputs(device: str) -> None:
         assert torch.equal(leaf.grad, getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
-def test_nothing_aliases_and_nothing_handed_over_changes(norm: Norm, device: str) -> None:
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA, replace(LLAMA, scale=0.22)], ids=str)
+def test_only_gradients_that_are_alike_share_memory_and_nothing_handed_over_changes(norm: Norm, device: str) -> None:
+    """As PyTorch's add, which hands its one gradient to both."""
     inputs = make_inputs(norm, (5, 130), device)
     before = {name: tensor.clone() for name, tensor in vars(inputs).items()}
     ours = run(norm.fused, inputs)
     for name, tensor in before.items():
         assert torch.equal(getattr(inputs, name), tensor), name
+    alike = norm.x == norm.r and norm.scale == 1
+    assert (ours.dx is ours.dr) == alike
     tensors = [*ours.present().values(), *vars(inputs).values()]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors) - alike
+
+
+GRADIENTS_FLOW_IN = pytest.mark.parametrize("used", ["both", "norm", "sum"])
+"""To both outputs or to one of them: where the sum alone is used no kernel runs."""
+
+
+def _backward(used: str, outputs: tuple[Tensor, Tensor], inputs: Inputs, **options: bool) -> None:
+    flows = {"both": (outputs, (inputs.dy, inputs.ds)), "norm": (outputs[0], inputs.dy), "sum": (outputs[1], inputs.ds)}
+    torch.autograd.backward(*flows[used], **options)
+
+
+@GRADIENTS_FLOW_IN
+def test_the_grad_of_a_leaf_is_its_own(used: str, device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, 64), device)
+    x, r, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.w))
+    arrived = inputs.ds.clone()
+    _backward(used, LLAMA.fused(x, r, w), inputs)
+    once = r.grad.clone()
+    assert torch.equal(x.grad, once)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (x.grad, r.grad, inputs.ds)}) == 3
+    x.grad.mul_(2)
+    assert torch.equal(r.grad, once)
+    _backward(used, LLAMA.fused(x, r, w), inputs)
+    assert torch.equal(r.grad, 2 * once)
+    assert torch.equal(x.grad, 3 * once)
+    assert torch.equal(inputs.ds, arrived)
+
+
+@GRADIENTS_FLOW_IN
+def test_retained_and_replaced_gradients_stay_with_their_tensor(used: str, device: str) -> None:
+    """As after stock's add: what a hook on one of them returns is nobody else's."""
+    inputs = make_inputs(LLAMA, (5, 64), device)
+    found = []
+    for function in (LLAMA.fused, LLAMA.stock):
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r)]
+        x, r = (leaf * 1 for leaf in leaves)
+        for tensor in (x, r):
+            tensor.retain_grad()
+        handle = x.register_hook(lambda gradient: 4 * gradient)
+        outputs = function(x, r, inputs.w)
+        _backward(used, outputs, inputs, retain_graph=True)
+        plain = r.grad.clone()
+        assert torch.equal(x.grad, 4 * plain)
+        assert [torch.equal(leaf.grad, tensor.grad) for leaf, tensor in zip(leaves, (x, r), strict=True)] == [True] * 2
+        handle.remove()
+        x.grad.mul_(0)
+        assert torch.equal(r.grad, plain)
+        assert torch.equal(leaves[1].grad, plain)
+        r.register_hook(lambda gradient: 2 * gradient)
+        _backward(used, outputs, inputs)
+        assert torch.equal(leaves[0].grad, 5 * plain)
+        assert torch.equal(leaves[1].grad, 3 * plain)
+        found.append(plain)
+    torch.testing.assert_close(*found, rtol=2**-6, atol=2**-6)
 
 
 def test_one_tensor_as_branch_and_residual(device: str) -> None:
@@ -221,9 +288,17 @@ def test_a_second_differentiation_raises(device: str) -> None:
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("width", [64, 1000, CHUNKED])
-def test_nan_and_inf_stay_in_their_rows_as_in_stock(width: int, device: str) -> None:
-    rows = 66 if width == 64 else 6
+@pytest.mark.parametrize(("rows", "width"), [(66, 64), (6, 1000)])
+def test_nan_and_inf_stay_in_their_rows_as_in_stock(rows: int, width: int, device: str) -> None:
+    _assert_nan_and_inf_stay_in_their_rows(rows, width, device)
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_nan_and_inf_in_chunks_stay_in_their_rows_as_in_stock(device: str) -> None:
+    _assert_nan_and_inf_stay_in_their_rows(6, 145, device)
+
+
+def _assert_nan_and_inf_stay_in_their_rows(rows: int, width: int, device: str) -> None:
     inputs = make_inputs(LLAMA, (rows, width), device)
     clean = run(LLAMA.fused, inputs)
     inputs.x[1, width // 2] = float("nan")
@@ -238,9 +313,9 @@ def test_nan_and_inf_stay_in_their_rows_as_in_stock(width: int, device: str) -> 
     torch.testing.assert_close(ours.s, stock.s, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("width", [64, 1000, CHUNKED])
-def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (131 if width == 64 else 5, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_repeats_are_bitwise_equal(device: str) -> None:
+    inputs = make_inputs(LLAMA, (19, 145), device)
     first = run(LLAMA.fused, inputs)
     for _ in range(20 if device == "cuda" else 1):
         again = run(LLAMA.fused, inputs)
@@ -276,18 +351,12 @@ def test_a_scaled_branch_is_as_accurate_as_the_stock_code(norm: Norm, device: st
     assert_within_budget(norm, make_inputs(norm, (35, 130), device))
 
 
-@pytest.mark.parametrize("x", [FP32, BF16])
-def test_a_scaled_branch_of_a_wide_row_is_as_accurate_as_the_stock_code(x: torch.dtype, device: str) -> None:
-    norm = Norm("llama", x=x, w=BF16, r=x, scale=0.22)
-    assert_within_budget(norm, make_inputs(norm, (3, CHUNKED), device))
-
-
-@pytest.mark.parametrize("width", [130, CHUNKED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_scaled_branch_is_rounded_before_it_is_added(dtype: torch.dtype, width: int, device: str) -> None:
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_the_scaled_branch_is_rounded_before_it_is_added(dtype: torch.dtype, device: str) -> None:
     """A fused multiply-add would round the sum alone."""
     norm = Norm(x=dtype, r=dtype, w=dtype, scale=0.22)
-    inputs = make_inputs(norm, (5, width), device)
+    inputs = make_inputs(norm, (5, 145), device)
     x, r = inputs.x, inputs.r
     _, s = norm.fused(x, r, inputs.w)
     exact_product = x.double() * torch.tensor(norm.scale, dtype=FP32).double()
@@ -295,57 +364,21 @@ def test_the_scaled_branch_is_rounded_before_it_is_added(dtype: torch.dtype, wid
     assert not torch.equal(s, (r.double() + exact_product).to(dtype)), "these values cannot tell the two apart"
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, tuple[object, ...]]]:
-    """Every launch and the floats it is called with."""
-    calls: list[tuple[Launch, tuple[object, ...]]] = []
-    launch = Launch.__call__
-
-    def recorded(self: Launch, grid: object, tensors: object, rows: int, strides=(), floats=()) -> None:
-        calls.append((self, floats))
-        launch(self, grid, tensors, rows, strides, floats)
-
-    monkeypatch.setattr(Launch, "__call__", recorded)
-    return calls
-
-
-@pytest.mark.parametrize("width", [130, CHUNKED])
-def test_a_launch_prepared_without_a_scale_serves_none_with_one(width: int, launches: list, device: str) -> None:
-    inputs = make_inputs(LLAMA, (5, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_a_launch_prepared_without_a_scale_serves_none_with_one(launches: list[Launched], device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, 145), device)
     for scale in (0.22, 1.0, 2, 1):
         assert_within_budget(replace(LLAMA, scale=scale), inputs, frozen="r")
-    scaled = {launch for launch, floats in launches if floats and floats[-1] is not None}
-    unscaled = {launch for launch, floats in launches if floats and floats[-1] is None}
+    scaled = {one.launch for one in launches if one.floats and one.floats[-1] is not None}
+    unscaled = {one.launch for one in launches if one.floats and one.floats[-1] is None}
     assert len(scaled) == len(unscaled) == 2, "a forward and a backward each"
     assert not scaled & unscaled
 
 
-@pytest.mark.parametrize("width", [130, CHUNKED])
-@pytest.mark.parametrize(("x", "scale", "fused"), [(FP32, 0.22, False), (FP32, 1.0, True), (BF16, 0.22, True)])
-def test_an_fp32_product_and_its_sum_are_compiled_apart(
-    x: torch.dtype, scale: float, fused: bool, width: int, launches: list, device: str
-) -> None:
-    norm = Norm(x=x, r=FP32, w=None, scale=scale)
-    inputs = make_inputs(norm, (2, width), device)
-    norm.fused(inputs.x, inputs.r, None)
-    ((launch, _),) = launches
-    assert launch._options.get("enable_fp_fusion", True) == fused
-
-
-@pytest.mark.parametrize("frozen", ["x", "r", "w", "xr"])
-def test_frozen_arguments_of_a_scaled_sum_change_no_other_gradient(frozen: str, device: str) -> None:
-    norm = replace(LLAMA, scale=0.22)
-    inputs = make_inputs(norm, (5, 123), device)
-    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
-    for name in "xrw":
-        gradient = getattr(part, f"d{name}")
-        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}"))
-
-
-@pytest.mark.parametrize("width", [123, CHUNKED])
-def test_the_branch_gets_the_scaled_gradient_and_the_residual_the_plain_one(width: int, device: str) -> None:
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_the_branch_gets_the_scaled_gradient_and_the_residual_the_plain_one(device: str) -> None:
     """Scaled by a power of two nothing is rounded that was not without it."""
-    inputs = make_inputs(LLAMA, (5, width), device)
+    inputs = make_inputs(LLAMA, (5, 145), device)
     halves = Inputs(2 * inputs.x, inputs.r, inputs.w, inputs.dy, inputs.ds)
     plain, scaled = run(LLAMA.fused, inputs), run(replace(LLAMA, scale=0.5).fused, halves)
     assert torch.equal(scaled.dx, 0.5 * plain.dx)
@@ -362,23 +395,16 @@ def test_only_the_scaled_sum_is_used(norm: Norm, device: str) -> None:
     dx, dr = torch.autograd.grad(s, (x, r), inputs.ds)
     assert torch.equal(dx, (inputs.ds * norm.scale).to(x.dtype))
     assert torch.equal(dr, inputs.ds)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in (dx, dr, inputs.ds)}) == 3
 
 
-@pytest.mark.parametrize(("scale", "written"), [(1.0, 1), (1, 1), (0.22, 2)])
-def test_an_unscaled_sum_has_its_gradient_written_once(
-    scale: float, written: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = import_module("fused_norm.kernels.add_rms_norm")
-    launch, outputs = module.launch_backward, []
-
-    def recorded(*arguments: object) -> None:
-        outputs.extend(tensor for tensor in arguments[7:9] if tensor is not None)
-        launch(*arguments)
-
-    monkeypatch.setattr(module, "launch_backward", recorded)
-    run(replace(LLAMA, scale=scale).fused, make_inputs(LLAMA, (5, 123), device))
-    assert len(outputs) == written
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_row_strides_beyond_int32(device: str) -> None:
+    inputs = make_inputs(LLAMA, (3, 256), device)
+    dense = run(LLAMA.fused, inputs)
+    for argument in ("x", "r", "dy", "ds"):
+        ours = run(LLAMA.fused, replace(inputs, **{argument: far_apart(getattr(inputs, argument))}))
+        for name, value in ours.present().items():
+            assert_same_row(value, getattr(dense, name))
 
 
 def test_float64_takes_the_reference() -> None:

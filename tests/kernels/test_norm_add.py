@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from fused_norm.kernels import norm_add, sandwich_kernels
+from fused_norm.kernels import norm_add
 from fused_norm.kernels.plans import WIDEST_SANDWICH_FORWARD
+from fused_norm.kernels.triton.sandwich_kernels import empty_norm_add, launch_sandwich_forward
 from fused_norm.spec import CASTINGS
 
-from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, assert_same_row, in_layout
+from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, Guarded, assert_same_row, in_layout
 from .sandwich import Sandwich, assert_within_budget, make_inputs, run
-from .test_norm_kernels import Guarded
 
-OPS = torch.ops.fused_norm
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16).opened
 LLAMA = Sandwich("llama", False, BF16, BF16, BF16).opened
 MIXED = Sandwich("llama", True, BF16, FP16, FP32).opened
@@ -46,14 +47,15 @@ def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -
 
 
 @pytest.mark.parametrize("sandwich", [GEMMA, MIXED, Sandwich("none", False, BF16, FP32, None).opened], ids=str)
+@pytest.mark.parametrize("sandwich_limits", ["forward"], indirect=True)
+@pytest.mark.usefixtures("sandwich_limits")
 def test_too_wide_rows_are_as_accurate_as_the_stock_code(
-    sandwich: Sandwich, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    sandwich: Sandwich, device: str, launched: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr(sandwich_kernels, "WIDEST_SANDWICH_FORWARD", 100)
     inputs = make_inputs(sandwich, (2, 3, 4, 130), device)
     inputs["x"] = in_layout("transposed heads", inputs["x"])
     ours = assert_within_budget(sandwich, inputs)
-    assert launched == ["_forward_kernel", "_backward_kernel"]
+    assert launched() == ["_forward_kernel", "_backward_kernel", *_summing(sandwich)]
     assert ours["s"].transpose(1, 2).is_contiguous()
 
 
@@ -62,25 +64,30 @@ def test_any_leading_shape(shape: tuple[int, ...], device: str) -> None:
     assert_within_budget(GEMMA, make_inputs(GEMMA, shape, device))
 
 
-def test_one_launch_forward_and_one_backward(device: str, launched: list[str]) -> None:
+def _summing(sandwich: Sandwich) -> list[str]:
+    """The launch that sums the weight's gradient."""
+    return [] if sandwich.inner is None else ["_sum_shares_kernel"]
+
+
+def test_one_launch_forward_and_one_backward(device: str, launched: Callable[[], list[str]]) -> None:
     run(GEMMA.fused, make_inputs(GEMMA, (5, 64), device))
-    assert launched == ["_sandwich_forward_kernel", "_backward_kernel"]
+    assert launched() == ["_sandwich_forward_kernel", "_backward_kernel", *_summing(GEMMA)]
 
 
 @pytest.mark.parametrize(
     "frozen", [("inner",), ("x",), ("r",), ("x", "inner"), ("x", "r"), ("r", "inner")], ids="-".join
 )
 def test_frozen_arguments_get_no_gradient_and_change_no_other(
-    frozen: tuple[str, ...], device: str, launched: list[str]
+    frozen: tuple[str, ...], device: str, launched: Callable[[], list[str]]
 ) -> None:
     inputs = make_inputs(GEMMA, (5, 123), device)
     whole = run(GEMMA.fused, inputs)
-    launched.clear()
+    launched()
     part = run(GEMMA.fused, inputs, frozen)
     assert part.keys() == whole.keys() - {f"d{name}" for name in frozen}
     for name, value in part.items():
         assert torch.equal(value, whole[name]), name
-    assert ("_backward_kernel" in launched) == (frozen != ("x", "inner")), "the residual's gradient needs no kernel"
+    assert ("_backward_kernel" in launched()) == (frozen != ("x", "inner")), "the residual's gradient needs no kernel"
 
 
 @pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
@@ -137,40 +144,17 @@ def test_the_sum_of_the_output(device: str) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in run(LLAMA.fused, inputs).items())
 
 
-def test_kernels_write_every_element_and_nothing_beside(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for shape in ((67, 3), (19, 409), (3, 1023)):
-        inputs = make_inputs(GEMMA, shape, device)
-        guarded = Guarded()
-        with monkeypatch.context() as patch:
-            patch.setattr(sandwich_kernels, "empty_rows_like", guarded)
-            s, rstd = sandwich_kernels.launch_norm_add_forward(
-                inputs["x"], inputs["r"], inputs["inner"], 1e-6, "gemma", True, True
-            )
-        assert guarded.intact()
-        assert len(guarded.buffers) == 2
-        assert torch.equal(s, run(GEMMA.fused, inputs)["s"])
-        exact = (inputs["x"].double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
-
-
-@pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
-def test_opcheck(sandwich: Sandwich, device: str) -> None:
-    inputs = make_inputs(sandwich, (2, 3, 2, 40), device)
-    for layout in ("padded rows", "transposed heads"):
-        x = in_layout(layout, inputs["x"])
-        for save_rstd in (True, False):
-            arguments = (x, inputs["r"], inputs["inner"], 1e-6, sandwich.casting, sandwich.zero_centered, save_rstd)
-            torch.library.opcheck(OPS.norm_add_forward, arguments)
-
-
-def test_compiles_as_one_graph_with_equal_results(device: str) -> None:
-    torch._dynamo.reset()
-    inputs = make_inputs(MIXED, (6, 40), device)
-    expected = run(MIXED.fused, inputs)
-    for backend in ("eager", "aot_eager"):
-        compiled = torch.compile(MIXED.fused, fullgraph=True, backend=backend)
-        for name, value in run(compiled, inputs).items():
-            assert torch.equal(value, expected[name]), name
+@pytest.mark.parametrize("shape", [(67, 3), (19, 409), (3, 1023)], ids=str)
+def test_kernels_write_every_element_and_nothing_beside(shape: tuple[int, int], device: str) -> None:
+    inputs = make_inputs(GEMMA, shape, device)
+    spec, x, r, w = GEMMA.inner_norm.spec, inputs["x"], inputs["r"], inputs["inner"]
+    guarded = Guarded()
+    s, rstd = map(guarded, empty_norm_add(spec, x, r, w, True))
+    launch_sandwich_forward(spec, x, r, w, None, (None, s, rstd, None))
+    assert guarded.intact()
+    assert torch.equal(s, run(GEMMA.fused, inputs)["s"])
+    exact = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
 
 
 def test_a_second_differentiation_raises(device: str) -> None:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fused_norm.kernels import norm_backward, rms_norm, triton_utils
-from fused_norm.kernels.plans import Device
+from fused_norm.kernels import rms_norm
+from fused_norm.kernels.plans import backward_plan
 from fused_norm.spec import CASTINGS
 
 from .numerics import (
     BF16,
-    CHUNKED,
     DTYPES,
+    EVERY_WIDTH,
     FP16,
     FP32,
     ROW_LAYOUTS,
     WEIGHT_LAYOUTS,
-    WIDTHS,
+    WIDE,
     Norm,
     Results,
     assert_same_rounding,
     assert_same_row,
     assert_within_budget,
+    far_apart,
     in_layout,
     make_inputs,
     none_rounded_once,
@@ -48,26 +52,34 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
     assert_within_budget(norm, make_inputs(norm, (35, 130), device))
 
 
-@pytest.mark.parametrize("width", [*WIDTHS, CHUNKED])
+@pytest.mark.parametrize("width", EVERY_WIDTH)
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
 def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm, width: int, device: str) -> None:
     rows = 67 if width <= 128 else 19 if width <= 512 else 3
     assert_within_budget(norm, make_inputs(norm, (rows, width), device))
 
 
-@pytest.mark.parametrize("norm", [Norm("none", True, BF16, BF16), Norm("none", x=FP16, w=FP32)], ids=str)
-def test_chunked_rows_round_where_casting_none_does(norm: Norm, device: str) -> None:
-    assert_within_budget(norm, make_inputs(norm, (6, CHUNKED), device))
+@pytest.mark.parametrize("width", WIDE)
+def test_wide_rows_are_as_accurate_as_the_stock_code(width: int, device: str) -> None:
+    """With a frozen weight, whose gradient takes the interpreter most of its time."""
+    assert_within_budget(LLAMA, make_inputs(LLAMA, (3, width), device), frozen="w")
 
 
-@pytest.mark.parametrize(("rows", "width"), [(64, 130), (16, CHUNKED)])
+NONE = [Norm("none", True, BF16, BF16), Norm("none", x=FP16, w=FP32)]
+
+
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm(x=FP16, w=None), *NONE], ids=str)
+@pytest.mark.usefixtures("in_chunks")
+def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
+    assert_within_budget(norm, make_inputs(norm, (19, 145), device))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("units", [0, 0.4])
-def test_casting_none_rounds_the_squares_and_their_mean(
-    units: float, dtype: torch.dtype, rows: int, width: int, device: str
-) -> None:
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_casting_none_rounds_the_squares_and_their_mean(units: float, dtype: torch.dtype, device: str) -> None:
     """An eps of less than half a unit is lost on a mean that was rounded before, and moves one that was not."""
-    x, eps = squares_that_round_up((rows, width), dtype, device), units * torch.finfo(dtype).eps
+    x, eps = squares_that_round_up((64, 145), dtype, device), units * torch.finfo(dtype).eps
     ours, expected = rms_norm(x, None, eps, casting="none"), none_rounded_once(x, None, eps, False)
     assert_same_rounding(Norm("none", x=dtype, w=None), ours, expected)
 
@@ -106,24 +118,20 @@ def test_large_weights_and_rows_of_any_size(norm: Norm, device: str) -> None:
     assert_within_budget(norm, inputs)
 
 
-@pytest.mark.parametrize("width", [123, CHUNKED])
-def test_a_frozen_weight_costs_no_gradient_kernel(
-    width: int, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(norm_backward, "SMALL", 0)
-    inputs = make_inputs(LLAMA, (5, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_a_frozen_weight_costs_no_gradient_kernel(device: str, launched: Callable[[], list[str]]) -> None:
+    inputs = make_inputs(LLAMA, (5, 145), device)
     trained = run(LLAMA.fused, inputs)
-    assert "_sum_shares_kernel" in launched
-    launched.clear()
+    assert launched()[-1] == "_sum_shares_kernel"
     frozen = run(LLAMA.fused, inputs, frozen="w")
-    assert "_sum_shares_kernel" not in launched
+    assert "_sum_shares_kernel" not in launched()
     assert frozen.dw is None
     assert torch.equal(frozen.dx, trained.dx)
 
 
-@pytest.mark.parametrize("width", [123, CHUNKED])
-def test_a_frozen_input_leaves_the_weights_gradient(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (5, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_a_frozen_input_leaves_the_weights_gradient(device: str) -> None:
+    inputs = make_inputs(LLAMA, (5, 145), device)
     frozen = run(LLAMA.fused, inputs, frozen="x")
     assert frozen.dx is None
     assert torch.equal(frozen.dw, run(LLAMA.fused, inputs).dw)
@@ -159,9 +167,10 @@ def test_rows_are_read_in_any_layout(argument: str, layout: str, width: int, dev
 
 
 @pytest.mark.parametrize("layout", ["half of a chunk", "transposed heads", "columns first"])
-def test_chunked_rows_are_read_in_any_layout(layout: str, device: str) -> None:
+@pytest.mark.usefixtures("in_chunks")
+def test_rows_in_chunks_are_read_in_any_layout(layout: str, device: str) -> None:
     norm = Norm("llama", x=BF16, w=FP32)
-    inputs = make_inputs(norm, (2, 1, 2, CHUNKED), device)
+    inputs = make_inputs(norm, (2, 1, 2, 145), device)
     dense = run(norm.fused, inputs)
     inputs.x, inputs.dy = in_layout(layout, inputs.x), in_layout("padded rows", inputs.dy)
     _assert_equal_but_for_order(run(norm.fused, inputs), dense)
@@ -258,9 +267,9 @@ def test_a_changed_input_is_noticed_in_the_backward(device: str) -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("width", [64, 1025, CHUNKED])
-def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (131 if width == 64 else 5, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_repeats_are_bitwise_equal(device: str) -> None:
+    inputs = make_inputs(LLAMA, (19, 145), device)
     first = run(LLAMA.fused, inputs)
     for _ in range(20 if device == "cuda" else 2):
         again = run(LLAMA.fused, inputs)
@@ -269,18 +278,10 @@ def test_repeats_are_bitwise_equal(width: int, device: str) -> None:
 
 @pytest.mark.parametrize("w", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("width", [80, 1025])
-@pytest.mark.parametrize("summed_by", ["_sum_shares_kernel", "_backward_kernel"])
-def test_dw_of_many_programs(
-    summed_by: str, width: int, w: torch.dtype, device: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(norm_backward, "facts_of", lambda device: Device(processors=132))
-    monkeypatch.setattr(norm_backward, "_backwards", {})  # plans made for other facts
-    if summed_by == "_sum_shares_kernel":
-        monkeypatch.setattr(norm_backward, "SMALL", 0)
+def test_dw_of_many_programs(width: int, w: torch.dtype, device: str, planned: Callable) -> None:
+    planned(replace(backward_plan(width), programs=264))
     norm = Norm("llama", x=w, w=w)
-    rows = 70 if width == 1025 else 1000
-    assert_within_budget(norm, make_inputs(norm, (rows, width), device))
-    assert launched[-1] == summed_by
+    assert_within_budget(norm, make_inputs(norm, (70 if width == 1025 else 1000, width), device))
 
 
 @pytest.mark.parametrize("width", [64, 1000])
@@ -296,10 +297,18 @@ def test_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> Non
         assert torch.equal(ours.dx, whole.dx[rows])
 
 
-@pytest.mark.parametrize("width", [64, 1000, CHUNKED])
+@pytest.mark.parametrize(("rows", "width"), [(66, 64), (5, 1000)])
 @pytest.mark.parametrize("norm", [LLAMA, Norm("gemma", True, BF16, BF16), Norm("none", x=FP16, w=FP16)], ids=str)
-def test_nan_and_inf_stay_in_their_rows_as_in_stock(norm: Norm, width: int, device: str) -> None:
-    rows = 66 if width == 64 else 5
+def test_nan_and_inf_stay_in_their_rows_as_in_stock(norm: Norm, rows: int, width: int, device: str) -> None:
+    _assert_nan_and_inf_stay_in_their_rows(norm, rows, width, device)
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_nan_and_inf_in_chunks_stay_in_their_rows_as_in_stock(device: str) -> None:
+    _assert_nan_and_inf_stay_in_their_rows(LLAMA, 5, 145, device)
+
+
+def _assert_nan_and_inf_stay_in_their_rows(norm: Norm, rows: int, width: int, device: str) -> None:
     inputs = make_inputs(norm, (rows, width), device)
     clean = run(norm.fused, inputs)
     inputs.x[1, width // 2] = float("nan")
@@ -336,15 +345,15 @@ def test_zero_rows(casting: str, eps: float, device: str) -> None:
     assert ours.y[2].isnan().all() if eps == 0 else (ours.y[2] == 0).all()
 
 
-@pytest.mark.parametrize("width", [130, CHUNKED])
-def test_casting_none_does_not_overflow_in_fp16(width: int, device: str) -> None:
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_casting_none_does_not_overflow_in_fp16(device: str) -> None:
     """Stock squares to inf beyond 255 and returns zeros; here such a square goes on in fp32.
 
     What is left is the rounding of rstd, near 2^-15 and so below fp16's normal numbers, and of x_hat and y.
     """
     norm = Norm("none", x=FP16, w=FP16)
-    inputs = make_inputs(norm, (4, width), device)
-    inputs.x = ((2 * torch.rand(4, width, generator=torch.Generator().manual_seed(1)) - 1) * 6e4).to(device, FP16)
+    inputs = make_inputs(norm, (4, 145), device)
+    inputs.x = ((2 * torch.rand(4, 145, generator=torch.Generator().manual_seed(1)) - 1) * 6e4).to(device, FP16)
     assert (run(norm.stock, inputs).y == 0).all()
     ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
     half_step = 2.0**-25
@@ -356,22 +365,28 @@ def test_casting_none_does_not_overflow_in_fp16(width: int, device: str) -> None
     assert (error <= torch.finfo(FP16).eps * scales(norm, inputs, truth)["dw"]).all()
 
 
-def test_float64_and_cpu_without_the_interpreter_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_takes_the_reference(launched: Callable[[], list[str]]) -> None:
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     w = torch.randn(7, dtype=torch.float64, requires_grad=True)
     for casting in CASTINGS:
         assert torch.autograd.gradcheck(lambda x, w, c=casting: rms_norm(x, w, casting=c, zero_centered=True), (x, w))
     assert torch.autograd.gradgradcheck(rms_norm, (x, w))
+    assert launched() == []
 
-    def launch(*arguments: Tensor) -> None:
-        raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(import_module("fused_norm.kernels.rms_norm"), "launch_forward", launch)
-    monkeypatch.setattr(triton_utils, "INTERPRETED", True)
-    with pytest.raises(AssertionError, match="launched"):
-        rms_norm(x.float(), w.float())
-    monkeypatch.setattr(triton_utils, "INTERPRETED", False)
-    assert torch.equal(rms_norm(x.float(), w.float()), Norm().stock(x.float(), None, w.float())[0])
+def test_a_cpu_without_the_interpreter_takes_the_reference() -> None:
+    """And imports what it needs for that without a GPU."""
+    program = """
+import torch
+from fused_norm.kernels import reference, rms_norm
+from fused_norm.spec import NormSpec
+x, w = torch.randn(3, 7, requires_grad=True), torch.randn(7)
+y = rms_norm(x, w, casting="gemma")
+assert torch.equal(y, reference.rms_norm(NormSpec("gemma"), x, w))
+assert "Function" not in type(y.grad_fn).__name__
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_forward_mode_differentiation_carries_tangents(device: str) -> None:
@@ -414,22 +429,19 @@ def test_more_than_two_billion_elements(frozen: str, device: str) -> None:
         torch.testing.assert_close(ours.dw, expected.dw, rtol=torch.finfo(BF16).eps, atol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [256, CHUNKED])
-def test_row_strides_beyond_int32(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (4, width), device)
+@pytest.mark.usefixtures("held_or_in_chunks")
+def test_row_strides_beyond_int32(device: str) -> None:
+    inputs = make_inputs(LLAMA, (3, 256), device)
     dense = run(LLAMA.fused, inputs)
-    torch.use_deterministic_algorithms(False)
-    far = torch.empty(3 * 2**30 + width, device=device, dtype=BF16).as_strided((4, width), (2**30, 1))
-    inputs.x = far.copy_(inputs.x)
-    assert_same_row(run(LLAMA.fused, inputs).y, dense.y)
-    inputs.x, inputs.dy = inputs.x.contiguous(), far.copy_(inputs.dy)
-    assert_same_row(run(LLAMA.fused, inputs).dx, dense.dx)
+    for argument in ("x", "dy"):
+        ours = run(LLAMA.fused, replace(inputs, **{argument: far_apart(getattr(inputs, argument))}))
+        for name, value in ours.present().items():
+            assert_same_row(value, getattr(dense, name))
 
 
 @pytest.mark.gpu
 def test_more_tiles_of_wide_rows_than_a_grid_takes_along_its_second_axis(device: str) -> None:
-    inputs = make_inputs(LLAMA, (1, CHUNKED), device)
+    inputs = make_inputs(LLAMA, (1, WIDE[-1]), device)
     rows = 4 * 65_535 + 1
     torch.use_deterministic_algorithms(False)
     expected = run(LLAMA.fused, inputs, frozen="w")
@@ -440,7 +452,7 @@ def test_more_tiles_of_wide_rows_than_a_grid_takes_along_its_second_axis(device:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [1024, 4096, 5120, 8192, 16384, CHUNKED])
+@pytest.mark.parametrize("width", [1024, 4096, 5120, 8192, 16384, WIDE[-1]])
 @pytest.mark.parametrize("r", [None, FP32], ids=["alone", "residual"])
 def test_every_plan_fits_the_gpu_in_fp32(width: int, r: torch.dtype | None, device: str) -> None:
     norm = Norm("llama", x=FP32, w=FP32, r=r)

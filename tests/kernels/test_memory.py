@@ -1,0 +1,58 @@
+"""Tensors as rows in memory: in one order, copied only where they must be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels.triton.memory import empty_rows_like, same_rows
+
+from .numerics import FP16, ROW_LAYOUTS, in_layout
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 8), (2, 1, 5, 8), (2, 3, 1, 8), (1, 1, 1, 8)], ids=str)
+def test_same_rows_count_alike_in_every_tensor(shape: tuple[int, ...], layout: str) -> None:
+    """Row i, ``stride`` elements after row i - 1, is the same row in each; results are written through to y."""
+    lead = in_layout(layout, torch.randn(shape))
+    other, rstd = torch.randn(shape), empty_rows_like(lead, width=1).copy_(torch.randn(*shape[:-1], 1))
+    y = empty_rows_like(lead)
+    (x, o, none, r, out), strides = same_rows(lead, other, None, rstd, y)
+    assert none is None
+    assert out is y, "a copy of the output would be lost"
+    assert r is rstd
+    rows = lead.numel() // shape[-1]
+
+    def in_order(tensor: Tensor, stride: int) -> Tensor:
+        return tensor.as_strided((rows, tensor.shape[-1]), (stride, 1))
+
+    in_order(out, strides[4]).copy_(in_order(x, strides[0]) + in_order(o, strides[1]) * in_order(r, strides[3]))
+    assert torch.equal(y, lead + other * rstd)
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+def test_rows_are_copied_only_where_they_are_unevenly_spaced(layout: str) -> None:
+    lead = in_layout(layout, torch.randn(2, 3, 5, 8))
+    (x,), _ = same_rows(lead)
+    assert (x is not lead) == (layout in ("a slice of tokens", "columns first"))
+    assert torch.equal(x, lead)
+
+
+def test_an_expanded_row_is_read_where_it_is() -> None:
+    lead = torch.randn(8).expand(6, 8)
+    (x,), (stride,) = same_rows(lead)
+    assert x is lead
+    assert stride == 0
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+def test_empty_rows_like_is_dense_and_in_memory_order(layout: str) -> None:
+    x = in_layout(layout, torch.randn(2, 3, 5, 8))
+    for width in (8, 1):
+        empty = empty_rows_like(x, FP16, width)
+        assert empty.shape == (2, 3, 5, width)
+        assert empty.dtype == FP16
+        assert sorted(empty.stride()) == sorted(empty.contiguous().stride()) or layout == "transposed heads"
+        assert empty.transpose(1, 2).is_contiguous() if layout == "transposed heads" else empty.is_contiguous()
+        assert empty.untyped_storage().nbytes() == 30 * width * 2
