@@ -42,10 +42,10 @@ format: $(READY) ## fix style and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-matrix: $(MATRIX:%=matrix-%) ## run the tests that touch transformers against its oldest and newest supported release
+matrix: $(MATRIX:%=matrix-%) ## run the fast tests that touch transformers against its oldest and newest supported release
 
 matrix-%: .matrix/%/.ready
-	.matrix/$*/bin/python $(PYTEST) tests/patcher tests/model_configs tests/convergence $(TESTS)
+	.matrix/$*/bin/python $(PYTEST) -m "not slow" tests/patcher tests/model_configs tests/convergence tests/check $(TESTS)
 
 clean: ## remove the virtual environments and everything built
 	rm -rf $(VENV) .matrix build dist .mypy_cache .pytest_cache .ruff_cache
