@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import replay
+from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.norm_add import NORM_ADD
+from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
+from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.triton.launch import Launch
 
-OPERATOR_MODULES = tuple(
-    import_module(f"fused_norm.kernels.{name}") for name in ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm")
-)
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
+}
+_MODULES = tuple(sys.modules[type(operator).__module__] for operator in OPERATORS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +85,7 @@ def planned(without_replay: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
     def force(plan: ForwardPlan | BackwardPlan) -> None:
         name = "launch_norm_forward" if isinstance(plan, ForwardPlan) else "launch_norm_backward"
-        for module in OPERATOR_MODULES:
+        for module in _MODULES:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, partial(getattr(module, name), plan=plan))
 
@@ -96,7 +103,7 @@ def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
 def sandwich_limits(request: pytest.FixtureRequest, without_replay: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel holds rows of up to 50 elements in the directions named: "forward", "backward", "both" or "none"."""
     for direction in ("forward", "backward"):
-        for module in OPERATOR_MODULES:
+        for module in _MODULES:
             limit = f"WIDEST_SANDWICH_{direction.upper()}"
             if request.param in (direction, "both") and hasattr(module, limit):
                 monkeypatch.setattr(module, limit, 50)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, rms_norm
+from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm
 
 X = torch.ones(2, 3, 8)
 W = torch.ones(8)
+H = torch.ones(2, 3, 4, 8)
+C = torch.ones(1, 4, 8)
 
 BAD_NORMS = {
     "integer input": (lambda: rms_norm(X.int(), W), TypeError, "x must be .*, not torch.int32"),
@@ -66,47 +69,81 @@ BAD_NORM_ADDS = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "says"), BAD_NORMS.values(), ids=BAD_NORMS)
-def test_rms_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=f"^rms_norm: .*{says}"):
+BAD_HEADS = {
+    "one weight": (lambda: qk_norm(H, H, W, None), ValueError, "k_weight is None and q_weight is not; pass both"),
+    "other sizes": (lambda: qk_norm(H, H[..., :4], W, W[:4]), ValueError, "heads of one size, not 8 and 4"),
+    "weight of k": (lambda: qk_norm(H, H, W, W[:4]), ValueError, r"k_weight must have shape \(8,\)"),
+    "integer k": (lambda: qk_norm(H, H.int(), W, W), TypeError, "k must be .*, not torch.int32"),
+    "k elsewhere": (lambda: qk_norm(H, H.to("meta"), None, None), ValueError, "k is on meta and q on cpu"),
+}
+BAD_ANGLES = {
+    "three dimensions": (lambda: qk_norm_rope(H[0], H, W, W, C, C), ValueError, "q must have 4 dimensions"),
+    "heads where": (
+        lambda: qk_norm_rope(H, H, W, W, C, C, unsqueeze_dim=3),
+        ValueError,
+        "unsqueeze_dim must be .* not 3",
+    ),
+    "odd angles": (lambda: qk_norm_rope(H, H, W, W, C[..., :7], C[..., :7]), ValueError, "even last dimension.*not 7"),
+    "wide angles": (lambda: qk_norm_rope(H, H, W, W, *(2 * (torch.ones(4, 16),))), ValueError, "at most q's 8, not 16"),
+    "other sin": (
+        lambda: qk_norm_rope(H, H, W, W, C, C[..., :4]),
+        ValueError,
+        r"sin must .*\(1, 4, 8\).*not \(1, 4, 4\)",
+    ),
+    "other dtype": (
+        lambda: qk_norm_rope(H, H, W, W, C, C.bfloat16()),
+        ValueError,
+        "sin must .*float32, not .*bfloat16",
+    ),
+    "integer cos": (lambda: qk_norm_rope(H, H, W, W, C.int(), C), TypeError, "cos must be .*, not torch.int32"),
+    "cos elsewhere": (lambda: qk_norm_rope(H, H, W, W, C.to("meta"), C), ValueError, "cos is on meta and q on cpu"),
+    "flat cos": (lambda: qk_norm_rope(H, H, W, W, C[0, 0], C[0, 0]), ValueError, "cos must have 2 to 4 dimensions"),
+    "other tokens": (lambda: qk_norm_rope(H, H, W, W, C[:, :3], C[:, :3]), ValueError, "broadcast against q of shape"),
+    "heads behind": (lambda: qk_norm_rope(H, H, W, W, C, C, unsqueeze_dim=2), ValueError, "dimension of the heads"),
+}
+BAD = {
+    (name, case): call
+    for name, cases in (
+        ("rms_norm", BAD_NORMS),
+        ("add_rms_norm", BAD_SUMS),
+        ("norm_add_norm", BAD_SANDWICHES),
+        ("norm_add", BAD_NORM_ADDS),
+        ("qk_norm", BAD_HEADS),
+        ("qk_norm_rope", BAD_ANGLES),
+    )
+    for case, call in cases.items()
+}
+CALLS: dict[str, Callable[..., object]] = {
+    "rms_norm": partial(rms_norm, X, W),
+    "add_rms_norm": partial(add_rms_norm, X, X, W),
+    "norm_add": partial(norm_add, X, X, W),
+    "norm_add_norm": partial(norm_add_norm, X, X, W, W),
+    "qk_norm": partial(qk_norm, H, H, W, W),
+    "qk_norm_rope": partial(qk_norm_rope, H, H, W, W, C, C),
+}
+
+
+@pytest.mark.parametrize(("name", "case"), BAD, ids=lambda part: part)
+def test_refuses(name: str, case: str) -> None:
+    call, error, says = BAD[name, case]
+    with pytest.raises(error, match=f"^(?={name}: ).*{says}"):
         call()
 
 
-@pytest.mark.parametrize(("call", "error", "says"), BAD_SUMS.values(), ids=BAD_SUMS)
-def test_add_rms_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=f"^add_rms_norm: .*{says}"):
-        call()
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_casting_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="one of llama, gemma, none, not 'lama'"):
+        CALLS[name](casting="lama")
 
 
-@pytest.mark.parametrize(("call", "error", "says"), BAD_SANDWICHES.values(), ids=BAD_SANDWICHES)
-def test_norm_add_norm_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=f"^norm_add_norm.*{says}"):
-        call()
-
-
-@pytest.mark.parametrize(("call", "error", "says"), BAD_NORM_ADDS.values(), ids=BAD_NORM_ADDS)
-def test_norm_add_refuses(call: Callable[[], object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=f"^norm_add.*{says}"):
-        call()
-
-
-def test_casting_and_centering_are_named_not_counted() -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_casting_and_centering_are_named_not_counted(name: str) -> None:
     with pytest.raises(TypeError, match="positional"):
-        rms_norm(X, W, 1e-6, "llama")
-    with pytest.raises(TypeError, match="positional"):
-        add_rms_norm(X, X, W, 1e-6, "llama")
-    with pytest.raises(TypeError, match="positional"):
-        norm_add(X, X, W, 1e-6, "llama")
-    with pytest.raises(TypeError, match="positional"):
-        norm_add_norm(X, X, W, W, 1e-6, "llama")
+        CALLS[name](1e-6, "llama")
 
 
-def test_an_unknown_casting_is_refused() -> None:
-    calls = (rms_norm, (X, W)), (add_rms_norm, (X, X, W)), (norm_add, (X, X, W)), (norm_add_norm, (X, X, W, W))
-    for call, tensors in (*calls, (qk_norm, (X, X, W, W))):
-        with pytest.raises(ValueError, match="casting must be one of llama, gemma, none, not 'fp32'"):
-            call(*tensors, casting="fp32")
-
-
-def test_a_norm_without_a_weight_has_nothing_to_centre() -> None:
+def test_without_a_weight_there_is_nothing_to_centre() -> None:
     assert torch.equal(rms_norm(X, None, zero_centered=True), rms_norm(X, None))
+    plain, centered = (norm_add_norm(X, X, None, W, zero_centered=centered) for centered in (False, True))
+    assert torch.equal(plain[1], centered[1])
+    assert torch.equal(2 * plain[0], centered[0])
