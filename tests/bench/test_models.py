@@ -32,6 +32,7 @@ def test_a_shape_that_there_is_not_is_named():
         ModelCase("qwen3", "Qwen/Qwen3-5B", 1, 1).config()
 
 
+@pytest.mark.slow
 def test_every_variant_that_is_here_is_right_and_timed(run):
     models.measure(run, [TINY, ModelCase("qwen3", None, 1, 16)], VARIANTS, torch.float32)
     for result in run.results.steps:
@@ -107,6 +108,7 @@ def test_without_rope_nothing_is_rotated_and_the_rotation_comes_back():
     assert modelling.apply_rotary_pos_emb is stock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", COMPILED)
 def test_under_torch_compile_the_compiled_model_is_what_is_timed(variant, run, monkeypatch):
     ran, compiled = [], []

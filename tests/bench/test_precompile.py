@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+import pytest
+
 from fused_norm.bench.operator_cases import OperatorCase
 from fused_norm.bench.precompile import precompile
 from fused_norm.bench.providers import FUSED, FUSED_MODES, PROVIDERS
 
 
+@pytest.mark.slow
 def test_operators_are_compiled_in_other_processes(run):
     said = []
     run.say = said.append

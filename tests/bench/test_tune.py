@@ -38,7 +38,7 @@ def test_candidates_differ_and_are_many(width):
     assert len(set(plans)) == len(plans) > (10 if width > 1 else 2)
 
 
-@pytest.mark.parametrize("operator", ["norm", "add"])
+@pytest.mark.parametrize("operator", [pytest.param("norm", marks=pytest.mark.slow), "add"])
 def test_every_candidate_for_a_narrow_row_is_right(run, operator):
     run.quick = operator == "add"  # A few are enough for the second one.
     forward, backward = tune.tune_case(run, tune.OperatorCase(operator, 5, 24), torch.bfloat16)

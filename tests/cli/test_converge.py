@@ -78,6 +78,7 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
     assert row["fused"]["sites"] == {"norm": 5, "qk": 0, "rope": 0, "residual": 2, "sandwich": 0}
 
 
+@pytest.mark.slow
 def test_a_checkpoints_own_tokenizer_makes_the_tokens(tmp_path, capsys):
     words = ["?", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
     made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
@@ -92,12 +93,14 @@ def test_a_checkpoints_own_tokenizer_makes_the_tokens(tmp_path, capsys):
     assert "mine has 12 tokens, too few for bytes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_unit_weights_are_no_test(tmp_path, capsys):
     build("llama", seed=0, norm_std=0.0).save_pretrained(tmp_path / "unit")
     assert main(["converge", "--config", str(tmp_path / "unit"), *QUICK, "--out", str(tmp_path / "out")]) == 2
     assert "started as one number throughout" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path, capsys, monkeypatch):
     build = ModelRecipe.build
 

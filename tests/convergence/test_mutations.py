@@ -24,7 +24,12 @@ def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+IN_THE_FAST_LANE = ("casting", "rotation")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow) for name in MUTATIONS]
+)
 def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(name, fused):
     model, sites, before = fused
     norms = {site.path for site in sites if site.kind in NORM_KINDS}

@@ -103,6 +103,7 @@ def test_a_model_is_green_however_its_steps_run(execution):
     assert result.outcome == "green"
 
 
+@pytest.mark.slow
 def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path):
     comparisons = [Comparison("llama", "fp32"), Comparison("llama", "fp32", feature="norms")]
     first, second, third = Silent(), Silent(), Silent()

@@ -372,7 +372,7 @@ def test_the_backward_gets_both_rstd_unrounded(device: str) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("width", [64, 1100])
 def test_a_grid_smaller_than_the_work_strides_over_all_of_it(width: int, frozen: bool, device: str) -> None:
-    inputs = make_inputs(ONE_NUMBER, (37, width), device)
+    inputs = make_inputs(ONE_NUMBER, (37 if width == 64 else 11, width), device)
     expected = run(ONE_NUMBER.fused, inputs)
     x, r, inner, w = arguments = _arguments(inputs)
     spec = ONE_NUMBER.outer_norm.spec

@@ -194,7 +194,7 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
         assert_within_budget(heads, make_inputs(heads, 16, device))
 
 
-@pytest.mark.parametrize("width", [1, 3, 7, 64, 80, 96, 130, 256, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [1, 3, 7, 64, 80, 130, 256, pytest.param(6000, marks=pytest.mark.slow)])
 def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
     tokens = 5 if width <= 256 else 2
     assert_within_budget(LLAMA, make_inputs(LLAMA, width, device, tokens=tokens))
@@ -204,7 +204,7 @@ def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads"), [*((1, heads) for heads in (1, 2, 5, 14, 40)), (37, 1), (37, 2), (37, 5), (9, 14), (5, 40)]
+    ("tokens", "heads"), [*((1, heads) for heads in (1, 2, 5, 14, 40)), (37, 1), (37, 2), (19, 5), (5, 14), (2, 40)]
 )
 def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) -> None:
     """Blocks of heads and of tokens end in the middle of a tile."""
@@ -235,21 +235,27 @@ def _within(x: Tensor, shape: Callable[..., tuple[int, ...]], view: Callable[[Te
     return view(x.new_full(shape(*x.shape), float("nan"))).copy_(x)
 
 
-@pytest.mark.parametrize("argument", ["q", "k", "dq", "dk"])
+@pytest.mark.parametrize(
+    ("heads", "arguments"),
+    [
+        *((LLAMA, (argument,)) for argument in ("q", "k", "dq", "dk")),
+        *((heads, arguments) for heads in (ROPE, PARTIAL) for arguments in (("q", "dk"), ("k", "dq"))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_heads_are_read_in_any_layout(layout: str, argument: str, device: str) -> None:
-    for heads in (LLAMA, ROPE, PARTIAL):
-        inputs = make_inputs(heads, 16, device)
-        dense = run(heads.fused, inputs)
-        setattr(inputs, argument, LAYOUTS[layout](getattr(inputs, argument)))
-        ours = run(heads.fused, inputs)
-        for name in ("q_out", "k_out", "dq", "dk"):
-            assert_same_row(ours[name], dense[name])
-        for name, expected in zip(("q_out", "k_out"), heads.stock(inputs), strict=True):
-            if layout != "columns first":  # whose rows stock leaves scattered
-                assert _steps(ours[name]) == _steps(expected), "outputs lie in memory as stock's do"
-        for name, x in (("dq", inputs.q), ("dk", inputs.k)):
-            assert _steps(ours[name]) == _steps(empty_rows_like(x))
+def test_heads_are_read_in_any_layout(layout: str, heads: Heads, arguments: tuple[str, ...], device: str) -> None:
+    inputs = make_inputs(heads, 16, device)
+    dense = run(heads.fused, inputs)
+    inputs = replace(inputs, **{name: LAYOUTS[layout](getattr(inputs, name)) for name in arguments})
+    ours = run(heads.fused, inputs)
+    for name in ("q_out", "k_out", "dq", "dk"):
+        assert_same_row(ours[name], dense[name])
+    for name, expected in zip(("q_out", "k_out"), heads.stock(inputs), strict=True):
+        if layout != "columns first":  # whose rows stock leaves scattered
+            assert _steps(ours[name]) == _steps(expected), "outputs lie in memory as stock's do"
+    for name, x in (("dq", inputs.q), ("dk", inputs.k)):
+        assert _steps(ours[name]) == _steps(empty_rows_like(x))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
@@ -321,8 +327,8 @@ def test_cos_of_any_shape_that_broadcasts(kind: str, unsqueeze_dim: int, device:
             name: value.expand(*shape.shape[:-1], -1).squeeze(unsqueeze_dim).contiguous()
             for name, value in spread.items()
         }
-        ours, expected = run(heads.fused, replace(inputs, **angles)), run(heads.fused, replace(inputs, **dense))
-        assert_within_budget(heads, replace(inputs, **dense))
+        ours = run(heads.fused, replace(inputs, **angles))
+        expected = assert_within_budget(heads, replace(inputs, **dense))
         assert all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
@@ -425,10 +431,10 @@ def test_one_launch_each_way_and_one_more_for_both_sums(
     assert launched() == wanted[:2]
 
 
-@pytest.mark.parametrize("heads", [LLAMA, replace(ROPE, rotary=256)], ids=str)
+@pytest.mark.parametrize("heads", [LLAMA, pytest.param(replace(ROPE, rotary=256), marks=pytest.mark.slow)], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
     """More tiles than programs on both sides, and repeats that agree to the last bit."""
-    tokens = 6 * facts_of(torch.device(device)).processors
+    tokens = 3 * facts_of(torch.device(device)).processors
     inputs = make_inputs(heads, 256, device, 1, q_heads=8, k_heads=3, tokens=tokens)
     first = assert_within_budget(heads, inputs)
     for frozen in ((), ("q_weight",), ("k_weight",)):

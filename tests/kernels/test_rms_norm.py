@@ -71,7 +71,7 @@ NONE = [Norm("none", True, BF16, BF16), Norm("none", x=FP16, w=FP32)]
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm(x=FP16, w=None), *NONE], ids=str)
 @pytest.mark.usefixtures("in_chunks")
 def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
-    assert_within_budget(norm, make_inputs(norm, (19, 145), device))
+    assert_within_budget(norm, make_inputs(norm, (13, 145), device))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -79,7 +79,7 @@ def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: st
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_casting_none_rounds_the_squares_and_their_mean(units: float, dtype: torch.dtype, device: str) -> None:
     """An eps of less than half a unit is lost on a mean that was rounded before, and moves one that was not."""
-    x, eps = squares_that_round_up((64, 145), dtype, device), units * torch.finfo(dtype).eps
+    x, eps = squares_that_round_up((24, 145), dtype, device), units * torch.finfo(dtype).eps
     ours, expected = rms_norm(x, None, eps, casting="none"), none_rounded_once(x, None, eps, False)
     assert_same_rounding(Norm("none", x=dtype, w=None), ours, expected)
 
@@ -269,7 +269,7 @@ def test_a_changed_input_is_noticed_in_the_backward(device: str) -> None:
 
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_repeats_are_bitwise_equal(device: str) -> None:
-    inputs = make_inputs(LLAMA, (19, 145), device)
+    inputs = make_inputs(LLAMA, (9, 145), device)
     first = run(LLAMA.fused, inputs)
     for _ in range(20 if device == "cuda" else 2):
         again = run(LLAMA.fused, inputs)
@@ -281,20 +281,19 @@ def test_repeats_are_bitwise_equal(device: str) -> None:
 def test_dw_of_many_programs(width: int, w: torch.dtype, device: str, planned: Callable) -> None:
     planned(replace(backward_plan(width), programs=264))
     norm = Norm("llama", x=w, w=w)
-    assert_within_budget(norm, make_inputs(norm, (70 if width == 1025 else 1000, width), device))
+    assert_within_budget(norm, make_inputs(norm, (40 if width == 1025 else 600, width), device))
 
 
-@pytest.mark.parametrize("width", [64, 1000])
-def test_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (67, width), device)
+@pytest.mark.parametrize(("rows", "width"), [(67, 64), (19, 1000)])
+def test_a_row_does_not_depend_on_its_neighbours(rows: int, width: int, device: str) -> None:
+    inputs = make_inputs(LLAMA, (rows, width), device)
     whole = run(LLAMA.fused, inputs)
-    order = torch.randperm(67, device=device)
-    for rows in (order, slice(13, 20), slice(66, 67)):
+    for some in (torch.randperm(rows, device=device), slice(13, 18), slice(rows - 1, rows)):
         part = make_inputs(LLAMA, (1, width), device)
-        part.x, part.w, part.dy = inputs.x[rows], inputs.w, inputs.dy[rows]
+        part.x, part.w, part.dy = inputs.x[some], inputs.w, inputs.dy[some]
         ours = run(LLAMA.fused, part)
-        assert torch.equal(ours.y, whole.y[rows])
-        assert torch.equal(ours.dx, whole.dx[rows])
+        assert torch.equal(ours.y, whole.y[some])
+        assert torch.equal(ours.dx, whole.dx[some])
 
 
 @pytest.mark.parametrize(("rows", "width"), [(66, 64), (5, 1000)])

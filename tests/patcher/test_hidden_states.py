@@ -77,7 +77,14 @@ def in_a_loop_by_hand(model: nn.Module, ids: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, states))
 
 
-@pytest.mark.parametrize("gradients", [by_autograd_grad, by_retain_grad, by_tensor_hooks, in_a_loop_by_hand])
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        by_autograd_grad,
+        in_a_loop_by_hand,
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (by_retain_grad, by_tensor_hooks)),
+    ],
+)
 @pytest.mark.parametrize(("model_type", "dtype"), CASES)
 def test_a_gradient_at_a_hidden_state_is_that_of_stock(
     gradients: Callable[[nn.Module, Tensor], list[Tensor]], model_type: str, dtype: torch.dtype, device: str
