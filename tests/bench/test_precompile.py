@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 import pytest
+import torch
 
 from fused_norm.bench.operator_cases import OperatorCase
 from fused_norm.bench.precompile import precompile

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_norm.kernels import MODES
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, forward_plan
+from fused_norm.kernels.triton import norm_backward
 from fused_norm.kernels.triton.norm_backward import launch_norm_backward
 from fused_norm.kernels.triton.norm_forward import empty_norm, launch_norm_forward
 
@@ -235,3 +236,13 @@ def test_many_more_wide_rows_than_programs_repeat_bit_for_bit(width: int, r: tor
     for s, dy in zip(total.double().split(100), inputs.dy.double().split(100), strict=True):
         exact += (dy * s * (s.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).sum(0)
     torch.testing.assert_close(first.dw.double(), exact, rtol=2**-8, atol=1e-4 * len(total) ** 0.5)
+
+
+def test_a_grid_may_be_smaller_than_the_rows_need(
+    in_chunks: None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = Norm("llama", x=BF16, w=BF16)
+    inputs = make_inputs(norm, (13, 130), device)
+    whole = run(norm.fused, inputs, frozen="w")
+    monkeypatch.setattr(norm_backward, "_GRID_LIMIT", 2)
+    assert torch.equal(run(norm.fused, inputs, frozen="w").dx, whole.dx)

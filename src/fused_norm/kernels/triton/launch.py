@@ -51,7 +51,7 @@ class Launch:
     go straight to the compiled kernel. All others, and all while a launch hook is set, take Triton's own way.
     """
 
-    __slots__ = ("_constants", "_kernel", "_options", "_prepared", "_values")
+    __slots__ = ("_constants", "_kernel", "_prepared", "_values", "options")
 
     def __init__(
         self, kernel: Any, warps: int, constants: dict[str, Any], *, fuse: bool = True, overlaps: bool = False
@@ -62,11 +62,11 @@ class Launch:
         (``await_previous``).
         """
         self._kernel = kernel
-        self._options: dict[str, int] = {"num_warps": warps}
+        self.options: dict[str, int] = {"num_warps": warps}
         if not fuse:
-            self._options["enable_fp_fusion"] = False
+            self.options["enable_fp_fusion"] = False
         if overlaps:
-            self._options["launch_pdl"] = True
+            self.options["launch_pdl"] = True
         self._constants = constants
         self._values = tuple(constants.values())
         self._prepared: dict[Any, tuple[Any, Any, Any, Any]] = {}
@@ -131,7 +131,7 @@ class Launch:
 
     def _launch(self, grid: tuple[int, int], arguments: tuple[Any, ...]) -> Any:
         with on(arguments[0].device):
-            return self._kernel[grid](*arguments, **self._options, **self._constants)
+            return self._kernel[grid](*arguments, **self.options, **self._constants)
 
 
 def _hooked() -> bool:
