@@ -131,7 +131,7 @@ def _dropped_residual(model: nn.Module, state: PlantedFault) -> Callable[[], Non
             residual = torch.zeros_like(residual)
         return add(norm, residual, *arguments, **named)
 
-    # Whichever layer it is that adds: the one that has the norm, or the one before.
+    # A norm does not know its layer, so all of them are watched.
     blocks = [module for module in model.modules() if hasattr(module, "fused_norm_add")]
     return _undo_all(*(_wrap(block, "fused_norm_add", drop) for block in blocks))
 
