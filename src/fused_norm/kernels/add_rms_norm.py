@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual, check_scale
-from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import launch_norm_backward
 from .triton.norm_forward import empty_norm, launch_norm_forward
@@ -50,7 +50,7 @@ class AddRMSNorm(Operator):
         _, s, rstd = results
         return (s, weight, rstd), (x.dtype, residual.dtype, scale)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming
         x_dtype, residual_dtype, scale = call.facts
         need_dx, need_dr, need_dw = call.needed
@@ -60,7 +60,7 @@ class AddRMSNorm(Operator):
         # As PyTorch's own add, one gradient for both where they are alike: a second store costs a quarter of the time.
         alike = need_dx and need_dr and x_dtype == residual_dtype and scale == 1.0
         call = call._replace(needed=(need_dx, need_dr and not alike, need_dw))
-        dx, dr, dw = super().differentiate(spec, call, plain=plain)
+        dx, dr, dw = super().differentiate(spec, call, by)
         return dx, dx if alike else dr, dw
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
@@ -73,6 +73,12 @@ class AddRMSNorm(Operator):
         if launch:
             launch_norm_backward(spec, dy, ds, s, weight, rstd, dx, dr, dw, scale)
         return dx, dr, dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy, ds), (s, weight, _) = call.incoming, call.saved
+        x_dtype, residual_dtype, scale = call.facts
+        g, dw = reference.rms_norm_backward(spec, dy, s, weight, ds)
+        return (g * scale).to(x_dtype), g.to(residual_dtype), dw
 
 
 ADD_RMS_NORM = AddRMSNorm()
@@ -112,6 +118,5 @@ def add_rms_norm(
     Raises:
         TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
-        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
     return ADD_RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, weight, mode, scale)

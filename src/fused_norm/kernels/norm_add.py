@@ -11,7 +11,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
 from .plans import WIDEST_SANDWICH_FORWARD
 from .rms_norm import RMS_NORM
 from .triton.norm_forward import empty_norm, launch_norm_forward
@@ -53,13 +53,13 @@ class NormAdd(Operator):
         x, residual, weight = arguments
         return (x, weight, results[1]), (residual.dtype,)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         (ds,), (residual_dtype,) = call.incoming, call.facts
         need_dx, need_dr, need_dw = call.needed
         dx = dw = None
         if need_dx or need_dw:
             norm_call = call._replace(facts=(), needed=(need_dx, need_dw))
-            dx, dw = RMS_NORM.differentiate(spec, norm_call, plain=plain)
+            dx, dw = RMS_NORM.differentiate(spec, norm_call, by)
         # As an add passes it on: what arrives, unless it must be converted.
         return dx, ds.to(residual_dtype) if need_dr and ds is not None else None, dw
 
@@ -95,6 +95,5 @@ def norm_add(
     Raises:
         TypeError: for a dtype that is not floating point.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
-        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
     return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
 from .plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD
 from .rms_norm import RMS_NORM
 from .triton.memory import empty_rows_like, empty_weight_grad
@@ -58,17 +58,17 @@ class NormAddNorm(Operator):
         _, s, inner_rstd, rstd = results
         return (s, x, inner_weight, weight, inner_rstd, rstd), (residual.dtype,)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming
         if dy is not None or ds is None:
-            return super().differentiate(spec, call, plain=plain)
+            return super().differentiate(spec, call, by)
         # Only the sum was used.
         _, x, inner_weight, _, inner_rstd, _ = call.saved
         need_dx, need_dr, need_dinner, _ = call.needed
         dx = dinner = None
         if need_dx or need_dinner:
             norm_call = BackwardCall((ds,), (x, inner_weight, inner_rstd), (), (need_dx, need_dinner))
-            dx, dinner = RMS_NORM.differentiate(spec, norm_call, plain=plain)
+            dx, dinner = RMS_NORM.differentiate(spec, norm_call, by)
         return dx, ds.to(call.facts[0]) if need_dr else None, dinner, None
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
@@ -93,6 +93,12 @@ class NormAddNorm(Operator):
         if g is not None:
             launch_norm_backward(spec, g, None, x, inner_weight, inner_rstd, dx, None, dinner)
         return dx, dr, dinner, dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy, ds), (s, x, inner_weight, weight, *_) = call.incoming, call.saved
+        g, dw = reference.rms_norm_backward(spec, dy, s, weight, ds)
+        dx, dinner = reference.rms_norm_backward(spec, g, x, inner_weight)
+        return dx.to(x.dtype), g.to(call.facts[0]), dinner, dw
 
 
 NORM_ADD_NORM = NormAddNorm()
@@ -129,6 +135,5 @@ def norm_add_norm(
     Raises:
         TypeError: for a dtype that is not floating point.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
-        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
     return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
-from .triton.devices import runs_kernels_on
+from .triton.devices import is_transformed, runs_kernels_on
 
 Tensors = Sequence[Tensor | None]
 Facts = tuple[Any, ...]
@@ -36,6 +36,10 @@ class BackwardCall(NamedTuple):
     saved: Sequence[Any]
     facts: Facts
     needed: Sequence[bool]
+
+
+Backward = Callable[["Operator", NormSpec, BackwardCall], "tuple[Tensor | None, ...]"]
+"""A way to an operator's gradients."""
 
 
 class Executor(Protocol):
@@ -124,12 +128,13 @@ class Operator(ABC):
         """``gradients`` from a gradient that is there, None where not needed; only allocated where not ``launch``."""
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
-        """``backward``, or the registered operator of it where the call is not ``plain``."""
-        if plain:
-            return self.backward(spec, call)
-        found = self._backward_op(*_values(spec), *call.incoming, *call.saved, *call.facts, *call.needed)
-        return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        """``backward`` by PyTorch's own operators, which can be differentiated; what is not needed may be there."""
+        raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+        """``gradients`` by one of the ways to a backward; None where not needed."""
+        return by(self, spec, call)
 
     def takes(self, *arguments: Any) -> bool:
         """Return whether kernels can run on good arguments."""
@@ -216,24 +221,36 @@ def _kept_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
     return NormSpec(casting, zero_centered, eps=eps)
 
 
-def differentiate_once(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """An operator's gradients; they raise when they are differentiated again, if they depend on anything that can be.
+def differentiate(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    """An operator's gradients, in the way that fits the call.
 
-    PyTorch's ``once_differentiable`` looks at the incoming gradients alone: with a constant one, second derivatives
-    with respect to what the forward saved would be missing without a word.
+    Kernels leave nothing to differentiate: where the gradients are to be differentiated in turn, or come in batches or
+    with tangents, they are computed by PyTorch's own operators.
     """
     if all(gradient is None for gradient in call.incoming):
         return (None,) * len(operator.gradients)
-    plain = _is_plain(call.incoming)
-    if not torch.is_grad_enabled():
-        return operator.differentiate(spec, call, plain=plain)
-    with torch.no_grad():
-        found = operator.differentiate(spec, call, plain=plain)
-    if not any(tensor is not None and tensor.requires_grad for tensor in (*call.incoming, *call.saved)):
-        return found
-    message = b"the gradient of a fused norm cannot be differentiated again"
-    raising: Callable[..., Any] = torch._C._functions.DelayedError(message, len(found))
-    return raising(*[None if tensor is None else tensor.detach().requires_grad_() for tensor in found])
+    tensors = (*call.incoming, *call.saved)
+    if not torch.compiler.is_compiling():
+        again = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+        batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
+        if again or batched or is_transformed():
+            return operator.differentiate(spec, call, _by_reference)
+    return operator.differentiate(spec, call, by_launches if _is_plain(tensors) else _by_registered_operator)
+
+
+def by_launches(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    """The gradients, kernels launched directly."""
+    return operator.backward(spec, call)
+
+
+def _by_registered_operator(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    found = operator._backward_op(*_values(spec), *call.incoming, *call.saved, *call.facts, *call.needed)
+    return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
+
+
+def _by_reference(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    found = operator.reference_backward(spec, call)
+    return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
 
 
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
@@ -252,7 +269,7 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
         spec, facts = ctx.spec_and_facts
         needed = ctx.needs_input_grad[1 : 1 + differentiated]
         call = BackwardCall(incoming, ctx.saved_tensors, facts, needed)
-        return None, *differentiate_once(operator, spec, call), *rest
+        return None, *differentiate(operator, spec, call), *rest
 
     # Made by its name, which PyTorch gives the nodes of the graph.
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -261,15 +278,16 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def _is_plain(tensors: Tensors) -> bool:
-    """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no tensor subclass.
+    """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no unusual tensor.
 
-    Then nobody watches the dispatcher, and going round it saves its time on the host.
+    Then nobody watches the dispatcher, and going round it saves its time on the host. Unusual are subclasses, and
+    tensors whose memory does not hold their values.
     """
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta) for tensor in tensors)
+        or any(t is not None and (type(t) not in _PLAIN or t.is_meta or t.is_neg()) for t in tensors)
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
-from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad, heads_dim_of
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
@@ -60,7 +60,7 @@ class QKNorm(Operator):
         *inputs, unsqueeze_dim = arguments
         return inputs, (unsqueeze_dim,)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, *, plain: bool) -> tuple[Tensor | None, ...]:
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         # A side that is unused, or that needs nothing, gets no work.
         needed = list(call.needed)
         incoming = list(call.incoming)
@@ -70,7 +70,7 @@ class QKNorm(Operator):
         if not any(needed):
             return None, None, None, None
         call = call._replace(incoming=tuple(incoming), needed=tuple(needed))
-        return super().differentiate(spec, call, plain=plain)
+        return super().differentiate(spec, call, by)
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, *_ = call.saved
@@ -83,6 +83,20 @@ class QKNorm(Operator):
         if launch:
             dq_out, dk_out = call.incoming
             launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, call.facts[0])
+        return *dx, *dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        *inputs, cos, sin = call.saved
+        dx: list[Tensor | None] = [None, None]
+        dw: list[Tensor | None] = [None, None]
+        for side, d in enumerate(call.incoming):
+            if d is None:
+                continue
+            x, weight = inputs[side::2]
+            if cos is not None:
+                d = reference.rope_backward(d, *(reference.against_heads(a, call.facts[0]) for a in (cos, sin)))
+            grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
+            dx[side] = grad.to(x.dtype)
         return *dx, *dw
 
 
@@ -117,7 +131,6 @@ def qk_norm(
     Raises:
         TypeError: for a dtype that is not floating point.
         ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
-        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
     return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1)
 
@@ -161,7 +174,6 @@ def qk_norm_rope(
     Raises:
         TypeError: for a dtype that is not floating point.
         ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
-        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
     spec = norm_spec(casting, zero_centered, eps)
     return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)

@@ -68,11 +68,15 @@ def qk_norm_rope(
     q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
     if cos is None or sin is None:
         return q, k
-    if cos.dim() == 3:
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    elif cos.dim() == 2:
-        cos, sin = (angles[None].unsqueeze(unsqueeze_dim) for angles in (cos, sin))
+    cos, sin = against_heads(cos, unsqueeze_dim), against_heads(sin, unsqueeze_dim)
     return rope(q, cos, sin), rope(k, cos, sin)
+
+
+def against_heads(angles: Tensor, unsqueeze_dim: int) -> Tensor:
+    """Four-dimensional cos or sin, which broadcast against q and k."""
+    if angles.dim() == 2:
+        angles = angles[None]
+    return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,6 +85,36 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
     return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+
+
+def rms_norm_backward(
+    spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients ``(dx, dw)`` that kernels compute, by operators that can be differentiated again.
+
+    dx is not yet rounded; ``ds`` is added to it. dw has the weight's dtype.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, g = x.to(wide), dy.to(wide)
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps)
+    x_hat = x * rstd
+    dw = None
+    if weight is not None:
+        dw = (g * x_hat).sum_to_size(weight.shape).to(weight.dtype)
+        g = g * gamma(weight.to(wide) if spec.casting == "gemma" else weight, spec.zero_centered).to(wide)
+    dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+    return dx if ds is None else dx + ds.to(wide), dw
+
+
+def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of what ``rope`` rotates, in fp32 at least."""
+    wide = torch.promote_types(d.dtype, torch.float32)
+    d, cos, sin = d.to(wide), cos.to(wide), sin.to(wide)
+    rotary = cos.shape[-1]
+    front = d.narrow(-1, 0, rotary)
+    across_a, across_b = (front * sin).chunk(2, dim=-1)
+    turned = front * cos + torch.cat((across_b, -across_a), dim=-1)
+    return turned if rotary == d.shape[-1] else torch.cat((turned, d[..., rotary:]), dim=-1)
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -55,6 +55,11 @@ class RMSNorm(Operator):
             launch_norm_backward(spec, dy, None, x, weight, rstd, dx, None, dw)
         return dx, dw
 
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, _) = call.incoming, call.saved
+        dx, dw = reference.rms_norm_backward(spec, dy, x, weight)
+        return dx.to(x.dtype), dw
+
 
 RMS_NORM = RMSNorm()
 
@@ -88,6 +93,5 @@ def rms_norm(
         TypeError: for a dtype that is not floating point.
         ValueError: for a weight of another width or device, an unknown casting, or a mode that cannot hold a row this
             wide.
-        RuntimeError: from a second differentiation of the kernels' gradient (``create_graph=True``).
     """
     return RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, weight, mode)

@@ -21,7 +21,7 @@ from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import KERNEL_DTYPES
 from ..kernels.operator import norm_spec
 from ..kernels.rms_norm import RMS_NORM
-from ..kernels.triton.devices import runs_kernels_on
+from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from ..spec import NormSpec
 
 logger = logging.getLogger("fused_norm")
@@ -136,7 +136,11 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
     if x.dtype not in KERNEL_DTYPES:
         return f"the input is {x.dtype}"
     if not runs_kernels_on(x):
-        return f"kernels do not run on {x.device.type}"
+        if torch.jit.is_tracing():
+            return ""
+        return (
+            "torch.func or forward AD transforms it" if is_transformed() else f"kernels do not run on {x.device.type}"
+        )
     if weight is not None:
         if not _is_plain(weight):
             return f"the weight is a {type(weight).__name__}"
@@ -151,9 +155,7 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
             return "the residual has another shape or device than the input"
     if spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
         return "autocast changes what an uncast norm rounds to"
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return ""
-    return None
+    return "" if torch.compiler.is_exporting() else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..operator import BackwardCall, Operator, differentiate_once, set_executor
+from ..operator import BackwardCall, Operator, by_launches, differentiate, set_executor
 from . import build
 from .recorder import NotRecordableError, Program, Recorder
 
@@ -95,7 +95,7 @@ class ReplayExecutor:
 
         def backward() -> tuple[Sequence[Any], Sequence[Any], Any]:
             call = BackwardCall(incoming, saved, facts, needed[:count])
-            found = self._operator.differentiate(spec, call, plain=True)
+            found = self._operator.differentiate(spec, call, by_launches)
             return (*found, *[None] * (len(needed) - count)), (), None
 
         recorded = self._record([*saved, *incoming], backward)
@@ -124,7 +124,7 @@ class ReplayExecutor:
         """The backward in Python, behind a forward that was replayed; a gradient for each of the tensors."""
         spec, facts = known
         count = len(self._operator.gradients)
-        found = differentiate_once(self._operator, spec, BackwardCall(incoming, saved, facts, needed[:count]))
+        found = differentiate(self._operator, spec, BackwardCall(incoming, saved, facts, needed[:count]))
         return *found, *[None] * (len(needed) - count)
 
 

@@ -16,12 +16,21 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
 
 
-def runs_kernels_on(*tensors: Tensor | None) -> bool:
-    """Return whether kernels take these tensors (meta tensors are traced); the PyTorch reference takes all others.
+def is_transformed() -> bool:
+    """Return whether a transform is active that looks inside of operators, where kernels have nothing to show.
 
-    It also takes everything under forward-mode differentiation: a kernel would drop the tangents without a word.
+    Such are those of ``torch.func``, forward-mode differentiation and ``torch.jit.trace``.
     """
     if forward_ad._current_level >= 0:
+        return True
+    if torch.compiler.is_compiling():  # Dynamo applies transforms by itself
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+
+
+def runs_kernels_on(*tensors: Tensor | None) -> bool:
+    """Return whether kernels take these tensors (meta tensors are traced); the PyTorch reference takes all others."""
+    if is_transformed():
         return False
     for tensor in tensors:
         if tensor is not None and tensor.dtype == torch.float64:
