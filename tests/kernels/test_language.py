@@ -1,4 +1,4 @@
-"""Rounding inside of kernels."""
+"""Rounding and index arithmetic inside of kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_norm.kernels.triton.devices import INTERPRETED
-from fused_norm.kernels.triton.language import round_to
+from fused_norm.kernels.triton.language import round_to, rows_of
+from fused_norm.kernels.triton.qk_kernels import _head_of, _token_of
 
 from .numerics import BF16, DTYPES, FP16, FP32
 
@@ -63,3 +64,24 @@ def test_round_to_is_the_cast_of_torch(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(stored[storable].view(integer), expected[storable].view(integer))
     assert stored[~number].isnan().all()
     assert rounded[~number].isnan().all()
+
+
+@triton.jit
+def _index_kernel(tile_ptr, row_ptr, token_ptr, head_ptr, H, TILE: tl.constexpr, LONG: tl.constexpr):
+    index = tl.arange(0, TILE)
+    tile = tl.load(tile_ptr)
+    tl.store(row_ptr + index, rows_of(tile, TILE, LONG))
+    tl.store(token_ptr + index[:, None, None], _token_of(tile, H, TILE, 4, LONG))
+    tl.store(head_ptr + index[None, :, None], _head_of(tile, H, TILE, LONG))
+
+
+@pytest.mark.parametrize(("first", "long"), [(3, False), (3, True), (2**27, True), (2**31 - 1, True)])
+def test_rows_of_any_tile_are_counted_without_overflow(first: int, long: bool, device: str) -> None:
+    size, heads = 16, 4
+    rows, tokens, head = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
+    tile = torch.tensor([first], dtype=torch.int32, device=device)
+    _index_kernel[(1,)](tile, rows, tokens, head, heads, TILE=size, LONG=long)
+    expected = first * size + torch.arange(size, device=device)
+    assert torch.equal(rows, expected)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(head, torch.arange(size, device=device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm
 from fused_norm.kernels.triton import norm_backward, norm_forward, weight_grad
@@ -226,6 +228,63 @@ def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
     for rows in (1, 5, 16, 64, 1000, 4096):
         run(LLAMA.fused, make_inputs(LLAMA, (rows, 96), device))
     assert compiled() == before
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@CALLS
+def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, device: str) -> None:
+    call = _calls(device, rows=rows)[index]
+    call = call._replace(spec=replace(call.spec, eps=0.0))
+    truth = call._replace(tensors=[None if tensor is None else tensor.double() for tensor in call.tensors])
+    for ours, expected in zip(call.results(), truth.results(OPERATORS[call.name].reference), strict=True):
+        assert (ours.double() - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (2, 0, 4, 8), (0, 3), (2, 3, 2, 0), (0, 0)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_empty_tensors_give_empty_results_and_zero_gradients(name: str, shape: tuple[int, ...], device: str) -> None:
+    x, w = torch.ones(shape, device=device), torch.ones(shape[-1], device=device)
+    tensors, options = {
+        "rms_norm": ((x, w), (None,)),
+        "add_rms_norm": ((x, x, w), (None, 1.0)),
+        "norm_add": ((x, x, w), ()),
+        "norm_add_norm": ((x, x, w, w), ()),
+        "qk_norm": ((x, x[:1], w, w, None, None), (1,)),
+    }[name]
+    *outputs, dw = Call(name, NormSpec("llama"), tensors, options).results()
+    assert all(output.numel() == 0 for output in outputs if output.shape != w.shape)
+    assert torch.equal(dw, torch.zeros_like(w))
+
+
+@CALLS
+def test_a_subclass_among_plain_tensors_sees_the_operators(index: int, device: str) -> None:
+    call = _calls(device)[index]
+    expected = call.results()
+    for place, tensor in enumerate(call.tensors):
+        if tensor is None:
+            continue
+        tensors = list(call.tensors)
+        tensors[place] = TwoTensor(tensor, tensor.clone())
+        for ours, plain in zip(call._replace(tensors=tensors).results(), expected, strict=True):
+            assert torch.equal(ours.a if isinstance(ours, TwoTensor) else ours, plain)
+            assert not isinstance(ours, TwoTensor) or torch.equal(ours.b, plain)
+
+
+@CALLS
+def test_a_subclass_as_incoming_gradient_sees_the_operators(index: int, device: str) -> None:
+    call = _calls(device)[index]
+
+    def gradients(wrapped: bool) -> list[Tensor]:
+        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in call.tensors[:4]]
+        outputs = OPERATORS[call.name](call.spec, *leaves, *call.tensors[4:], *call.options)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        incoming = [output.detach().cos() for output in outputs]
+        if wrapped:
+            incoming[0] = TwoTensor(incoming[0], incoming[0].clone())
+        return list(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf is not None], incoming))
+
+    for ours, plain in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours.a if isinstance(ours, TwoTensor) else ours, plain)
 
 
 def _described(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:

@@ -102,8 +102,9 @@ def input_grad(g, s, rstd, N: tl.constexpr):
 @triton.jit
 def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
     """The row numbers of a tile; 64-bit where an offset made from them could pass 2^31."""
-    row = tile * ROWS + tl.arange(0, ROWS)
-    return row.to(tl.int64) if LONG else row
+    if LONG:
+        tile = tile.to(tl.int64)
+    return tile * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit

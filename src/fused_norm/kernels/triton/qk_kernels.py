@@ -20,15 +20,19 @@ from .language import let_next_begin, load_gamma, normalised, round_to, rstd_fro
 @triton.jit
 def _token_of(tile, H, TOKENS: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr):
     """The tokens of a tile, [TOKENS, 1, 1]; a token's blocks of heads follow each other."""
-    token = (tile // tl.cdiv(H, HEADS)) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    return token.to(tl.int64) if LONG else token
+    block = tile // tl.cdiv(H, HEADS)
+    if LONG:
+        block = block.to(tl.int64)
+    return block * TOKENS + tl.arange(0, TOKENS)[:, None, None]
 
 
 @triton.jit
 def _head_of(tile, H, HEADS: tl.constexpr, LONG: tl.constexpr):
     """The heads of a tile, [1, HEADS, 1]."""
-    head = (tile % tl.cdiv(H, HEADS)) * HEADS + tl.arange(0, HEADS)[None, :, None]
-    return head.to(tl.int64) if LONG else head
+    block = tile % tl.cdiv(H, HEADS)
+    if LONG:
+        block = block.to(tl.int64)
+    return block * HEADS + tl.arange(0, HEADS)[None, :, None]
 
 
 @triton.jit
@@ -235,9 +239,8 @@ def _backward_tiles(
             g_a = dn_a * gamma_a
             squares = tl.sum(a * a, axis=2)
             products = tl.sum(g_a * a, axis=2)
-        rstd = tl.rsqrt(squares * (1.0 / N) + eps)
-        pull = (products * (rstd * rstd) * (1.0 / N))[:, :, None]
-        rstd = rstd[:, :, None]
+        rstd = tl.where(live, tl.rsqrt(squares * (1.0 / N) + eps)[:, :, None], 0.0)  # without eps a dead row's is inf
+        pull = products[:, :, None] * (rstd * rstd) * (1.0 / N)
         if HAS_DW:
             dw_a += dn_a * (a * rstd)
             if HALVES:
