@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import add_rms_norm, rms_norm
-from fused_norm.spec import CASTINGS
+from fused_norm.kernels import add_rms_norm, reference, rms_norm
+from fused_norm.spec import CASTINGS, NormSpec
 
 from .conftest import Launched
 from .numerics import (
@@ -287,6 +288,63 @@ def test_a_retained_graph_gives_the_same_gradients_again(device: str) -> None:
     first = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
     second = torch.autograd.grad(outputs, leaves, gradients)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _leaves(device: str) -> list[Tensor]:
+    return [torch.randn(size, device=device, requires_grad=True) for size in ((5, 64), (5, 64), (64,))]
+
+
+def test_gradients_of_branch_and_residual_are_changed_in_place_apart(device: str) -> None:
+    """They are one tensor on their way; what optimizers and clipping do in place must meet each once."""
+    leaves = _leaves(device)
+    stock = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    for one, call in ((leaves, add_rms_norm), (stock, partial(reference.add_rms_norm, NormSpec("llama")))):
+        for _ in range(2):  # accumulated, too
+            y, s = call(*one)
+            (y.sin().sum() + s.cos().sum()).backward()
+        torch.nn.utils.clip_grad_norm_(one, 0.5)
+        torch._foreach_mul_([leaf.grad for leaf in one], 3.0)
+        one[0].grad.add_(1.0)
+    for ours, expected in zip(leaves, stock, strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+@pytest.mark.gpu
+def test_gradients_made_on_another_stream_are_whole(device: str) -> None:
+    x, r, w = _leaves(device)
+    y, s = add_rms_norm(x, r, w)
+    expected = torch.autograd.grad((y, s), (x, r, w), (y.sin(), s.cos()), retain_graph=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            incoming = [torch.randn(5, 64, device=device).mul_(0).add_(one) for one in (y.sin(), s.cos())]
+            found = torch.autograd.grad((y, s), (x, r, w), incoming, retain_graph=True)
+            doubled = torch._foreach_mul(found, 2.0)
+        torch.cuda.current_stream().wait_stream(side)
+        assert all(torch.equal(one, 2 * other) for one, other in zip(doubled, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_backward_whose_addresses_were_read_replays(device: str) -> None:
+    x, r, w = _leaves(device)
+    leaves, dy = (x, r, w), torch.randn(5, 64, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(add_rms_norm(*leaves), leaves, (dy, dy))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(add_rms_norm(*leaves), leaves, (dy, dy))
+        addresses = [gradient.data_ptr() for gradient in captured]
+    with torch.no_grad():
+        x.normal_()
+        dy.normal_()
+    graph.replay()
+    assert addresses == [gradient.data_ptr() for gradient in captured]
+    for ours, expected in zip(captured, torch.autograd.grad(add_rms_norm(*leaves), leaves, (dy, dy)), strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(66, 64), (6, 1000)])

@@ -12,10 +12,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as rotate_part
 
 from fused_norm.kernels import qk_norm, qk_norm_rope
+from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import qk_launch
 from fused_norm.kernels.triton.devices import facts_of
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import empty_rows_like
+from fused_norm.spec import NormSpec
 
 from .conftest import Launched
 from .numerics import BF16, FP16, FP32, Norm, assert_same_row, far_apart, floor, none_rounded_once
@@ -500,6 +502,19 @@ def test_nan_stays_in_its_head(device: str) -> None:
         assert sick[1, 2, 3]
         assert torch.equal(ours[name][~sick], clean[name][~sick])
     assert torch.equal(ours["dk_weight"], clean["dk_weight"])
+
+
+@pytest.mark.parametrize("far", ["q", "k", "cos", "sin", None])
+def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qk_launch, "facts_of", lambda _: Device())
+    step = {name: 2**30 if name == far else 8 for name in ("q", "k", "cos", "sin")}
+    q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
+    cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))
+    inputs, outputs = (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
+    forward = qk_launch._plan_forward(NormSpec("llama"), inputs, outputs, 1)
+    backward = qk_launch._plan_backward(NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
+    assert forward.launch._constants["SHAPE"].LONG == (far is not None)
+    assert backward.launch._constants["SHAPE"].LONG == (far is not None)
 
 
 def test_one_launch_serves_every_batch_and_length(device: str, launches: list[Launched]) -> None:
