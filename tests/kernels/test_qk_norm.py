@@ -513,8 +513,9 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
     inputs, outputs = (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
     forward = qk_launch._plan_forward(NormSpec("llama"), inputs, outputs, 1)
     backward = qk_launch._plan_backward(NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
-    assert forward.launch._constants["SHAPE"].LONG == (far is not None)
-    assert backward.launch._constants["SHAPE"].LONG == (far is not None)
+    for planned in (forward, backward):
+        shape = planned.launch._constants["SHAPE"]
+        assert shape.LONG == (far is not None)
 
 
 def test_one_launch_serves_every_batch_and_length(device: str, launches: list[Launched]) -> None:

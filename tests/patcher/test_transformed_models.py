@@ -1,0 +1,74 @@
+"""Patched models under what differentiates them in other ways than training does; all of it equals stock's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .models import relative, tokens, twins
+
+MODEL_TYPES = ["llama", "qwen3", "gemma2"]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def hessian_vector_product(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss_of(model, ids), parameters, create_graph=True)
+    return list(torch.autograd.grad(sum(one.sin().sum() for one in first), parameters))
+
+
+def penalised_gradient(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Of the loss and the norm of the gradient at the embeddings."""
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=ids, use_cache=False).loss
+    (first,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    total = loss + first.square().sum()
+    return list(torch.autograd.grad(total, [p for n, p in model.named_parameters() if "layers" in n]))
+
+
+def gradients_in_a_batch(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    parameters = list(model.parameters())
+    losses = torch.stack([loss_of(model, ids), loss_of(model, ids.flip(1))])
+    return list(torch.autograd.grad(losses, parameters, torch.eye(2, device=ids.device), is_grads_batched=True))
+
+
+def per_sample_gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits = functional_call(model, parameters, (), {"input_ids": row[None], "use_cache": False}).logits
+        return nn.functional.cross_entropy(logits[0, :-1], row[1:])
+
+    return list(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, ids).values())
+
+
+def directional_derivative(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (), {"input_ids": ids, "labels": ids, "use_cache": False}).loss
+
+    return list(torch.func.jvp(loss, (parameters,), (parameters,)))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [hessian_vector_product, penalised_gradient, gradients_in_a_batch, per_sample_gradients, directional_derivative],
+)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_derivatives_are_those_of_stock(
+    model_type: str, derive: Callable[[nn.Module, Tensor], list[Tensor]], device: str
+) -> None:
+    stock, fused = twins(model_type, device=device)
+    for model in (stock, fused):
+        model.set_attn_implementation("eager")
+    ids = tokens(device, length=7)
+    for ours, expected in zip(derive(fused, ids), derive(stock, ids), strict=True):
+        assert relative(ours, expected) < 1e-4
