@@ -5,7 +5,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 MATRIX := 4.57.6 5.23.0
 
 VENV := .venv
@@ -52,13 +52,13 @@ clean: ## remove the virtual environments and everything built
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ensurepip is what Debian's python3 lacks until python3-venv is installed.
-USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
 $(READY): pyproject.toml constraints.txt
 	@for python in $(PYTHON); do \
 		if $$python -c '$(USABLE)' 2>/dev/null; then exec $$python -m venv $(VENV); fi; \
 	done; \
-	echo "None of '$(PYTHON)' is a Python 3.10 or newer with its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
+	echo "None of '$(PYTHON)' is a Python 3.11 or newer with its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
 	echo "Install one, or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
