@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 
 from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, replay, rms_norm
 from fused_norm.kernels.operator import norm_spec, set_executor
 from fused_norm.kernels.replay import build, recorder
 from fused_norm.kernels.replay.build import UnavailableError, load
 from fused_norm.kernels.replay.executor import ReplayExecutor
+from fused_norm.kernels.replay.recorder import NotRecordableError, Recorder
 
 from . import replay_on_cpu, sandwich, test_qk_norm
 from .conftest import OPERATORS
@@ -230,6 +232,29 @@ def test_gradients_that_cannot_be_read_in_place_stay_with_python(device: str, na
     assert native["rms_norm"].replayed() == (2, 0)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    "number", [1e300, -1e300, 3.4028235677973366e38, 1e-300, -1e-60, float("inf"), float("nan"), -1.0]
+)
+def test_numbers_beyond_float32_are_what_they_are_in_python(
+    number: float, device: str, native: Halves, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, r, w = _arguments(device)
+
+    def results() -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(x, r, w, scale=number)
+        z = rms_norm(x, w, number)
+        return y, s, z, *torch.autograd.grad((y, s, z), (x, r, w), (torch.ones_like(y),) * 3)
+
+    expected = in_python(results)
+    for repeat in (1, 2):
+        for ours, theirs in zip(results(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert native["rms_norm"].replayed() == (repeat, repeat)
+        assert native["add_rms_norm"].replayed() == (repeat, repeat)
+    assert not caplog.records
+
+
 def test_empty_tensors_stay_with_python(device: str, native: Halves) -> None:
     x, _, w = _arguments(device, rows=0)
     dx, dw = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
@@ -285,17 +310,35 @@ def test_recording_is_not_disturbed_by_a_function_mode(device: str, native: Halv
     assert torch.equal(first, rms_norm(x, w))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the list of launch hooks is Triton's own there")
-def test_whoever_watches_launches_sees_them(device: str, native: Halves) -> None:
+def _nothing(*_: object) -> None:
+    """A hook on launches."""
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("replaced", ["no", "chain", "callable"])
+def test_whoever_watches_launches_sees_them(
+    replaced: str, which: str, device: str, native: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, _, w = _arguments(device)
     y = rms_norm(x, w)
-    replay_on_cpu.hooks.append(print)
-    rms_norm(x, w)
-    torch.autograd.grad(y, x, torch.ones_like(y))
-    assert native["rms_norm"].replayed() == (1, 0)
-    replay_on_cpu.hooks.clear()
-    rms_norm(x, w)
-    assert native["rms_norm"].replayed() == (2, 0)
+    chain = getattr(knobs.runtime, which)
+    with monkeypatch.context() as patch:
+        if replaced == "callable":
+            patch.setattr(knobs.runtime, which, _nothing)
+        else:
+            if replaced == "chain":
+                patch.setattr(knobs.runtime, which, type(chain)())
+            getattr(knobs.runtime, which).add(_nothing)
+        rms_norm(x, w)
+        torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        assert native["rms_norm"].replayed() == (1, 0)
+    chain.remove(_nothing)
+    for nobody in (chain, type(chain)(), None):
+        monkeypatch.setattr(knobs.runtime, which, nobody)
+        before = native["rms_norm"].replayed()
+        rms_norm(x, w)
+        torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        assert native["rms_norm"].replayed() == (before[0] + 1, before[1] + 1)
 
 
 def test_a_second_differentiation_raises(device: str, native: Halves) -> None:
@@ -587,6 +630,19 @@ def test_another_write_or_another_tensor_ends_a_recording(
             assert torch.equal(rms_norm(x, w), expected), wrapped
             assert torch.equal(rms_norm(x, w), expected), wrapped
     assert native["rms_norm"].replayed() == (0, 0)
+
+
+def test_a_view_of_another_layout_ends_a_recording() -> None:
+    given = torch.randn(8, 8)
+    with Recorder([given]) as recorder:
+        made = torch.empty(8, 8)
+    for slot, tensor in enumerate((given, made)):
+        assert recorder.program([made, tensor.detach()])[2] == [1, slot]
+        for view in (tensor.t(), tensor.view(4, 16), tensor.view(torch.int32)):
+            with pytest.raises(NotRecordableError, match="a view of another"):
+                recorder.program([made, view])
+            with pytest.raises(NotRecordableError, match="a view of another"):
+                recorder.program([made], [view])
 
 
 def test_known_answers_only_what_was_recorded(device: str, native: Halves) -> None:

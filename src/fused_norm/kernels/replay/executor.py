@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ logger = logging.getLogger("fused_norm")
 
 _executors: dict[str, ReplayExecutor] = {}
 _on = False
+_connecting = threading.Lock()
 
 
 def switch(on: bool) -> None:
@@ -71,7 +73,9 @@ class ReplayExecutor:
         """The first call on a GPU loads the library, and builds it if need be."""
         if not isinstance(arguments[0], Tensor) or not arguments[0].is_cuda:
             return NotImplemented
-        self.connect(build.library())
+        with _connecting:
+            if self.run == self._load_and_run:  # and no other thread was faster
+                self.connect(build.library())
         return self.run(spec, *arguments)
 
     def _record_forward(self, call: Sequence[Any], differentiable: bool) -> tuple[Program, Any] | None:

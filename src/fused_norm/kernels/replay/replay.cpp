@@ -67,12 +67,23 @@ struct Driver {
   bool allocator_is_registered = true;  // or else PyTorch alone knows the allocator that somebody put in its place
 } driver;
 
-// Lists of callables that want to see every launch; while there are any, Python launches.
-std::vector<PyObject*> launch_hooks;
+// Triton's settings: their hooks are chains of callables that want to see every launch. Chains may be replaced at any
+// time, by anything that can be called.
+PyObject* launch_knobs = nullptr;
 
+// Whether anybody wants to see launches, which are Python's then; asked with the GIL held.
 bool launches_are_watched() {
-  for (PyObject* hooks : launch_hooks) {
-    if (Py_SIZE(hooks) != 0) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("launch_enter_hook"), PyUnicode_InternFromString("launch_exit_hook")};
+  static PyObject* const calls = PyUnicode_InternFromString("calls");
+  for (PyObject* name : names) {
+    PyObject* hook = PyObject_GetAttr(launch_knobs, name);
+    PyObject* watchers = hook == nullptr || hook == Py_None ? nullptr : PyObject_GetAttr(hook, calls);
+    const bool nobody = hook == Py_None || (watchers != nullptr && PyList_Check(watchers) && Py_SIZE(watchers) == 0);
+    PyErr_Clear();
+    Py_XDECREF(watchers);
+    Py_XDECREF(hook);
+    if (!nobody) {
       return true;
     }
   }
@@ -424,8 +435,14 @@ struct ReplayNode : public Node {
     }
     const c10::Device device = input_metadata(0).device();
     const c10::DeviceGuard guard(device);
-    if (at::GradMode::is_enabled() || calls_are_watched() || launches_are_watched()) {
+    if (at::GradMode::is_enabled() || calls_are_watched()) {
       return in_python(inputs);
+    }
+    {
+      pybind11::gil_scoped_acquire gil;
+      if (launches_are_watched()) {
+        return in_python(inputs);
+      }
     }
     void* stream = describe_stream(key, device);
     if (!describe(key, inputs.data(), inputs.size(), device)) {
@@ -707,15 +724,15 @@ PyMethodDef operation_methods[] = {
 
 PyTypeObject operation_type = {PyVarObject_HEAD_INIT(nullptr, 0) "fused_norm.Operation"};
 
-// connect(current_stream, is_capturing, get_context, retain_context, set_context, launch, hooks, allocator_is_registered,
-// on_cpu)
+// connect(current_stream, is_capturing, get_context, retain_context, set_context, launch, launch_knobs,
+// allocator_is_registered, on_cpu)
 PyObject* connect(PyObject*, PyObject* arguments) {
   unsigned long long addresses[6];
-  PyObject* hooks = nullptr;
+  PyObject* knobs = nullptr;
   int allocator_is_registered = 0, on_cpu = 0;
   if (!PyArg_ParseTuple(
-          arguments, "KKKKKKO!pp", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4],
-          &addresses[5], &PyTuple_Type, &hooks, &allocator_is_registered, &on_cpu)) {
+          arguments, "KKKKKKOpp", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4],
+          &addresses[5], &knobs, &allocator_is_registered, &on_cpu)) {
     return nullptr;
   }
   driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(addresses[0]);
@@ -726,16 +743,8 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   driver.launch = reinterpret_cast<decltype(driver.launch)>(addresses[5]);
   driver.allocator_is_registered = allocator_is_registered;
   driver.device_type = on_cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
-  launch_hooks.clear();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); ++i) {
-    PyObject* list = PyTuple_GET_ITEM(hooks, i);
-    if (!PyList_Check(list)) {
-      PyErr_SetString(PyExc_TypeError, "hooks must be lists");
-      return nullptr;
-    }
-    Py_INCREF(list);
-    launch_hooks.push_back(list);
-  }
+  Py_INCREF(knobs);
+  Py_XDECREF(std::exchange(launch_knobs, knobs));
   Py_RETURN_NONE;
 }
 
