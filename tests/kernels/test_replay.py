@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,43 +18,18 @@ from triton import knobs
 
 from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, replay, rms_norm
 from fused_norm.kernels.operator import norm_spec, set_executor
-from fused_norm.kernels.replay import build, recorder
-from fused_norm.kernels.replay.build import UnavailableError, load
+from fused_norm.kernels.replay import recorder
+from fused_norm.kernels.replay.build import load
 from fused_norm.kernels.replay.executor import ReplayExecutor
 from fused_norm.kernels.replay.recorder import NotRecordableError, Recorder
 
-from . import replay_on_cpu, sandwich, test_qk_norm
-from .conftest import OPERATORS
+from . import fuzz_replay, replay_on_cpu, sandwich, test_qk_norm
+from .conftest import OPERATORS, Halves, replayed_natively
 from .numerics import BF16, FP16, FP32, Norm, make_inputs, run
 
 Results = dict[str, Tensor]
-Halves = dict[str, Any]
-"""The native half of each operator, by name."""
 RMS_NORM = OPERATORS["rms_norm"]
 SPEC = norm_spec("llama", False, 1e-6)
-
-
-@pytest.fixture
-def native(device: str) -> Iterator[Halves]:
-    """Operators replay natively, with nothing recorded yet."""
-    try:
-        library = load() if device == "cpu" else build.library()
-    except UnavailableError as reason:
-        pytest.skip(f"no native library: {reason}")
-    if library is None:
-        pytest.skip("no native library")
-    replay.switch(True)
-    before = {name: (operator.executor.run, operator.executor.run_known) for name, operator in OPERATORS.items()}
-    for operator in OPERATORS.values():
-        operator.executor.connect(library)
-    halves = {name: operator.executor.run for name, operator in OPERATORS.items()}
-    if device == "cpu":
-        with replay_on_cpu.connected(library):
-            yield halves
-    else:
-        yield halves
-    for name, operator in OPERATORS.items():
-        operator.executor.run, operator.executor.run_known = before[name]
 
 
 def in_python(compute: Callable[[], Any]) -> Any:
@@ -134,6 +109,19 @@ def test_what_is_replayed_is_bitwise_what_python_computes(
         for result, value in expected.items():
             assert torch.equal(found[result], value), result
             assert found[result].stride() == value.stride(), result
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 100), marks=pytest.mark.slow)], ids=repr)
+def test_random_programs_see_no_difference(seeds: range, device: str) -> None:
+    """Over aliases, views, frozen and expanded tensors, graphs kept and walked twice, with few recordings at a time."""
+    seen = raised = 0
+    with replayed_natively(device, fuzz_replay.FEW_RECORDINGS) as halves:
+        for seed in seeds:
+            counts = fuzz_replay.check(seed, device)
+            seen, raised = seen + counts[0], raised + counts[1]
+        forwards, backwards = fuzz_replay.replays(halves)
+    assert min(forwards, backwards) >= len(seeds), "programs must be replayed to be worth anything"
+    assert raised < 0.1 * seen
 
 
 @pytest.mark.usefixtures("in_chunks")
@@ -496,6 +484,22 @@ def test_what_is_saved_of_the_outputs_keeps_no_graph_alive(device: str, native: 
 
 class _Held:
     """Something that a node of autograd holds."""
+
+
+def test_beyond_a_limit_recordings_start_anew_and_graphs_live_on(device: str) -> None:
+    with replayed_natively(device, limit=2) as halves:
+        half, (x, _, w) = halves["rms_norm"], _arguments(device)
+        expected = in_python(lambda: torch.autograd.grad(rms_norm(x, w), (x, w), torch.ones_like(x)))
+        y = rms_norm(x, w)
+        assert half.known(SPEC, x, w, None) is not NotImplemented
+        for rows in (2, 3):
+            rms_norm(x[:rows], w)
+        assert half.known(SPEC, x, w, None) is NotImplemented
+        found = torch.autograd.grad(y, (x, w), torch.ones_like(x), retain_graph=True)
+        for wanted in (x, w, (x, w)):
+            torch.autograd.grad(y, wanted, torch.ones_like(x), retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+        assert half.replayed() == (4, 4)
 
 
 def test_a_long_chain_is_taken_down_without_recursion(device: str, native: Halves) -> None:

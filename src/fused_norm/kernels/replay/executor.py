@@ -17,6 +17,9 @@ from .recorder import NotRecordableError, Program, Recorder
 
 logger = logging.getLogger("fused_norm")
 
+RECORDING_LIMIT = 4096
+"""Recordings of an operator, and of the backwards behind each; a program that goes through more starts anew."""
+
 _executors: dict[str, ReplayExecutor] = {}
 _on = False
 _connecting = threading.Lock()
@@ -63,6 +66,7 @@ class ReplayExecutor:
             name=type(self._operator).__name__,
             tensors=self._operator.tensor_count,
             values=self._operator.option_count,
+            limit=RECORDING_LIMIT,
             record_forward=self._record_forward,
             record_backward=self._record_backward,
             backward=self._backward,

@@ -35,8 +35,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-constexpr size_t kSignatureLimit = 4096;  // of an operation; one that goes through more of them starts anew
-constexpr size_t kMostParameters = 64;    // of a kernel
+constexpr size_t kMostParameters = 64;  // of a kernel
 
 // What cuLaunchKernelEx takes: CUlaunchAttribute and CUlaunchConfig, whose layout is the driver's ABI.
 struct LaunchAttribute {
@@ -386,6 +385,7 @@ struct Operation {
   PyObject* backward;
   std::string name;
   Py_ssize_t tensors, values;
+  size_t limit;  // of recordings, and of the backwards behind each; what goes through more of them starts anew
   Recordings<Signature> signatures;
   std::atomic<int64_t> forwards, backwards;  // replayed
 };
@@ -480,7 +480,7 @@ struct ReplayNode : public Node {
       }
     }
     std::lock_guard<std::mutex> lock(signature->mutex);
-    if (signature->backwards.size() >= kSignatureLimit) {
+    if (signature->backwards.size() >= operation->limit) {
       signature->backwards.clear();
     }
     signature->backwards.emplace(key, program);
@@ -605,7 +605,7 @@ PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, 
     Py_RETURN_NOTIMPLEMENTED;
   } else {
     signature = record(self, arguments, differentiable);
-    if (self->signatures.size() >= kSignatureLimit) {
+    if (self->signatures.size() >= self->limit) {
       self->signatures.clear();
     }
     self->signatures.emplace(key, signature);
@@ -673,11 +673,12 @@ PyObject* known(PyObject* object, PyObject* const* arguments, Py_ssize_t count) 
 
 PyObject* new_operation(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   const char* name = nullptr;
-  Py_ssize_t tensors = 0, values = 0;
+  Py_ssize_t tensors = 0, values = 0, limit = 0;
   PyObject *record_forward = nullptr, *record_backward = nullptr, *backward = nullptr;
-  static const char* keywords[] = {"name", "tensors", "values", "record_forward", "record_backward", "backward", nullptr};
+  static const char* keywords[] = {
+      "name", "tensors", "values", "limit", "record_forward", "record_backward", "backward", nullptr};
   if (!PyArg_ParseTupleAndKeywords(
-          arguments, names, "snnOOO", const_cast<char**>(keywords), &name, &tensors, &values, &record_forward,
+          arguments, names, "snnnOOO", const_cast<char**>(keywords), &name, &tensors, &values, &limit, &record_forward,
           &record_backward, &backward)) {
     return nullptr;
   }
@@ -689,6 +690,7 @@ PyObject* new_operation(PyTypeObject* type, PyObject* arguments, PyObject* names
   self->call = call;
   self->tensors = tensors;
   self->values = values;
+  self->limit = static_cast<size_t>(limit);
   for (PyObject* function : {record_forward, record_backward, backward}) {
     Py_INCREF(function);
   }
