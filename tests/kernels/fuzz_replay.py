@@ -343,9 +343,12 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def _described(tensor: Tensor) -> tuple[Any, ...]:
-    """All that can be seen of a tensor."""
-    facts = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_inference()
-    return *facts, _bits(tensor)
+    """All that can be seen of a tensor; a dimension of one element has no stride worth the name.
+
+    It changes where the engine sums gradients in place, which it does where nobody, Python neither, holds them.
+    """
+    strides = tuple(step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(tensor.shape), strides, tensor.dtype, tensor.requires_grad, tensor.is_inference(), _bits(tensor)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
