@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +17,17 @@ from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
 from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.replay import build, executor
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.triton.launch import Launch
+
+from . import replay_on_cpu
 
 OPERATORS: dict[str, Operator] = {
     operator.name: operator for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
 }
+Halves = dict[str, Any]
+"""The native half of each operator, by name."""
 _MODULES = tuple(sys.modules[type(operator).__module__] for operator in OPERATORS.values())
 
 
@@ -42,6 +48,37 @@ def without_replay() -> Iterator[None]:
     replay.switch(False)
     yield
     replay.switch(True)
+
+
+@contextmanager
+def replayed_natively(device: str, limit: int = executor.RECORDING_LIMIT) -> Iterator[Halves]:
+    """Operators replay natively inside, with nothing recorded yet, and keep ``limit`` recordings."""
+    library = build.load() if device == "cpu" else build.library()
+    if library is None:
+        raise build.UnavailableError("no native library")
+    replay.switch(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "RECORDING_LIMIT", limit)
+        for operator in OPERATORS.values():
+            for method in ("run", "run_known"):  # put back afterwards
+                patch.setattr(operator.executor, method, None)
+            operator.executor.connect(library)
+        halves = {name: operator.executor.run for name, operator in OPERATORS.items()}
+        if device == "cpu":
+            with replay_on_cpu.connected(library):
+                yield halves
+        else:
+            yield halves
+
+
+@pytest.fixture
+def native(device: str) -> Iterator[Halves]:
+    """Operators replay natively, with nothing recorded yet."""
+    try:
+        with replayed_natively(device) as halves:
+            yield halves
+    except build.UnavailableError as reason:
+        pytest.skip(f"no native library: {reason}")
 
 
 class Launched(NamedTuple):

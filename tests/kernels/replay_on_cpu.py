@@ -7,7 +7,6 @@ from memory as a GPU would, makes tensors of the addresses, and runs the kernel 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from fused_norm.kernels.replay import recorder
 from fused_norm.kernels.replay.recorder import DriverKernel, NotRecordableError
@@ -23,13 +23,6 @@ from fused_norm.kernels.triton.launch import Launch
 
 _launched: list[tuple[Launch, tuple[Any, ...]]] = []
 """What the handles of kernels stand for: the launch and its arguments."""
-
-_interpreter = threading.Lock()
-"""Triton's interpreter runs one kernel at a time."""
-
-hooks: list[Any] = []
-"""Stands for the list of those who want to see every launch."""
-
 
 _check_and_compile = recorder._kernel_of
 
@@ -93,8 +86,7 @@ def _launch(config: Any, handle: int, parameters: Any, _extra: Any) -> int:
     scratch = [ctypes.cast(parameters[passed + i], ctypes.POINTER(ctypes.c_int64))[0] for i in range(2)]
     (grid_x, grid_y, grid_z), block = config[0].grid, tuple(config[0].block)
     assert (grid_z, block, config[0].attribute_count, scratch) == (1, (32, 1, 1), 0, [0, 0])
-    with _interpreter:
-        launch((grid_x, grid_y), tuple(given), ())
+    launch((grid_x, grid_y), tuple(given), ())
     return 0
 
 
@@ -120,9 +112,8 @@ _FUNCTIONS = (
 def connected(library: ModuleType, own_allocator: bool = True) -> Iterator[None]:
     """The library launches on the CPU inside; the allocator may be one that PyTorch was given."""
     addresses = [ctypes.cast(function, _POINTER).value for function in _FUNCTIONS]
-    library.connect(*addresses, (hooks,), own_allocator, True)
+    library.connect(*addresses, knobs.runtime, own_allocator, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "_kernel_of", _kernel_of)
         yield
-    hooks.clear()
     _launched.clear()

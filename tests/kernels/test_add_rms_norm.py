@@ -174,6 +174,16 @@ def test_rows_are_read_in_any_layout(argument: str, layout: str, device: str) ->
             assert_same_row(value, getattr(dense, name))
 
 
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("argument", ["x", "r", "dy", "ds"])
+def test_rows_in_chunks_are_read_at_strides_of_their_own(argument: str, device: str) -> None:
+    inputs = make_inputs(GEMMA, (2, 1, 3, 145), device)
+    dense = run(GEMMA.fused, inputs)
+    setattr(inputs, argument, in_layout("half of a chunk", getattr(inputs, argument)))
+    for name, value in run(GEMMA.fused, inputs).present().items():
+        assert torch.equal(value, getattr(dense, name)), name
+
+
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_arguments_in_different_layouts_and_orders(device: str) -> None:
     inputs = make_inputs(GEMMA, (2, 2, 3, 145), device)

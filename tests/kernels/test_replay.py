@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,45 +14,22 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 
 from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, reference, replay, rms_norm
 from fused_norm.kernels.operator import norm_spec, set_executor
-from fused_norm.kernels.replay import build, recorder
-from fused_norm.kernels.replay.build import UnavailableError, load
+from fused_norm.kernels.replay import recorder
+from fused_norm.kernels.replay.build import load
 from fused_norm.kernels.replay.executor import ReplayExecutor
+from fused_norm.kernels.replay.recorder import NotRecordableError, Recorder
 
-from . import replay_on_cpu, sandwich, test_qk_norm
-from .conftest import OPERATORS
+from . import fuzz_replay, replay_on_cpu, sandwich, test_qk_norm
+from .conftest import OPERATORS, Halves, replayed_natively
 from .numerics import BF16, FP16, FP32, Norm, make_inputs, run
 
 Results = dict[str, Tensor]
-Halves = dict[str, Any]
-"""The native half of each operator, by name."""
 RMS_NORM = OPERATORS["rms_norm"]
 SPEC = norm_spec("llama", False, 1e-6)
-
-
-@pytest.fixture
-def native(device: str) -> Iterator[Halves]:
-    """Operators replay natively, with nothing recorded yet."""
-    try:
-        library = load() if device == "cpu" else build.library()
-    except UnavailableError as reason:
-        pytest.skip(f"no native library: {reason}")
-    if library is None:
-        pytest.skip("no native library")
-    replay.switch(True)
-    before = {name: (operator.executor.run, operator.executor.run_known) for name, operator in OPERATORS.items()}
-    for operator in OPERATORS.values():
-        operator.executor.connect(library)
-    halves = {name: operator.executor.run for name, operator in OPERATORS.items()}
-    if device == "cpu":
-        with replay_on_cpu.connected(library):
-            yield halves
-    else:
-        yield halves
-    for name, operator in OPERATORS.items():
-        operator.executor.run, operator.executor.run_known = before[name]
 
 
 def in_python(compute: Callable[[], Any]) -> Any:
@@ -132,6 +109,19 @@ def test_what_is_replayed_is_bitwise_what_python_computes(
         for result, value in expected.items():
             assert torch.equal(found[result], value), result
             assert found[result].stride() == value.stride(), result
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 100), marks=pytest.mark.slow)], ids=repr)
+def test_random_programs_see_no_difference(seeds: range, device: str) -> None:
+    """Over aliases, views, frozen and expanded tensors, graphs kept and walked twice, with few recordings at a time."""
+    seen = raised = 0
+    with replayed_natively(device, fuzz_replay.FEW_RECORDINGS) as halves:
+        for seed in seeds:
+            counts = fuzz_replay.check(seed, device)
+            seen, raised = seen + counts[0], raised + counts[1]
+        forwards, backwards = fuzz_replay.replays(halves)
+    assert min(forwards, backwards) >= len(seeds), "programs must be replayed to be worth anything"
+    assert raised < 0.1 * seen
 
 
 @pytest.mark.usefixtures("in_chunks")
@@ -230,6 +220,29 @@ def test_gradients_that_cannot_be_read_in_place_stay_with_python(device: str, na
     assert native["rms_norm"].replayed() == (2, 0)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    "number", [1e300, -1e300, 3.4028235677973366e38, 1e-300, -1e-60, float("inf"), float("nan"), -1.0]
+)
+def test_numbers_beyond_float32_are_what_they_are_in_python(
+    number: float, device: str, native: Halves, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, r, w = _arguments(device)
+
+    def results() -> tuple[Tensor, ...]:
+        y, s = add_rms_norm(x, r, w, scale=number)
+        z = rms_norm(x, w, number)
+        return y, s, z, *torch.autograd.grad((y, s, z), (x, r, w), (torch.ones_like(y),) * 3)
+
+    expected = in_python(results)
+    for repeat in (1, 2):
+        for ours, theirs in zip(results(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert native["rms_norm"].replayed() == (repeat, repeat)
+        assert native["add_rms_norm"].replayed() == (repeat, repeat)
+    assert not caplog.records
+
+
 def test_empty_tensors_stay_with_python(device: str, native: Halves) -> None:
     x, _, w = _arguments(device, rows=0)
     dx, dw = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
@@ -284,17 +297,35 @@ def test_recording_is_not_disturbed_by_a_function_mode(device: str, native: Halv
     assert torch.equal(first, rms_norm(x, w))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the list of launch hooks is Triton's own there")
-def test_whoever_watches_launches_sees_them(device: str, native: Halves) -> None:
+def _nothing(*_: object) -> None:
+    """A hook on launches."""
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("replaced", ["no", "chain", "callable"])
+def test_whoever_watches_launches_sees_them(
+    replaced: str, which: str, device: str, native: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, _, w = _arguments(device)
     y = rms_norm(x, w)
-    replay_on_cpu.hooks.append(print)
-    rms_norm(x, w)
-    torch.autograd.grad(y, x, torch.ones_like(y))
-    assert native["rms_norm"].replayed() == (1, 0)
-    replay_on_cpu.hooks.clear()
-    rms_norm(x, w)
-    assert native["rms_norm"].replayed() == (2, 0)
+    chain = getattr(knobs.runtime, which)
+    with monkeypatch.context() as patch:
+        if replaced == "callable":
+            patch.setattr(knobs.runtime, which, _nothing)
+        else:
+            if replaced == "chain":
+                patch.setattr(knobs.runtime, which, type(chain)())
+            getattr(knobs.runtime, which).add(_nothing)
+        rms_norm(x, w)
+        torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        assert native["rms_norm"].replayed() == (1, 0)
+    chain.remove(_nothing)
+    for nobody in (chain, type(chain)(), None):
+        monkeypatch.setattr(knobs.runtime, which, nobody)
+        before = native["rms_norm"].replayed()
+        rms_norm(x, w)
+        torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        assert native["rms_norm"].replayed() == (before[0] + 1, before[1] + 1)
 
 
 def test_a_gradient_can_be_differentiated_again(device: str, native: Halves) -> None:
@@ -459,6 +490,22 @@ class _Held:
     """Something that a node of autograd holds."""
 
 
+def test_beyond_a_limit_recordings_start_anew_and_graphs_live_on(device: str) -> None:
+    with replayed_natively(device, limit=2) as halves:
+        half, (x, _, w) = halves["rms_norm"], _arguments(device)
+        expected = in_python(lambda: torch.autograd.grad(rms_norm(x, w), (x, w), torch.ones_like(x)))
+        y = rms_norm(x, w)
+        assert half.known(SPEC, x, w, None) is not NotImplemented
+        for rows in (2, 3):
+            rms_norm(x[:rows], w)
+        assert half.known(SPEC, x, w, None) is NotImplemented
+        found = torch.autograd.grad(y, (x, w), torch.ones_like(x), retain_graph=True)
+        for wanted in (x, w, (x, w)):
+            torch.autograd.grad(y, wanted, torch.ones_like(x), retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+        assert half.replayed() == (4, 4)
+
+
 def test_a_long_chain_is_taken_down_without_recursion(device: str, native: Halves) -> None:
     x = torch.randn(1, 4, device=device).requires_grad_()
     y = rms_norm(x, None)
@@ -591,6 +638,19 @@ def test_another_write_or_another_tensor_ends_a_recording(
             assert torch.equal(rms_norm(x, w), expected), wrapped
             assert torch.equal(rms_norm(x, w), expected), wrapped
     assert native["rms_norm"].replayed() == (0, 0)
+
+
+def test_a_view_of_another_layout_ends_a_recording() -> None:
+    given = torch.randn(8, 8)
+    with Recorder([given]) as recorder:
+        made = torch.empty(8, 8)
+    for slot, tensor in enumerate((given, made)):
+        assert recorder.program([made, tensor.detach()])[2] == [1, slot]
+        for view in (tensor.t(), tensor.view(4, 16), tensor.view(torch.int32)):
+            with pytest.raises(NotRecordableError, match="a view of another"):
+                recorder.program([made, view])
+            with pytest.raises(NotRecordableError, match="a view of another"):
+                recorder.program([made], [view])
 
 
 def test_known_answers_only_what_was_recorded(device: str, native: Halves) -> None:

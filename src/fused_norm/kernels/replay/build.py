@@ -10,7 +10,9 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +39,8 @@ _SOURCE = Path(__file__).with_name("replay.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 _COMPILE_SECONDS = 600
+_REFUSAL = re.compile(r":\d+:\d+: (fatal )?error: ")
+"""What a compiler says of a place in the source; one that was killed or found no room names none."""
 
 
 class UnavailableError(Exception):
@@ -54,7 +58,7 @@ def library() -> ModuleType | None:
     try:
         module = load()
         own_allocator = torch.cuda.get_allocator_backend() != "pluggable"  # it cannot be replaced after its first use
-        module.connect(*_cuda_addresses(), _launch_hooks(), own_allocator, False)
+        module.connect(*_cuda_addresses(), _launch_knobs(), own_allocator, False)
     except Exception as reason:  # whatever it is, operators work without
         level = logging.INFO if _switched_off() else logging.WARNING
         surprise = None if isinstance(reason, UnavailableError) else reason
@@ -72,25 +76,32 @@ def state() -> str:
             return "not used without a GPU"
         if knobs.runtime.interpret:
             return "not used by Triton's interpreter"
-        if _path().exists():
+        path = _path()
+        if path.exists():
+            _check_trusted(path.parent, path)
             return "compiled"
-        _compiler()
-    except UnavailableError as reason:
+        _check_refused(path, _named(_compiler()))
+    except (UnavailableError, OSError) as reason:
         return f"not used: {reason}"
-    failed = _failed(_path())
-    return f"not used: it could not be compiled, see {failed}" if failed.exists() else "compiled at the first call"
+    return "compiled at the first call"
 
 
 def load() -> ModuleType:
     """The library, not connected to anything; compiled first if it is not in the cache.
 
     Raises:
-        UnavailableError: if it is switched off, or cannot be compiled or loaded.
+        UnavailableError: if it is switched off, or cannot be compiled, trusted or loaded.
     """
     _check_wanted()
     path = _path()
-    if not path.exists():
-        _compile(path)
+    try:
+        if not path.exists():
+            _compile(path)
+        _check_trusted(path.parent, path)
+    except OSError as error:
+        raise UnavailableError(
+            f"it cannot be made and kept in {path.parent} ({error}); XDG_CACHE_HOME names another place"
+        ) from error
     loader = importlib.machinery.ExtensionFileLoader("_replay", str(path))
     spec = importlib.util.spec_from_file_location("_replay", path, loader=loader)
     assert spec is not None
@@ -121,31 +132,62 @@ def _check_wanted() -> None:
 
 def _path() -> Path:
     """The file of the library in the cache; its name is made of everything that the library depends on."""
+    try:
+        source = _SOURCE.read_text()
+    except OSError as error:
+        raise UnavailableError(f"its source cannot be read: {error}") from error
     parts = (
-        _SOURCE.read_text(), *_FLAGS, torch.__version__, torch.version.git_version, sys.version, platform.machine(),
+        source, *_FLAGS, torch.__version__, torch.version.git_version, sys.version, platform.machine(),
         str(torch._C._GLIBCXX_USE_CXX11_ABI),
     )  # fmt: skip
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return _cache() / "fused_norm" / f"_replay-{fingerprint}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _cache() -> Path:
+    """The user's cache; a relative XDG_CACHE_HOME is invalid and ignored, as the specification of these names wants."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():
+        return named
     try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        home = Path.home()
     except RuntimeError as error:
         raise UnavailableError(f"{error} XDG_CACHE_HOME names a place to keep it") from error
-    return Path(root, "fused_norm", f"_replay-{fingerprint}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if not home.is_absolute():
+        raise UnavailableError(f"HOME is {home}, which is relative; XDG_CACHE_HOME names a place to keep it")
+    return home / ".cache"
+
+
+def _check_trusted(*places: Path) -> None:
+    """Raises UnavailableError where a file or directory could be the work of another user."""
+    for place in places:
+        found = place.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            raise UnavailableError(
+                f"{place} belongs to another user ({found.st_uid}); XDG_CACHE_HOME names another place"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UnavailableError(f"{place} can be written by others; `chmod go-w {place}` if they did not")
 
 
 def _compile(path: Path) -> None:
-    """Compiles the library; of several processes, one does and the others wait for it."""
+    """Compiles the library; of several processes, one does and the others wait for it, and go without if it fails."""
     compiler = _compiler()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_trusted(path.parent)
+    noted = _note(path)
+    # Neither through a link nor with a change to what is there.
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _compile_alone(compiler, path)
-    except OSError as error:
-        raise UnavailableError(
-            f"it cannot be kept in {path.parent} ({error}); XDG_CACHE_HOME names another place"
-        ) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return
+        _check_refused(path, _named(compiler))
+        if _note(path) != noted:
+            raise UnavailableError(f"another process has just failed to compile it, see {_failed(path)}")
+        _compile_alone(compiler, path)
+    finally:
+        os.close(lock)
 
 
 def _compiler() -> str:
@@ -157,38 +199,69 @@ def _compiler() -> str:
     return compiler
 
 
+def _named(compiler: str) -> str:
+    """The compiler and its version, on a line."""
+    try:
+        done = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{compiler} does not tell its version") from error
+    return f"{compiler}: {done.stdout.partition(chr(10))[0]}"
+
+
 def _failed(path: Path) -> Path:
-    """The file that holds what the compiler said when it failed."""
+    """The file that tells of the last attempt to compile, if it failed."""
     return path.with_suffix(".failed")
 
 
-def _compile_alone(compiler: str, path: Path) -> None:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
+def _note(path: Path) -> str:
+    """What that file says; its first line names the compiler if it refused the source."""
     failed = _failed(path)
-    if failed.exists():
+    return failed.read_text(errors="replace") if failed.exists() else ""
+
+
+def _check_refused(path: Path, compiler: str) -> None:
+    """Raises UnavailableError where this very compiler is known to refuse the source."""
+    if _note(path).startswith(f"{compiler}\n"):
+        failed = _failed(path)
         raise UnavailableError(f"it could not be compiled, see {failed}; remove that file to try again")
+
+
+def _compile_alone(compiler: str, path: Path) -> None:
     logger.warning(
         "compiling native code for PyTorch %s, once (some 12 s; %s=0 goes without)", torch.__version__, SWITCH
     )
     start = time.perf_counter()
+    # As torch.utils.cpp_extension names them, which needs setuptools to be imported.
+    torch_root = Path(torch.__file__).parent
+    includes = torch_root / "include", torch_root / "include/torch/csrc/api/include", sysconfig.get_path("include")
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        out = Path(directory, "_replay.so")
+        out, told = Path(directory, "_replay.so"), Path(directory, "told")
         command = [
             compiler, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            *(f"-I{include}" for include in (*include_paths(), sysconfig.get_path("include"))),
-            str(_SOURCE), "-o", str(out), *(f"-L{lib}" for lib in library_paths()), *_LIBRARIES,
+            *(f"-I{include}" for include in includes), str(_SOURCE), "-o", str(out), f"-L{torch_root / 'lib'}",
+            *_LIBRARIES,
         ]  # fmt: skip
+        refused = False
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise UnavailableError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
-        if done.returncode:
-            failed.write_text(" ".join(command) + "\n" + done.stdout + done.stderr)
-            raise UnavailableError(f"{compiler} failed, see {failed}")
+                command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False,
+                env=os.environ | {"LC_ALL": "C"},
+            )  # fmt: skip
+            failure = f"{compiler} failed" if done.returncode else None
+            said = done.stdout + done.stderr
+            refused = done.returncode > 0 and _REFUSAL.search(said) is not None
+        except subprocess.TimeoutExpired:
+            failure, said = f"{compiler} took more than {_COMPILE_SECONDS} s", ""
+        if failure is not None:
+            verdict = _named(compiler) if refused else "It may work another time."
+            told.write_text(f"{verdict}\n{time.ctime()}, process {os.getpid()}: {failure}\n{' '.join(command)}\n{said}")
+            os.replace(told, _failed(path))
+            raise UnavailableError(f"{failure}, see {_failed(path)}")
+        out.chmod(0o700)
         os.replace(out, path)
+        _failed(path).unlink(missing_ok=True)
     logger.info("compiled %s in %.0f s", path, time.perf_counter() - start)
 
 
@@ -210,10 +283,9 @@ def _cuda_addresses() -> tuple[int, ...]:
     return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
 
-def _launch_hooks() -> tuple[Any, ...]:
-    """The lists of those who want to see every launch."""
+def _launch_knobs() -> Any:
+    """The object whose ``launch_enter_hook`` and ``launch_exit_hook`` are chains of those who want to see launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    try:
-        return tuple(hook.calls for hook in hooks)
-    except AttributeError as error:
-        raise UnavailableError("this Triton keeps its launch hooks in another way") from error
+    if not all(isinstance(getattr(hook, "calls", None), list) for hook in hooks):
+        raise UnavailableError("this Triton keeps its launch hooks in another way")
+    return knobs.runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +17,12 @@ from .recorder import NotRecordableError, Program, Recorder
 
 logger = logging.getLogger("fused_norm")
 
+RECORDING_LIMIT = 4096
+"""Recordings of an operator, and of the backwards behind each; a program that goes through more starts anew."""
+
 _executors: dict[str, ReplayExecutor] = {}
 _on = False
+_connecting = threading.Lock()
 
 
 def switch(on: bool) -> None:
@@ -61,6 +66,7 @@ class ReplayExecutor:
             name=type(self._operator).__name__,
             tensors=self._operator.tensor_count,
             values=self._operator.option_count,
+            limit=RECORDING_LIMIT,
             record_forward=self._record_forward,
             record_backward=self._record_backward,
             backward=self._backward,
@@ -71,7 +77,9 @@ class ReplayExecutor:
         """The first call on a GPU loads the library, and builds it if need be."""
         if not isinstance(arguments[0], Tensor) or not arguments[0].is_cuda:
             return NotImplemented
-        self.connect(build.library())
+        with _connecting:
+            if self.run == self._load_and_run:  # and no other thread was faster
+                self.connect(build.library())
         return self.run(spec, *arguments)
 
     def _record_forward(self, call: Sequence[Any], differentiable: bool) -> tuple[Program, Any] | None:

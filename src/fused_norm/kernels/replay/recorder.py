@@ -7,6 +7,7 @@ there is seen by the dispatcher: an allocation is noted, and anything but an all
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from ..triton.memory import INT32_LIMIT
 _ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _WITHOUT_WORK = ("detach", "promote_types")
 """Operators that do nothing to memory; ``detach`` is how the dispatcher hands a tensor on."""
-_FORMATS = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
+_INTEGERS = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
 # The parameters of a kernel in PTX, and the bits of each.
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
 _PARAMETER = re.compile(r"\.param\s+\.[a-z](\d+)")
@@ -180,14 +181,20 @@ def _parameters(kernel: DriverKernel, arguments: Sequence[Any], slot_of: Any) ->
             continue
         if kind.startswith("*") and isinstance(argument, Tensor):
             parameters.append((slot_of(argument), 0))
-        elif kind in _FORMATS and isinstance(argument, (int, float)):
-            packed = struct.pack(_FORMATS[kind], argument)
-            parameters.append((-1, int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True)))
+        elif kind in _INTEGERS and isinstance(argument, int):
+            parameters.append((-1, _word(struct.pack(_INTEGERS[kind], argument))))
+        elif kind == "fp32" and isinstance(argument, (int, float)):
+            # As C converts it, and Triton's own launch: to 0 or infinity where float32 ends.
+            parameters.append((-1, _word(bytes(ctypes.c_float(argument)))))
         else:
             raise NotRecordableError(f"a kernel takes a {type(argument).__name__} as {kind}")
     if any(kind != "constexpr" for kind in kernel.types[len(arguments) :]):
         raise NotRecordableError("a kernel takes more than it was given")
     return parameters + [(-1, 0)] * kernel.scratch
+
+
+def _word(packed: bytes) -> int:
+    return int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True)
 
 
 def _same_layout(one: Tensor, other: Tensor | None) -> bool:

@@ -35,8 +35,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-constexpr size_t kSignatureLimit = 4096;  // of an operation; one that goes through more of them starts anew
-constexpr size_t kMostParameters = 64;    // of a kernel
+constexpr size_t kMostParameters = 64;  // of a kernel
 
 // What cuLaunchKernelEx takes: CUlaunchAttribute and CUlaunchConfig, whose layout is the driver's ABI.
 struct LaunchAttribute {
@@ -67,12 +66,23 @@ struct Driver {
   bool allocator_is_registered = true;  // or else PyTorch alone knows the allocator that somebody put in its place
 } driver;
 
-// Lists of callables that want to see every launch; while there are any, Python launches.
-std::vector<PyObject*> launch_hooks;
+// Triton's settings: their hooks are chains of callables that want to see every launch. Chains may be replaced at any
+// time, by anything that can be called.
+PyObject* launch_knobs = nullptr;
 
+// Whether anybody wants to see launches, which are Python's then; asked with the GIL held.
 bool launches_are_watched() {
-  for (PyObject* hooks : launch_hooks) {
-    if (Py_SIZE(hooks) != 0) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("launch_enter_hook"), PyUnicode_InternFromString("launch_exit_hook")};
+  static PyObject* const calls = PyUnicode_InternFromString("calls");
+  for (PyObject* name : names) {
+    PyObject* hook = PyObject_GetAttr(launch_knobs, name);
+    PyObject* watchers = hook == nullptr || hook == Py_None ? nullptr : PyObject_GetAttr(hook, calls);
+    const bool nobody = hook == Py_None || (watchers != nullptr && PyList_Check(watchers) && Py_SIZE(watchers) == 0);
+    PyErr_Clear();
+    Py_XDECREF(watchers);
+    Py_XDECREF(hook);
+    if (!nobody) {
       return true;
     }
   }
@@ -375,6 +385,7 @@ struct Operation {
   PyObject* backward;
   std::string name;
   Py_ssize_t tensors, values;
+  size_t limit;  // of recordings, and of the backwards behind each; what goes through more of them starts anew
   Recordings<Signature> signatures;
   std::atomic<int64_t> forwards, backwards;  // replayed
 };
@@ -424,8 +435,14 @@ struct ReplayNode : public Node {
     }
     const c10::Device device = input_metadata(0).device();
     const c10::DeviceGuard guard(device);
-    if (at::GradMode::is_enabled() || calls_are_watched() || launches_are_watched()) {
+    if (at::GradMode::is_enabled() || calls_are_watched()) {
       return in_python(inputs);
+    }
+    {
+      pybind11::gil_scoped_acquire gil;
+      if (launches_are_watched()) {
+        return in_python(inputs);
+      }
     }
     void* stream = describe_stream(key, device);
     if (!describe(key, inputs.data(), inputs.size(), device)) {
@@ -463,7 +480,7 @@ struct ReplayNode : public Node {
       }
     }
     std::lock_guard<std::mutex> lock(signature->mutex);
-    if (signature->backwards.size() >= kSignatureLimit) {
+    if (signature->backwards.size() >= operation->limit) {
       signature->backwards.clear();
     }
     signature->backwards.emplace(key, program);
@@ -588,7 +605,7 @@ PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, 
     Py_RETURN_NOTIMPLEMENTED;
   } else {
     signature = record(self, arguments, differentiable);
-    if (self->signatures.size() >= kSignatureLimit) {
+    if (self->signatures.size() >= self->limit) {
       self->signatures.clear();
     }
     self->signatures.emplace(key, signature);
@@ -656,11 +673,12 @@ PyObject* known(PyObject* object, PyObject* const* arguments, Py_ssize_t count) 
 
 PyObject* new_operation(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   const char* name = nullptr;
-  Py_ssize_t tensors = 0, values = 0;
+  Py_ssize_t tensors = 0, values = 0, limit = 0;
   PyObject *record_forward = nullptr, *record_backward = nullptr, *backward = nullptr;
-  static const char* keywords[] = {"name", "tensors", "values", "record_forward", "record_backward", "backward", nullptr};
+  static const char* keywords[] = {
+      "name", "tensors", "values", "limit", "record_forward", "record_backward", "backward", nullptr};
   if (!PyArg_ParseTupleAndKeywords(
-          arguments, names, "snnOOO", const_cast<char**>(keywords), &name, &tensors, &values, &record_forward,
+          arguments, names, "snnnOOO", const_cast<char**>(keywords), &name, &tensors, &values, &limit, &record_forward,
           &record_backward, &backward)) {
     return nullptr;
   }
@@ -672,6 +690,7 @@ PyObject* new_operation(PyTypeObject* type, PyObject* arguments, PyObject* names
   self->call = call;
   self->tensors = tensors;
   self->values = values;
+  self->limit = static_cast<size_t>(limit);
   for (PyObject* function : {record_forward, record_backward, backward}) {
     Py_INCREF(function);
   }
@@ -707,15 +726,15 @@ PyMethodDef operation_methods[] = {
 
 PyTypeObject operation_type = {PyVarObject_HEAD_INIT(nullptr, 0) "fused_norm.Operation"};
 
-// connect(current_stream, is_capturing, get_context, retain_context, set_context, launch, hooks, allocator_is_registered,
-// on_cpu)
+// connect(current_stream, is_capturing, get_context, retain_context, set_context, launch, launch_knobs,
+// allocator_is_registered, on_cpu)
 PyObject* connect(PyObject*, PyObject* arguments) {
   unsigned long long addresses[6];
-  PyObject* hooks = nullptr;
+  PyObject* knobs = nullptr;
   int allocator_is_registered = 0, on_cpu = 0;
   if (!PyArg_ParseTuple(
-          arguments, "KKKKKKO!pp", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4],
-          &addresses[5], &PyTuple_Type, &hooks, &allocator_is_registered, &on_cpu)) {
+          arguments, "KKKKKKOpp", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4],
+          &addresses[5], &knobs, &allocator_is_registered, &on_cpu)) {
     return nullptr;
   }
   driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(addresses[0]);
@@ -726,16 +745,8 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   driver.launch = reinterpret_cast<decltype(driver.launch)>(addresses[5]);
   driver.allocator_is_registered = allocator_is_registered;
   driver.device_type = on_cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
-  launch_hooks.clear();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); ++i) {
-    PyObject* list = PyTuple_GET_ITEM(hooks, i);
-    if (!PyList_Check(list)) {
-      PyErr_SetString(PyExc_TypeError, "hooks must be lists");
-      return nullptr;
-    }
-    Py_INCREF(list);
-    launch_hooks.push_back(list);
-  }
+  Py_INCREF(knobs);
+  Py_XDECREF(std::exchange(launch_knobs, knobs));
   Py_RETURN_NONE;
 }
 

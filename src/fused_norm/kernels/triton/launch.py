@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,9 @@ from triton import knobs
 
 from .devices import INTERPRETED, on
 from .memory import INT32_LIMIT
+
+_turn: AbstractContextManager[object] = threading.Lock() if INTERPRETED else nullcontext()
+"""Triton's interpreter keeps the grid of the kernel that it runs in one place for all threads."""
 
 _PREPARED_LIMIT = 4096
 """Sets of strides that a kernel remembers; a program that goes through more of them starts anew."""
@@ -130,7 +133,7 @@ class Launch:
         self._prepared[index, strides] = compiled.run, compiled.function, compiled.packed_metadata, compiled
 
     def _launch(self, grid: tuple[int, int], arguments: tuple[Any, ...]) -> Any:
-        with on(arguments[0].device):
+        with _turn, on(arguments[0].device):
             return self._kernel[grid](*arguments, **self.options, **self._constants)
 
 
