@@ -430,9 +430,6 @@ struct ReplayNode : public Node {
       inputs.push_back(std::move(gradient));
     }
     Key key;
-    for (size_t i = 0; i < num_outputs(); ++i) {
-      key.push_back(task_should_compute_output(i));
-    }
     const c10::Device device = input_metadata(0).device();
     const c10::DeviceGuard guard(device);
     if (at::GradMode::is_enabled() || calls_are_watched()) {
@@ -493,7 +490,7 @@ struct ReplayNode : public Node {
     Owned gradients = tuple_of(inputs.data() + saved.size(), inputs.size() - saved.size());
     Owned needed = own(PyTuple_New(static_cast<Py_ssize_t>(num_outputs())));
     for (size_t i = 0; i < num_outputs(); ++i) {
-      PyTuple_SET_ITEM(needed.get(), i, PyBool_FromLong(task_should_compute_output(i)));
+      PyTuple_SET_ITEM(needed.get(), i, PyBool_FromLong(should_compute_output(i)));
     }
     PyObject* arguments[] = {signature->known.get(), kept.get(), gradients.get(), needed.get()};
     return own(PyObject_Vectorcall(function, arguments, 4, nullptr));
