@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import fused_norm
 from fused_norm import FusedNormError, FuseOptions
@@ -382,6 +383,91 @@ def test_layers_may_be_moved_after_patching(operate: Callable, model_type: str) 
         path for path, module in stock.named_modules() if type(module) is type(stock.model.norm)
     } - {path for path, _ in stock.named_modules() if path.endswith(("q_norm", "k_norm"))}
     assert_trains_as_stock(stock, fused, tokens())
+
+
+def test_norms_that_differ_are_not_computed_together(device: str) -> None:
+    model = build(tiny_config("gemma3_text", num_hidden_layers=2), seed=0, device=device)
+    first, second = model.model.layers
+    first.post_attention_layernorm.eps = 0.5  # the norm of a branch, in front of pre_feedforward_layernorm
+    second.post_feedforward_layernorm.eps = 0.5  # the norm of a branch that no norm follows
+    second.self_attn.q_norm.eps = 0.5
+    stock = copy.deepcopy(model)
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    assert {(site.path, site.kind, site.reason, site.cause) for site in report.kept} == {
+        (
+            "model.layers.0.post_attention_layernorm",
+            "sandwich",
+            "it differs from the norm after the add in more than the weight",
+            "formula",
+        ),
+        ("model.layers.1.self_attn", "rope", "its q and k norms differ in more than the weight", "formula"),
+    }
+    assert_trains_as_stock(stock, model, tokens(device))
+
+
+class TwoWidths(nn.Module):
+    """An attention whose queries and keys differ in width."""
+
+    def __init__(self, key_width: int) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(key_width, eps=1e-5)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        cos, sin = angles
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+def test_q_and_k_norms_of_other_widths_are_kept_apart() -> None:
+    assert fused_norm.apply_fused_norm(TwoWidths(24)).counts == counts(qk=2, rope=1)
+    report = fused_norm.apply_fused_norm(TwoWidths(20))
+    assert report.counts == counts(qk=2)
+    assert [(site.kind, site.reason) for site in report.kept] == [
+        ("rope", "its q and k norms differ in more than the weight")
+    ]
+
+
+def test_checkpointing_keeps_nothing_from_being_fused() -> None:
+    model = build("gemma3_text", seed=0)
+    model.gradient_checkpointing_enable()
+    report = fused_norm.apply_fused_norm(model)
+    assert report.counts == sites("gemma3_text")
+    assert report.kept == ()
+
+
+def test_rows_alike_but_for_an_index_at_the_end_of_their_paths_are_one_line() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.RMSNorm(24, eps=1e-5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x)
+
+    lines = str(fused_norm.apply_fused_norm(nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(11)])})))
+    (kept,) = [line for line in lines.splitlines() if line.startswith("kept")]
+    assert kept.split()[1:4] == ["residual", "11", "Layer"]
+    assert kept.endswith("layers.*")
+    assert "layers.*.first" in lines
+
+
+def test_a_module_with_weight_bias_and_eps_is_no_norm() -> None:
+    class Affine(nn.Module):
+        def __init__(self, *, bias: bool) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(24)), 1e-5
+            if bias:
+                self.bias = nn.Parameter(torch.zeros(24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    report = fused_norm.apply_fused_norm(nn.Sequential(Affine(bias=True), Affine(bias=False)), strict=False)
+    assert [site.path for site in report.kept] == ["1"]
 
 
 def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() -> None:
