@@ -606,3 +606,26 @@ def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
     with pytest.raises(FusedNormError, match="derived from a fused class afterwards"):
         fused_norm.apply_fused_norm(model, residual=False)
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("place", ["norm", "layers.0.self_attn"])
+def test_a_forward_put_on_a_class_runs_below_what_others_derived_from_the_fused_one(place: str, monkeypatch) -> None:
+    stock = build("qwen3", seed=0)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    module = fused.model.get_submodule(place)
+    module.__class__ = type("FSDPModule", (type(module),), {})
+    replaced = type(stock.model.get_submodule(place))
+    original = replaced.forward
+
+    def theirs(self: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> object:
+        return original(self, hidden_states * 1.5, **kwargs)
+
+    monkeypatch.setattr(replaced, "forward", theirs)
+    assert_trains_as_stock(stock, fused, tokens())
+    before = type(module)
+    report = fused_norm.apply_fused_norm(fused, strict=False)
+    assert type(module) is before
+    assert {site.cause for site in report.kept} == {"owner"}
+    assert f"model.{place}" in {site.path for site in report.kept}
+    assert_trains_as_stock(stock, fused, tokens())

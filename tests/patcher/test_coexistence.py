@@ -84,6 +84,7 @@ def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, d
     monkeypatch.setattr(replaced, "forward", scaled(replaced.forward))
     if order == "patch, replace":
         assert_trains_as_stock(stock, fused, ids)
+        assert_trains_as_stock(stock, copy.deepcopy(fused), ids)
     report = fused_norm.apply_fused_norm(fused, strict=place != "input_layernorm")
     assert report.counts == REPLACED[place]
     assert {site.cause for site in report.kept} == {"owner"}

@@ -142,11 +142,10 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
     rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind == kind}
     inside_wrapper = (row for row in rows.values() if row.path.startswith(f"{path}."))
     site = rows.get(path) or next(inside_wrapper, None)
-    if site is None:  # what is kept for its layer's sake has the layer's row
-        layer = path.rpartition(".")[0]
-        site = next((row for row in report.kept if row.path == layer), None)
-        if site is None:
-            return "not found"
+    if site is None and kind in ("residual", "sandwich"):  # kept for its layer's sake, it has the layer's row
+        site = next((row for row in report.kept if row.path == path.rpartition(".")[0]), None)
+    if site is None:
+        return "not found"
     if site.cause == "formula":
         return site.reason
     spec = family.spec

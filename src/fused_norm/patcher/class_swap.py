@@ -17,7 +17,7 @@ from torch import nn
 from ..spec import FusedNormError, NormSpec
 from .forward_rewrite import Rewrite, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
-from .fused_norm_module import FusedNorm
+from .fused_norm_module import FusedNorm, has_origin_forward
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -84,13 +84,15 @@ def _derive(
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         constructor, values, *state = origin.__reduce_ex__(self, protocol)
-        if values and values[0] is derived:  # a subclass made by others (FSDP's) pickles in its own way
-            return _rebuild, (make, origin, arguments), *state
-        return constructor, values, *state
+        if not values or values[0] is not derived:  # a subclass made by others (FSDP's) pickles in its own way
+            return constructor, values, *state
+        if not has_origin_forward(derived):  # what runs is the forward that the class has now
+            return constructor, (origin, *values[1:]), *state
+        return _rebuild, (make, origin, arguments), *state
 
     names = {"__module__": origin.__module__, "__qualname__": origin.__qualname__, "__doc__": origin.__doc__}
-    members = {**names, **members, "fused_norm_origin": origin, "__reduce_ex__": reduce_ex}
-    members["fused_norm_origin_forward"] = origin.forward
+    facts = {"fused_norm_origin": origin, "fused_norm_origin_forward": origin.forward}
+    members = {**names, **members, **facts, "__reduce_ex__": reduce_ex}
     derived = type(origin)(origin.__name__, (base, origin), members)
     derived.fused_norm_forward = derived.forward
     return derived
@@ -113,6 +115,8 @@ def fused_class(module: FusedNorm | FusedBlock) -> Any:
 
 def class_forward_replaced(origin: type[nn.Module]) -> str | None:
     """The words that say whose forward other code has put on a class; None where the class has its own."""
+    if origin.forward is nn.Module.forward:
+        return None
     forward: Any = inspect.unwrap(origin.forward)
     place = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', forward)}"
     if any(place == f"{base.__module__}.{base.__qualname__}.forward" for base in origin.__mro__):

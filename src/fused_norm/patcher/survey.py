@@ -73,14 +73,18 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
 def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
     origin: Any = stock_class(norm)
     site = Site(path, _kind_of(path), origin.__name__)
+    owner = foreign_forward(norm)
+    if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
+        reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
+        return replace(site, reason=reason, cause="owner"), []
     try:
         known = _recognise(norm, origin)
     except UnrecognisedError as error:
-        owner = class_forward_replaced(origin)
-        site = replace(site, reason=owner or str(error), cause="owner" if owner else "formula")
-        return site, _change(norm, origin)
+        replaced = class_forward_replaced(origin)
+        site = replace(site, reason=replaced or str(error), cause="owner" if replaced else "formula")
+        return site, [] if owner else _change(norm, origin)
     site = replace(site, spec=spec_of(norm) if isinstance(norm, FusedNorm) else known.spec)
-    if owner := foreign_forward(norm):  # it may call the forward that it found: the class stays
+    if owner:  # it may call the forward that it found: the class stays
         return replace(site, reason=owner, cause="owner"), []
     if option := _deselected(site.kind, path, norm, options):
         return replace(site, reason=option, cause="option"), _change(norm, origin)
