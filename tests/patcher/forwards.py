@@ -68,9 +68,8 @@ class Heads:
     def __init__(self, value: int) -> None:
         self.value = value
 
-    def transpose(self, *dims: int) -> Heads:
-        assert dims == (1, 2)
-        return self
+    def transpose(self, *dims: int, **named: int) -> Heads:
+        return Heads(self.value * 19 + 2) if 3 in dims else self
 
     def view(self, *shape: object) -> Heads:
         return self

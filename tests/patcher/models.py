@@ -40,6 +40,14 @@ def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
+def assert_trains_as_stock(stock: nn.Module, fused: nn.Module, ids: torch.Tensor) -> None:
+    (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
+    assert relative(logits, expected) < 2e-6
+    assert fused_gradients.keys() == gradients.keys()
+    worst = max((relative(fused_gradients[name], value), name) for name, value in gradients.items())
+    assert worst[0] < 1e-5, worst
+
+
 def snapshot(model: nn.Module) -> list[tuple[type, dict]]:
     return [(type(module), dict(vars(module))) for module in model.modules()]
 

@@ -9,11 +9,13 @@ import io
 import json
 import pickle
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import fused_norm
 from fused_norm import FusedNormError, FuseOptions
@@ -24,7 +26,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import FusedNorm
 from fused_norm.spec import KINDS
 
-from .models import MODEL_TYPES, counts, relative, sites, snapshot, step, tokens
+from .models import MODEL_TYPES, assert_trains_as_stock, counts, relative, sites, snapshot, step, tokens
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -109,7 +111,7 @@ def test_twice_changes_nothing_and_reports_the_same() -> None:
     assert again.kept == report.kept == ()
 
 
-def test_more_can_be_fused_later() -> None:
+def test_the_options_of_the_last_call_hold() -> None:
     model = build("qwen3", seed=0)
     first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
     assert first.counts == counts(norm=5)
@@ -123,11 +125,41 @@ def test_more_can_be_fused_later() -> None:
     assert {site.reason for site in second.kept} == {"switched off: rope=False"}
     everything = fused_norm.apply_fused_norm(model)
     assert everything.counts == sites("qwen3")
-    before = snapshot(model)
-    again = fused_norm.apply_fused_norm(model, qk=False, residual=False)
-    assert again.counts == everything.counts
-    assert snapshot(model) == before
     assert fused_norm.remove_fused_norm(model) == 13
+
+
+FEWER = (
+    {"residual": False},
+    {"norms": False},
+    {"rope": False},
+    {"qk": False},
+    {"modules": "model.layers.1.*"},
+    {"sandwich": False},
+    {"residual": False, "sandwich": True},
+)
+
+
+@pytest.mark.parametrize("options", FEWER, ids=str)
+def test_a_patched_model_becomes_what_other_options_make_of_a_stock_one(options: dict) -> None:
+    stock = build("gemma3_text", seed=0)
+    before = snapshot(stock)
+    fresh, model = copy.deepcopy(stock), copy.deepcopy(stock)
+    expected = fused_norm.apply_fused_norm(fresh, **options)
+    fused_norm.apply_fused_norm(model)
+    assert fused_norm.apply_fused_norm(model, **options) == expected
+    assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
+    assert relative(step(model, tokens())[0], step(stock, tokens())[0]) < 1e-5
+    fused_norm.remove_fused_norm(model)
+    assert [kind for kind, _ in snapshot(model)] == [kind for kind, _ in before]
+
+
+def test_a_failure_on_the_way_to_other_options_changes_nothing() -> None:
+    model = build("qwen3", seed=0)
+    fused_norm.apply_fused_norm(model)
+    before = snapshot(model)
+    with pytest.raises(FusedNormError, match="nothing to fuse"):
+        fused_norm.apply_fused_norm(model, modules=lambda path, module: False)
+    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize(
@@ -270,14 +302,172 @@ def test_models_on_meta_and_without_a_head_are_fused() -> None:
     assert model.norm.weight.is_meta
 
 
-def test_other_sites_of_one_instance_share_its_row() -> None:
+def share_norms(model: nn.Module) -> None:
+    first, second = model.model.layers
+    second.self_attn.k_norm = first.self_attn.k_norm
+    second.input_layernorm = first.input_layernorm
+    second.post_attention_layernorm = first.post_attention_layernorm
+
+
+def share_one_norm_for_q_and_k(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_norm = layer.self_attn.q_norm
+
+
+def share_an_attention(model: nn.Module) -> None:
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+
+
+def share_a_layer(model: nn.Module) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (share_norms, counts(norm=3, qk=3, rope=2, residual=2)),
+        (share_one_norm_for_q_and_k, counts(norm=5, qk=2, rope=2, residual=2)),
+        (share_an_attention, counts(norm=5, qk=2, rope=1, residual=2)),
+        (share_a_layer, counts(norm=3, qk=2, rope=1, residual=1)),
+    ],
+)
+def test_shared_modules_have_one_row_and_are_fused_wherever_they_are(
+    share: Callable, expected: dict, launches: list[str]
+) -> None:
     model = build("qwen3", seed=0)
-    model.model.layers[1].self_attn.k_norm = model.model.layers[0].self_attn.k_norm
-    model.model.layers[1].post_attention_layernorm = model.model.layers[0].post_attention_layernorm
+    share(model)
+    stock = copy.deepcopy(model)
+    before = snapshot(model)
+    report = fused_norm.apply_fused_norm(model)
+    assert report.counts == expected
+    assert report.kept == ()
+    assert_trains_as_stock(stock, model, tokens())
+    assert (launches.count("qk_norm_rope"), launches.count("add_rms_norm")) == (2, 2)
+    assert fused_norm.apply_fused_norm(model) == report
+    fused_norm.remove_fused_norm(model)
+    assert snapshot(model) == before
+
+
+def without_a_layer(model: nn.Module) -> None:
+    del model.model.layers[1]
+
+
+def with_layers_swapped(model: nn.Module) -> None:
+    layers = model.model.layers
+    layers[0], layers[2] = layers[2], layers[0]
+
+
+def with_a_layer_twice(model: nn.Module) -> None:
+    model.model.layers.append(model.model.layers[0])
+
+
+def with_a_copy_of_a_layer(model: nn.Module) -> None:
+    model.model.layers.insert(1, copy.deepcopy(model.model.layers[0]))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("operate", [without_a_layer, with_layers_swapped, with_a_layer_twice, with_a_copy_of_a_layer])
+def test_layers_may_be_moved_after_patching(operate: Callable, model_type: str) -> None:
+    stock = build(tiny_config(model_type, num_hidden_layers=3, layer_types=["full_attention"] * 3), seed=0)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    for model in (stock, fused):
+        operate(model)
+        model.config.num_hidden_layers = len(model.model.layers)
+        model.config.layer_types = ["full_attention"] * len(model.model.layers)
+    assert_trains_as_stock(stock, fused, tokens())
+    report = fused_norm.apply_fused_norm(fused)
+    assert report == fused_norm.apply_fused_norm(copy.deepcopy(stock))
+    assert report.kept == ()
+    assert {site.path for site in report.fused if site.kind == "norm"} == {
+        path for path, module in stock.named_modules() if type(module) is type(stock.model.norm)
+    } - {path for path, _ in stock.named_modules() if path.endswith(("q_norm", "k_norm"))}
+    assert_trains_as_stock(stock, fused, tokens())
+
+
+def test_norms_that_differ_are_not_computed_together(device: str) -> None:
+    model = build(tiny_config("gemma3_text", num_hidden_layers=2), seed=0, device=device)
+    first, second = model.model.layers
+    first.post_attention_layernorm.eps = 0.5  # the norm of a branch, in front of pre_feedforward_layernorm
+    second.post_feedforward_layernorm.eps = 0.5  # the norm of a branch that no norm follows
+    second.self_attn.q_norm.eps = 0.5
     stock = copy.deepcopy(model)
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == counts(norm=4, qk=3, rope=2, residual=2)
-    assert relative(step(model, tokens())[0], step(stock, tokens())[0]) < 1e-6
+    assert {(site.path, site.kind, site.reason, site.cause) for site in report.kept} == {
+        (
+            "model.layers.0.post_attention_layernorm",
+            "sandwich",
+            "it differs from the norm after the add in more than the weight",
+            "formula",
+        ),
+        ("model.layers.1.self_attn", "rope", "its q and k norms differ in more than the weight", "formula"),
+    }
+    assert_trains_as_stock(stock, model, tokens(device))
+
+
+class TwoWidths(nn.Module):
+    """An attention whose queries and keys differ in width."""
+
+    def __init__(self, key_width: int) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(key_width, eps=1e-5)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        cos, sin = angles
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+def test_q_and_k_norms_of_other_widths_are_kept_apart() -> None:
+    assert fused_norm.apply_fused_norm(TwoWidths(24)).counts == counts(qk=2, rope=1)
+    report = fused_norm.apply_fused_norm(TwoWidths(20))
+    assert report.counts == counts(qk=2)
+    assert [(site.kind, site.reason) for site in report.kept] == [
+        ("rope", "its q and k norms differ in more than the weight")
+    ]
+
+
+def test_checkpointing_keeps_nothing_from_being_fused() -> None:
+    model = build("gemma3_text", seed=0)
+    model.gradient_checkpointing_enable()
+    report = fused_norm.apply_fused_norm(model)
+    assert report.counts == sites("gemma3_text")
+    assert report.kept == ()
+
+
+def test_rows_alike_but_for_an_index_at_the_end_of_their_paths_are_one_line() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.RMSNorm(24, eps=1e-5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x)
+
+    lines = str(fused_norm.apply_fused_norm(nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(11)])})))
+    (kept,) = [line for line in lines.splitlines() if line.startswith("kept")]
+    assert kept.split()[1:4] == ["residual", "11", "Layer"]
+    assert kept.endswith("layers.*")
+    assert "layers.*.first" in lines
+
+
+def test_a_module_with_weight_bias_and_eps_is_no_norm() -> None:
+    class Affine(nn.Module):
+        def __init__(self, *, bias: bool) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(24)), 1e-5
+            if bias:
+                self.bias = nn.Parameter(torch.zeros(24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    report = fused_norm.apply_fused_norm(nn.Sequential(Affine(bias=True), Affine(bias=False)), strict=False)
+    assert [site.path for site in report.kept] == ["1"]
 
 
 def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() -> None:
@@ -346,6 +536,8 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was() -> None:
             super().__setattr__(name, value)
 
     model.model.norm.__class__ = Stubborn  # the last norm, before the layers
+    for norm in (model.model.layers[0].input_layernorm, model.model.layers[1].post_attention_layernorm):
+        norm.forward = norm.forward  # as transformers 4 leaves it
     before = snapshot(model)
     with pytest.raises(RuntimeError, match="it stays what it is"):
         fused_norm.apply_fused_norm(model)
@@ -410,3 +602,30 @@ def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
     kept = {site.path: site for site in report.kept}["0.second"]
     assert kept.cause == "owner"
     assert "built on its layer" in kept.reason
+    before = snapshot(model)
+    with pytest.raises(FusedNormError, match="derived from a fused class afterwards"):
+        fused_norm.apply_fused_norm(model, residual=False)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("place", ["norm", "layers.0.self_attn"])
+def test_a_forward_put_on_a_class_runs_below_what_others_derived_from_the_fused_one(place: str, monkeypatch) -> None:
+    stock = build("qwen3", seed=0)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    module = fused.model.get_submodule(place)
+    module.__class__ = type("FSDPModule", (type(module),), {})
+    replaced = type(stock.model.get_submodule(place))
+    original = replaced.forward
+
+    def theirs(self: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> object:
+        return original(self, hidden_states * 1.5, **kwargs)
+
+    monkeypatch.setattr(replaced, "forward", theirs)
+    assert_trains_as_stock(stock, fused, tokens())
+    before = type(module)
+    report = fused_norm.apply_fused_norm(fused, strict=False)
+    assert type(module) is before
+    assert {site.cause for site in report.kept} == {"owner"}
+    assert f"model.{place}" in {site.path for site in report.kept}
+    assert_trains_as_stock(stock, fused, tokens())

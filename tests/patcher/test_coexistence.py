@@ -6,6 +6,7 @@ import copy
 import functools
 import socket
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
@@ -24,7 +25,7 @@ from fused_norm import FusedNormError
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_norm_module import FusedNorm
 
-from .models import counts, relative, sites, snapshot, step, tokens, twins
+from .models import assert_trains_as_stock, counts, relative, sites, snapshot, step, tokens, twins
 
 
 def test_a_forward_replaced_on_a_norm_stays_in_place() -> None:
@@ -53,14 +54,206 @@ def test_a_forward_replaced_on_a_layer_keeps_its_block() -> None:
     ]
 
 
-def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm() -> None:
+def scaled(original: Callable) -> Callable:
+    """A forward that other code could put in the place of ``original``; it takes an argument more."""
+
+    def theirs(self, hidden_states, *args, factor=1.5, **kwargs):
+        output = original(self, hidden_states, *args, **kwargs)
+        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+    return theirs
+
+
+REPLACED = {
+    "input_layernorm": counts(),
+    "self_attn": counts(norm=5, qk=4, residual=2),
+    "": counts(norm=5, qk=4, rope=2),
+}
+"""What is still fused in a Qwen3 where the forward of one class was replaced, by the place of that class in a layer."""
+
+
+@pytest.mark.parametrize("order", ["patch, replace", "replace, patch"])
+@pytest.mark.parametrize("place", REPLACED)
+def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, device: str, monkeypatch) -> None:
+    stock = build("qwen3", seed=0, device=device)
+    fused, ids = copy.deepcopy(stock), tokens(device)
+    before = snapshot(fused)
+    if order == "patch, replace":
+        fused_norm.apply_fused_norm(fused)
+    replaced = type(stock.model.layers[0].get_submodule(place))
+    monkeypatch.setattr(replaced, "forward", scaled(replaced.forward))
+    if order == "patch, replace":
+        assert_trains_as_stock(stock, fused, ids)
+        assert_trains_as_stock(stock, copy.deepcopy(fused), ids)
+    report = fused_norm.apply_fused_norm(fused, strict=place != "input_layernorm")
+    assert report.counts == REPLACED[place]
+    assert {site.cause for site in report.kept} == {"owner"}
+    assert all("class's forward was replaced, by" in site.reason for site in report.kept)
+    assert_trains_as_stock(stock, fused, ids)
+    assert set(fused_norm.apply_fused_norm(fused, strict=False).kept) == set(report.kept)
+    monkeypatch.undo()
+    assert fused_norm.apply_fused_norm(fused).counts == sites("qwen3")
+    assert_trains_as_stock(stock, fused, ids)
+    fused_norm.remove_fused_norm(fused)
+    assert snapshot(fused) == before
+
+
+def test_arguments_that_only_a_replaced_forward_takes_reach_it(device: str, monkeypatch) -> None:
+    stock, fused = twins("llama", device)
+    x = torch.randn(2, 3, 72, device=device)
+    for module in (stock.model.norm, stock.model.layers[0].mlp):
+        monkeypatch.setattr(type(module), "forward", scaled(type(module).forward))
+    layer = type(stock.model.layers[0])
+    monkeypatch.setattr(
+        layer, "forward", lambda self, *, states, factor: self.mlp(self.input_layernorm(states), factor)
+    )
+    monkeypatch.setattr(type(stock.model.layers[0].mlp), "forward", lambda self, x, factor: x * factor)
+    assert torch.equal(fused.model.norm(x, factor=3.0), stock.model.norm(x, factor=3.0))
+    assert torch.equal(fused.model.norm(hidden_states=x), stock.model.norm(x))
+    assert torch.equal(fused.model.layers[0](states=x, factor=3.0), stock.model.layers[0].input_layernorm(x) * 3.0)
+
+
+def test_a_class_replaced_by_a_forward_that_can_be_fused_is_fused_anew(device: str, monkeypatch) -> None:
+    """The patterns are looked for in the forward that the class has now, not in one that it had before."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
+            nn.init.normal_(self.first.weight)
+
+        def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+            x = r + x
+            x = self.first(x)
+            return self.second(x)
+
+        def changed(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x = r + x
+            return self.second(x)
+
+    stock = Layer().to(device)
+    fused = copy.deepcopy(stock)
+    x, r = torch.randn(2, 4, 24, device=device)
+    assert [site.path for site in fused_norm.apply_fused_norm(fused).fused if site.kind == "residual"] == ["first"]
+    monkeypatch.setattr(Layer, "forward", Layer.changed)
+    assert relative(fused(x, r), stock(x, r)) < 1e-6
+    assert [site.path for site in fused_norm.apply_fused_norm(fused).fused if site.kind == "residual"] == ["second"]
+    assert relative(fused(x, r), stock(x, r)) < 1e-6
+
+
+def test_compiled_code_runs_a_forward_put_on_a_class(device: str, monkeypatch) -> None:
+    torch._dynamo.reset()
+    stock, fused = twins("qwen3", device)
+    ids = tokens(device, length=5)
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(ids, use_cache=False)
+        for place in ("self_attn", "self_attn.q_norm", ""):
+            replaced = type(stock.model.layers[0].get_submodule(place))
+            monkeypatch.setattr(replaced, "forward", scaled(replaced.forward))
+            assert relative(compiled(ids, use_cache=False).logits, stock(ids, use_cache=False).logits) < 2e-6
+
+
+def test_checkpointing_goes_on_around_a_forward_put_on_a_layers_class(device: str, monkeypatch) -> None:
+    stock, fused = twins("qwen3", device)
+    layer = type(stock.model.layers[0])
+    monkeypatch.setattr(layer, "forward", scaled(layer.forward))
+    fused.gradient_checkpointing_enable({"use_reentrant": False})
+    calls: list[int] = []
+    fused.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert len(calls) == 2
+
+
+def test_a_forward_put_on_a_fused_class_is_reported_and_no_other_model_gets_it(device: str, monkeypatch) -> None:
+    stock, fused = twins("qwen3", device)
+    later, ids = copy.deepcopy(stock), tokens(device)
+    changed = type(fused.model.layers[0].self_attn)
+    monkeypatch.setattr(changed, "forward", scaled(changed.forward))
+    assert relative(fused(ids, use_cache=False).logits, stock(ids, use_cache=False).logits) > 1e-2
+    for model in (fused, later):
+        report = fused_norm.apply_fused_norm(model)
+        assert report.counts == counts(norm=5, qk=4, residual=2)
+        assert all("the forward of its fused class was replaced, by" in site.reason for site in report.kept)
+    assert_trains_as_stock(stock, later, ids)
+
+
+class TheirNorm(nn.Module):
+    """A norm of another library, whose forward it binds to the norms of a model that is there already."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.their_eps) * 1.5
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device)
+    for model in (stock, fused):
+        for norm in model.modules():
+            if type(norm).__name__.endswith("RMSNorm"):
+                norm.their_eps = 1e-5
+                vars(norm)["forward"] = TheirNorm.forward.__get__(norm, type(norm))
+    assert_trains_as_stock(stock, fused, ids)
+    report = fused_norm.apply_fused_norm(fused, strict=False)
+    assert report.fused == ()
+    assert len(report.kept) == sum(sites(model_type).values())
+    assert all("its forward was replaced on the instance, by" in site.reason for site in report.kept)
+    assert all("TheirNorm.forward" in site.reason and site.cause == "owner" for site in report.kept)
+    assert_trains_as_stock(stock, fused, ids)
+    for norm in fused.modules():
+        vars(norm).pop("forward", None)
+    again = fused_norm.apply_fused_norm(fused)
+    assert again.counts == sites(model_type)
+    assert_trains_as_stock(build(model_type, seed=0, device=device), fused, ids)
+
+
+@pytest.mark.parametrize("place", ["self_attn", "mlp", "", "input_layernorm", "self_attn.k_norm"])
+def test_a_forward_bound_to_one_instance_is_reported_there_alone(place: str, device: str) -> None:
+    stock, fused = twins("qwen3", device)
+    for model in (stock, fused):
+        module = model.model.layers[1].get_submodule(place)
+        module.forward = types.MethodType(scaled(type(module).forward), module)
+    assert_trains_as_stock(stock, fused, tokens(device))
+    report = fused_norm.apply_fused_norm(fused)
+    fewer = {"self_attn": {"rope": 1}, "": {"residual": 1}, "input_layernorm": {"norm": 4}}
+    fewer["self_attn.k_norm"] = {"qk": 3, "rope": 1}
+    assert report.counts == {**sites("qwen3"), **fewer.get(place, {})}
+    assert all("layers.1" in site.path and "replaced on the instance" in site.reason for site in report.kept)
+    assert_trains_as_stock(stock, fused, tokens(device))
+
+
+@pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
+def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, launches: list[str]) -> None:
+    model = build("gemma3_text", seed=0, device=device)
+    if order == "patch, hook":
+        fused_norm.apply_fused_norm(model)
+    layer = model.model.layers[1]
+    norms = (layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm, layer.self_attn.q_norm)
+    handles = [norm.register_full_backward_pre_hook(lambda module, gradients: None) for norm in norms]
+    report = fused_norm.apply_fused_norm(model)
+    expected = sites("gemma3_text")
+    assert report.counts == {**expected, "residual": 2, "sandwich": 5, "rope": 2}
+    assert {site.reason for site in report.kept} == {"hooks or other code stand on its norm"}
+    model(tokens(device), use_cache=False)
+    assert (launches.count("norm_add_norm"), launches.count("norm_add")) == (2, 3)
+    assert launches.count("qk_norm_rope") == 2
+    for handle in handles:
+        handle.remove()
+    assert fused_norm.apply_fused_norm(model).counts == expected
+
+
+def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm(monkeypatch) -> None:
     """kernelize() binds a forward to every instance whose class has a ``kernel_layer_name``."""
     model = build("llama", seed=0)
-    kernelized = [module for module in model.modules() if hasattr(type(module), "kernel_layer_name")]
+    monkeypatch.setattr(type(model.model.norm), "kernel_layer_name", "RMSNorm", raising=False)
+    norms = [module for module in model.modules() if hasattr(type(module), "kernel_layer_name")]
+    assert len(norms) == 5
     fused_norm.apply_fused_norm(model)
-    assert not any(hasattr(type(module), "kernel_layer_name") for module in model.modules() if module in kernelized)
+    assert not any(hasattr(kind, "kernel_layer_name") for norm in norms for kind in (norm, type(norm)))
     fused_norm.remove_fused_norm(model)
-    assert [module for module in model.modules() if hasattr(type(module), "kernel_layer_name")] == kernelized
+    assert all(norm.kernel_layer_name == "RMSNorm" for norm in norms)
 
 
 @pytest.mark.parametrize("first", ["peft", "fused_norm"])
@@ -143,7 +336,8 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
     assert fused.model.norm.weight.is_meta
     before = snapshot(fused)
     if order == "offload, patch":
-        assert fused_norm.apply_fused_norm(fused).counts == sites("qwen3")
+        # A q norm and a k norm whose weights come with their calls are called apart.
+        assert fused_norm.apply_fused_norm(fused).counts == {**sites("qwen3"), "rope": 0}
     assert isinstance(fused.model.norm, FusedNorm)
     with torch.no_grad():
         assert relative(fused(ids, use_cache=False).logits, expected) < 1e-5
@@ -210,7 +404,8 @@ def sharded_losses(order: str, rank: int, ranks: int, steps: int) -> list[float]
     fully_shard(model.model.layers[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
     if order == "shard, patch":
-        assert fused_norm.apply_fused_norm(model).counts == sites("gemma3_text")
+        units = {"residual": 2, "sandwich": 5, "rope": 2}  # without those that would take in a unit
+        assert fused_norm.apply_fused_norm(model).counts == {**sites("gemma3_text"), **units}
     if order == "patch, shard":
         with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):
             fused_norm.remove_fused_norm(model)

@@ -29,6 +29,18 @@ class UsesSuper(Recorder):
         return self.norm(a)
 
 
+class _Private(Recorder):
+    __factor = 3.0
+
+    def __scaled(self, a):
+        return a * self.__factor
+
+    def forward(self, a, __b):
+        scaled = self.__scaled(__b)
+        a = a + scaled
+        return self.norm(a)
+
+
 def undisclosed(function):
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -42,6 +54,11 @@ def test_signature_name_and_globals_stay() -> None:
     assert inspect.signature(forward) == inspect.signature(Returned.forward)
     assert forward.__qualname__ == Returned.forward.__qualname__
     assert forward.__globals__ is Returned.forward.__globals__
+
+
+def test_private_names_are_those_of_the_class() -> None:
+    assert run(_Private, 2.0, 3.0) == ["add norm None 1"]
+    assert inspect.signature(rewritten_forward(_Private, everything(_Private))) == inspect.signature(_Private.forward)
 
 
 def test_a_wrapper_that_the_source_shows_is_kept() -> None:
@@ -70,14 +87,15 @@ def test_sources_that_cannot_be_trusted_are_refused(tmp_path) -> None:
     with pytest.raises(SourceError, match="cannot be read"):
         patterns_of(namespace["NoFile"])
 
-    source = f"class Stale{body}"
+    source = f"class Stale{body}".replace("a + b", "a + b * 2.5")
     path = tmp_path / "stale.py"
-    path.write_text(source)
-    exec(compile(source, str(path), "exec"), namespace)
-    path.write_text(source.replace("a + b", "a + a"))
-    linecache.checkcache(str(path))
-    with pytest.raises(SourceError, match="not the code that runs"):
-        patterns_of(namespace["Stale"])
+    for old, new in (("a + b", "a + a"), ("2.5", "3.5"), ("self.norm", "self.other"), ("b):", "b, c=1):")):
+        path.write_text(source)
+        exec(compile(source, str(path), "exec"), namespace)
+        path.write_text(source.replace(old, new))
+        linecache.checkcache(str(path))
+        with pytest.raises(SourceError, match="not the code that runs"):
+            patterns_of(namespace["Stale"])
 
     builtin = type("Builtin", (Recorder,), {"forward": len})
     with pytest.raises(SourceError, match="builtin"):

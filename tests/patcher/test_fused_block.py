@@ -10,19 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fused_norm
 from fused_norm.model_configs import build
 
-from .models import relative, sites, step, tokens, twins
-
-
-def assert_trains_as_stock(stock: nn.Module, fused: nn.Module, ids: torch.Tensor) -> None:
-    (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
-    assert relative(logits, expected) < 2e-6
-    assert fused_gradients.keys() == gradients.keys()
-    worst = max((relative(fused_gradients[name], value), name) for name, value in gradients.items())
-    assert worst[0] < 1e-5, worst
+from .models import assert_trains_as_stock, relative, sites, step, tokens, twins
 
 
 def reads(module: nn.Module, args: tuple, output: object) -> None:
@@ -38,11 +31,26 @@ def edits(module: nn.Module, args: tuple, output: object) -> None:
 
 
 @pytest.mark.parametrize("hook", [reads, replaces, edits])
-def test_hooks_on_layers_are_heard(hook: Callable, device: str) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_hooks_on_layers_are_heard(hook: Callable, layer: int, device: str) -> None:
     stock, fused = twins("gemma2", device)
     for model in (stock, fused):
-        model.model.layers[0].register_forward_hook(hook)
+        model.model.layers[layer].register_forward_hook(hook)
     assert_trains_as_stock(stock, fused, tokens(device))
+
+
+def test_checkpointing_of_the_last_layer_alone_recomputes_it(device: str) -> None:
+    stock, fused = twins("gemma2", device)
+    expected = step(stock, tokens(device))
+    fused.gradient_checkpointing_enable({"use_reentrant": False})
+    fused.model.layers[0].gradient_checkpointing = False
+    calls: list[int] = []
+    for index, layer in enumerate(fused.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    logits, gradients = step(fused, tokens(device))
+    assert calls == [0, 1, 1]
+    assert relative(logits, expected[0]) < 2e-6
+    assert all(relative(gradients[name], value) < 1e-5 for name, value in expected[1].items())
 
 
 @pytest.mark.parametrize(
@@ -71,11 +79,12 @@ def test_hooks_on_norms_see_what_they_see_on_stock(model_type: str, path: str, d
             norm.register_forward_pre_hook(lambda _, args, record=record: record("input", *args)),
             norm.register_forward_hook(lambda _, args, output, record=record: record("output", *args, output)),
             norm.register_full_backward_hook(lambda _, grads, out, record=record: record("gradient", *grads, *out)),
+            norm.register_full_backward_pre_hook(lambda _, out, record=record: record("incoming", *out)),
         ]
         step(model, ids)
         for handle in handles:
             handle.remove()
-    assert list(seen["fused"]) == list(seen["stock"]) == ["input", "output", "gradient"]
+    assert list(seen["fused"]) == list(seen["stock"]) == ["input", "output", "incoming", "gradient"]
     for kind, theirs in seen["stock"].items():
         for a, b in zip(seen["fused"][kind], theirs, strict=True):
             assert a.shape == b.shape
@@ -191,6 +200,42 @@ def test_fp32_head_norms_in_a_16_bit_model_keep_the_stock_dtypes(device: str) ->
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.dtype == theirs.dtype == torch.float32
         assert relative(mine, theirs) < 1e-6
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    return value.a if isinstance(value, TwoTensor) else value
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("case", ["k of another dtype", "a subclass as k", "a subclass as q", "k of another width"])
+def test_q_and_k_that_one_launch_cannot_take_come_out_as_in_stock(
+    case: str, rotated: bool, device: str, launches: list[str]
+) -> None:
+    stock, fused = twins("qwen3", device)
+    a, b = (model.model.layers[0].self_attn for model in (stock, fused))
+    module = sys.modules[type(a).__module__]
+    q, k = (torch.randn(2, 5, heads, 24, device=device).transpose(1, 2) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 5, 24, device=device) for _ in range(2))
+    if case == "k of another dtype":
+        k = k.to(torch.bfloat16)
+    elif case == "k of another width":
+        rotated, k = False, k[..., :12]
+        for attention in (a, b):
+            attention.k_norm.weight = nn.Parameter(attention.k_norm.weight[:12].detach())
+    elif case == "a subclass as q":
+        q = TwoTensor(q, q)
+    else:
+        k = TwoTensor(k, k)
+    expected = a.q_norm(q), a.k_norm(k)
+    if rotated:
+        expected = module.apply_rotary_pos_emb(*expected, cos, sin)
+        actual = b.fused_norm_rotated(True, b.q_norm, b.k_norm, module.apply_rotary_pos_emb, q, k, cos, sin)
+    else:
+        actual = b.fused_norm_pair(True, b.q_norm, b.k_norm, q, k)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert (type(mine), mine.dtype, mine.shape) == (type(theirs), theirs.dtype, theirs.shape)
+        assert relative(plain(mine), plain(theirs)) < (2**-8 if mine.dtype == torch.bfloat16 else 1e-6)
+    assert not {"qk_norm", "qk_norm_rope"} & set(launches)
 
 
 def test_norms_that_became_different_are_called_apart(device: str, launches: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import logging
@@ -320,6 +321,29 @@ def test_everywhere_covers_other_threads_and_their_own_block_wins():
     assert [report.counts.get("qk", 0) for report in own] == [0]
     assert [report.counts.get("qk", 0) for report in reports] == [SITES["qk"], 0]
     assert fused_sites(in_thread(build_one)) == 0
+
+
+def test_the_innermost_of_two_blocks_everywhere_holds_in_other_threads():
+    with fused_norm.on_load(everywhere=True) as outer:
+        with fused_norm.on_load(everywhere=True, qk=False) as inner:
+            in_thread(build_one)
+        in_thread(build_one)
+    assert [report.counts["qk"] for report in inner] == [0]
+    assert [report.counts["qk"] for report in outer] == [0, SITES["qk"]]
+
+
+def test_a_block_that_has_ended_gets_no_report_of_one_that_was_opened_in_it(checkpoint):
+    told = []
+    with contextlib.ExitStack() as inner_block:
+        with fused_norm.on_load(notify=told.append) as outer:
+            # A task that was started in the block, and outlives it.
+            task = contextvars.copy_context()
+            inner = task.run(inner_block.enter_context, fused_norm.on_load())
+            inner_block.callback(task.run, inner_block.pop_all().close)
+        task.run(build_one)
+        task.run(fused_norm.from_pretrained, AutoModelForCausalLM, checkpoint)
+    assert [report.counts for report in inner] == [SITES, SITES]
+    assert outer == told == []
 
 
 def test_blocks_of_two_threads_may_end_in_any_order():

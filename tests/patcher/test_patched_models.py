@@ -114,6 +114,36 @@ def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> 
     assert all(relative(named[name], value) < 1e-5 for name, value in expected_gradients.items())
 
 
+COMPILED = [
+    ("llama", True, "eager"),
+    *(
+        pytest.param(name, True, "aot_eager", marks=pytest.mark.slow)
+        for name in ("llama", "qwen3", "gemma2", "gemma3_text")
+    ),
+    # Lengths become dynamic when the second one comes.
+    *(pytest.param(name, None, "aot_eager", marks=pytest.mark.slow) for name in ("llama", "gemma3_text")),
+    pytest.param("qwen3", True, "inductor", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model_type", "dynamic", "backend"), COMPILED)
+def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
+    model_type: str, dynamic: bool | None, backend: str, device: str
+) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, fused = twins(model_type, device)
+    compiled = torch.compile(fused, dynamic=dynamic, backend=backend, fullgraph=True)
+    for length in (19, 23, 30):
+        ids = tokens(device, length=length)
+        expected, expected_gradients = step(fused, ids)
+        logits, gradients = step(compiled, ids)
+        assert relative(logits, expected) < 1e-5
+        named = {name.removeprefix("_orig_mod."): value for name, value in gradients.items()}
+        assert all(relative(named[name], value) < 1e-5 for name, value in expected_gradients.items())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
+
+
 def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> None:
     torch._dynamo.reset()
     stock, fused = twins("llama", device)

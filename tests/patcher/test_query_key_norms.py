@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
@@ -11,7 +13,7 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from fused_norm.patcher.forward_rewrite import patterns_of
+from fused_norm.patcher.forward_rewrite import patterns_of, rotations_of
 from fused_norm.patcher.query_key_norms import QK_NAME, Pair, PairRewrite
 
 from .forwards import Heads, Recorder, rotate, run
@@ -223,13 +225,90 @@ class InTwoBranches(Recorder):
         return q, k
 
 
+class TransposesTheRows(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q).transpose(2, 3)
+        k = self.k_norm(k).transpose(2, 3)
+        return q, k
+
+
+class TransposesTheRowsByOneMore(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q).transpose(1, 3)
+        k = self.k_norm(k).transpose(1, 3)
+        return q, k
+
+
+class TransposesTheRowsOfK(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2, 3)
+        return q, k
+
+
+class TransposesByName(Recorder):
+    def forward(self, q, k):
+        q = self.q_norm(q).transpose(dim0=1, dim1=2)
+        k = self.k_norm(k).transpose(dim0=1, dim1=2)
+        return q, k
+
+
 @pytest.mark.parametrize(
     "attention",
-    [ReadsBetween, ReadsInTheSecond, WritesBetween, OnlyOne, Unpacked, ElsewhereTransposed, InTwoBranches],
+    [
+        ReadsBetween,
+        ReadsInTheSecond,
+        WritesBetween,
+        OnlyOne,
+        Unpacked,
+        ElsewhereTransposed,
+        InTwoBranches,
+        TransposesTheRows,
+        TransposesTheRowsByOneMore,
+        TransposesTheRowsOfK,
+        TransposesByName,
+    ],
 )
 def test_what_only_resembles_a_pair_is_left_alone(attention) -> None:
     assert patterns_of(attention).pairs == ()
     assert run(attention, Heads(2), Heads(3)) == []
+
+
+def half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_half(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def rotate_half_too(q, k, cos, sin, unsqueeze_dim=1):
+    return rotate_half(q, k, cos, sin, unsqueeze_dim)
+
+
+class TwoPairs(nn.Module):
+    """An attention with two kinds of queries and keys, each with a rotation of its own."""
+
+    def forward(self, q, k, p, m, cos, sin):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = rotate_half(q, k, cos, sin)
+        p = self.query_norm(p)
+        m = self.key_norm(m)
+        p, m = rotate_half_too(p, m, cos, sin)
+        return q, k, p, m
+
+
+def test_each_pair_is_fused_with_its_own_rotation() -> None:
+    assert [pair.rotate for pair in patterns_of(TwoPairs).pairs] == ["rotate_half", "rotate_half_too"]
+
+    def functions(*rewrites):
+        return [rotation.function for rotation in rotations_of(TwoPairs, rewrites)]
+
+    assert functions(PairRewrite(1, True)) == [rotate_half_too]
+    assert functions(PairRewrite(0, False), PairRewrite(1, True)) == [rotate_half_too]
+    assert functions(PairRewrite(0, True), PairRewrite(1, True)) == [rotate_half, rotate_half_too]
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ def apply_fused_norm(
     """Make the RMSNorms, q/k norms and residual-add+norm blocks of ``model`` run as fused kernels, in place.
 
     Norms are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
-    code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are. Applied
-    again it changes nothing and reports the same.
+    code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are.
+
+    Applied again it makes of the model what it would make of the stock one: the options are those of the last call, the
+    report is on the model as it is now, and where neither has changed nothing does.
 
     Args:
         model: a transformers model, or any module that holds one; on any device, meta included.
@@ -53,7 +55,8 @@ def apply_fused_norm(
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
-            ``modules`` has a pattern that selects nothing. The model is as it was.
+            ``modules`` has a pattern that selects nothing; where a fused site is to be stock again, and other code has
+            built on its class (FSDP does, when it shards). The model is as it was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(
@@ -93,11 +96,12 @@ def _check(model: nn.Module, report: PatchReport) -> None:
     """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
+    paths = {id(module): path for path, module in model.named_modules()}
     missing = [
-        line
+        f"{expected} ({kind}): {problem}"
         for path, decoder, family in _known_decoders(model)
         for expected, kind in _expected_sites(path, decoder, family)
-        if (line := _missing(expected, kind, family, report)) is not None
+        if (problem := _problem(_first_path(model, expected, paths), kind, family, report)) is not None
     ]
     if missing:
         more = f"\n  and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
@@ -123,19 +127,30 @@ def _expected_sites(path: str, decoder: nn.Module, family: Family) -> Iterator[t
     yield f"{prefix}{family.final_norm}", "norm"
 
 
-def _missing(expected: str, kind: Kind, family: Family, report: PatchReport) -> str | None:
-    """A line on the site expected at this path, where it is not there or computes something else."""
+def _first_path(model: nn.Module, path: str, paths: dict[int, str]) -> str | None:
+    """The path under which the module at ``path`` is reported: the first one, where it is shared; None without one."""
+    try:
+        return paths[id(model.get_submodule(path))]
+    except AttributeError:
+        return None
+
+
+def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) -> str | None:
+    """What is wrong with a site that a family has at this path: it is not there, or computes something else."""
+    if path is None:
+        return "not found"
     rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind == kind}
-    inside_wrapper = (row for row in rows.values() if row.path.startswith(f"{expected}."))
-    site = rows.get(expected) or next(inside_wrapper, None)
+    inside_wrapper = (row for row in rows.values() if row.path.startswith(f"{path}."))
+    site = rows.get(path) or next(inside_wrapper, None)
+    if site is None and kind in ("residual", "sandwich"):  # kept for its layer's sake, it has the layer's row
+        site = next((row for row in report.kept if row.path == path.rpartition(".")[0]), None)
     if site is None:
-        layer = rows.get(expected.rpartition(".")[0])
-        return f"{expected} ({kind}): {layer.reason if layer else 'not found'}"
+        return "not found"
     if site.cause == "formula":
-        return f"{expected} ({kind}): {site.reason}"
+        return site.reason
     spec = family.spec
     if site.spec and (site.spec.casting, site.spec.zero_centered) != (spec.casting, spec.zero_centered):
-        return f"{expected} ({kind}): computes {site.spec}, not what {family.model_type} does"
+        return f"computes {site.spec}, not what {family.model_type} does"
     return None
 
 

@@ -6,8 +6,9 @@ device maps and weight initialisation, which all go by class or by name, see wha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from ..spec import FusedNormError, NormSpec
 from .forward_rewrite import Rewrite, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
-from .fused_norm_module import FusedNorm
+from .fused_norm_module import FusedNorm, has_origin_forward
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -28,9 +29,13 @@ class _NoHubKernel:
         raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
 
 
-@cache
 def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Module]:
     """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``."""
+    return _fused_norm_class(origin, origin.forward, spec, eps_name)
+
+
+@cache
+def _fused_norm_class(origin: Any, forward: Callable[..., Any], spec: NormSpec, eps_name: str) -> type[nn.Module]:
     return _derive(
         FusedNorm,
         origin,
@@ -41,20 +46,34 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Modu
     )
 
 
-@cache
 def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
     """The fused class for modules of class ``origin``, with these rewrites of their forward.
 
     Raises:
         SourceError: where the forward cannot be rewritten.
     """
+    return _fused_block_class(origin, origin.forward, rewrites)
+
+
+@cache
+def _fused_block_class(origin: Any, forward: Callable[..., Any], rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
+    rewritten = rewritten_forward(origin, rewrites)
+
+    @wraps(rewritten)
+    def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Other code may have put a forward of its own on the class, with other arguments, since the model was patched.
+        current = origin.forward
+        if current is forward:
+            return rewritten(self, *args, **kwargs)
+        return current(self, *args, **kwargs)
+
     return _derive(
         FusedBlock,
         origin,
         (fused_block_class, (rewrites,)),
         fused_norm_rewrites=rewrites,
         fused_norm_rotations=rotations_of(origin, rewrites),
-        forward=rewritten_forward(origin, rewrites),
+        forward=rewritten_or_replaced,
     )
 
 
@@ -65,13 +84,17 @@ def _derive(
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         constructor, values, *state = origin.__reduce_ex__(self, protocol)
-        if values and values[0] is derived:  # a subclass made by others (FSDP's) pickles in its own way
-            return _rebuild, (make, origin, arguments), *state
-        return constructor, values, *state
+        if not values or values[0] is not derived:  # a subclass made by others (FSDP's) pickles in its own way
+            return constructor, values, *state
+        if not has_origin_forward(derived):  # what runs is the forward that the class has now
+            return constructor, (origin, *values[1:]), *state
+        return _rebuild, (make, origin, arguments), *state
 
     names = {"__module__": origin.__module__, "__qualname__": origin.__qualname__, "__doc__": origin.__doc__}
-    members = {**names, **members, "fused_norm_origin": origin, "__reduce_ex__": reduce_ex}
-    derived: type[nn.Module] = type(origin)(origin.__name__, (base, origin), members)
+    facts = {"fused_norm_origin": origin, "fused_norm_origin_forward": origin.forward}
+    members = {**names, **members, **facts, "__reduce_ex__": reduce_ex}
+    derived = type(origin)(origin.__name__, (base, origin), members)
+    derived.fused_norm_forward = derived.forward
     return derived
 
 
@@ -80,16 +103,56 @@ def _rebuild(make: Callable[..., type], origin: type, arguments: tuple[Any, ...]
     return object.__new__(make(origin, *arguments))
 
 
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module in the stock model."""
+    return module.fused_norm_origin if isinstance(module, (FusedNorm, FusedBlock)) else type(module)
+
+
+def fused_class(module: FusedNorm | FusedBlock) -> Any:
+    """The class that was put on a module: its own, or one that other code has built upon."""
+    return next(base for base in type(module).__mro__ if "fused_norm_origin" in vars(base))
+
+
+def class_forward_replaced(origin: type[nn.Module]) -> str | None:
+    """The words that say whose forward other code has put on a class; None where the class has its own."""
+    if origin.forward is nn.Module.forward:
+        return None
+    forward: Any = inspect.unwrap(origin.forward)
+    place = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', forward)}"
+    if any(place == f"{base.__module__}.{base.__qualname__}.forward" for base in origin.__mro__):
+        return None
+    return f"its class's forward was replaced, by {place}"
+
+
+def fused_forward_replaced(fused: Any) -> str | None:
+    """The words that say whose forward other code has put on a fused class; None where it has its own."""
+    if fused.forward is fused.fused_norm_forward:
+        return None
+    return f"the forward of its fused class was replaced, by {_name_of(fused.forward)}"
+
+
 def foreign_forward(module: nn.Module) -> str | None:
     """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
+    if isinstance(module, (FusedNorm, FusedBlock)) and (owner := fused_forward_replaced(fused_class(module))):
+        return owner
     forward = vars(module).get("forward")
     if forward is None or _is_bound(forward, module):
         return None
     if _is_bound(vars(module).get("_old_forward"), module):  # accelerate calls the forward that it keeps there
         return None
+    return f"its forward was replaced on the instance, by {_name_of(forward)}"
+
+
+def is_called_around(norm: nn.Module) -> bool:
+    """Return whether calls go through a ``forward`` that other code, accelerate included, has put on this instance."""
+    forward = vars(norm).get("forward")
+    return forward is not None and not _is_bound(forward, norm)
+
+
+def _name_of(forward: Any) -> str:
     function = getattr(forward, "func", getattr(forward, "__func__", forward))
     name = getattr(function, "__qualname__", type(forward).__name__)
-    return f"its forward was replaced on the instance, by {getattr(function, '__module__', '?')}.{name}"
+    return f"{getattr(function, '__module__', '?')}.{name}"
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:

@@ -27,14 +27,18 @@ class Patterns:
     pairs: tuple[Pair, ...]
 
 
-@cache
 def patterns_of(layer: Any) -> Patterns:
-    """The patterns in the forward of a class.
+    """The patterns in the forward that a class has now.
 
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
     """
-    definition, function = definition_of(layer)
+    return _patterns_of(layer, layer.forward)
+
+
+@cache
+def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns:
+    definition, function, _ = definition_of(layer)
     own = self_name(function)
     return Patterns(
         adds=tuple(place.add for place in find_adds(definition, own)),
@@ -49,7 +53,7 @@ def rotation_of(layer: Any, name: str) -> Rotation:
         SourceError: where the source cannot be read, or is not what runs.
         UnrecognisedError: where the name stands for something else.
     """
-    _, function = definition_of(layer)
+    _, function, _ = definition_of(layer)
     value: Any = function.__globals__.get(name)
     return recognise_rotation(value)
 
@@ -71,7 +75,7 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     Raises:
         SourceError: where the forward cannot be rewritten.
     """
-    definition, function = definition_of(layer)
+    definition, function, around = definition_of(layer)
     own = self_name(function)
     adds, pairs = find_adds(definition, own), find_pairs(definition, own)
     for rewrite in rewrites:
@@ -79,4 +83,4 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
             fuse_add(adds[rewrite.index], rewrite, own)
         else:
             fuse_pair(pairs[rewrite.index], rewrite, own)
-    return compiled(definition, function, layer)
+    return compiled(definition, function, around, layer)

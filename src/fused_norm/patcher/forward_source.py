@@ -19,8 +19,15 @@ class SourceError(Exception):
     """A forward that cannot be rewritten; the message says why."""
 
 
-def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType]:
-    """The definition of the layer's forward, and the function that it defines, without decorators.
+class WrappedError(SourceError):
+    """A forward that other code has wrapped."""
+
+
+def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType, str]:
+    """The definition of the layer's forward, the function that it defines, without decorators, and the class around it.
+
+    The class is the one whose private names (``self.__name``) the source means; ``_``, which has none, where there is
+    none.
 
     Raises:
         SourceError: where the source cannot be read, or is not the code that runs.
@@ -38,19 +45,24 @@ def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType
     if not isinstance(definition, ast.FunctionDef) or not any(_same_code(code, function.__code__) for code in codes):
         raise SourceError("the source of its forward is not the code that runs")
     definition.decorator_list = list(_decorators_of(wrappers, definition, function))
-    return definition, function
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and definition in ast.walk(node)]
+    return definition, function, classes[-1].name if classes else "_"  # walked from the outside in
 
 
-def compiled(definition: ast.FunctionDef, function: FunctionType, layer: type[nn.Module]) -> Callable[..., Any]:
-    """``definition``, the changed definition of ``function``, as a function again.
+def compiled(
+    definition: ast.FunctionDef, function: FunctionType, around: str, layer: type[nn.Module]
+) -> Callable[..., Any]:
+    """``definition``, the changed definition of ``function`` in the class ``around``, as a function again.
 
     It lives in the namespace of the layer's own module, which gains no name by it.
 
     Raises:
         SourceError: where it does not run again.
     """
-    ast.fix_missing_locations(definition)
-    source = ast.unparse(definition)
+    tree = ast.parse(f"class {around}: pass")
+    assert isinstance(tree.body[0], ast.ClassDef)
+    tree.body[0].body = [definition]
+    source = ast.unparse(ast.fix_missing_locations(tree))
     filename = f"<fused_norm {layer.__module__}.{layer.__qualname__}.forward>"
     # Tracebacks, debuggers and inspect show the rewritten lines.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -59,7 +71,7 @@ def compiled(definition: ast.FunctionDef, function: FunctionType, layer: type[nn
         exec(_compile(source, filename, function), function.__globals__, namespace)
     except Exception as error:  # decorators and defaults are evaluated again, and may need what is gone
         raise SourceError(f"its source does not run again: {type(error).__name__}: {error}") from error
-    forward = namespace[definition.name]
+    forward = vars(namespace[around])[definition.name]
     forward.__qualname__ = function.__qualname__
     return forward
 
@@ -73,7 +85,7 @@ def _decorators_of(
         module = wrapper.__globals__["__name__"]
         decorator = next((decorator for decorator in decorators if _module_of(decorator, function) == module), None)
         if decorator is None:
-            raise SourceError(f"its forward is wrapped by {module}, which its source does not show")
+            raise WrappedError(f"its forward is wrapped by {module}, which its source does not show")
         yield decorator
 
 

@@ -25,6 +25,7 @@ class FusedBlock(nn.Module):
     """Base of the classes put on modules whose forward was rewritten; each derives from the module's own class."""
 
     fused_norm_origin: ClassVar[type[nn.Module]]
+    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
 
@@ -54,10 +55,8 @@ class FusedBlock(nn.Module):
         return residual + inner(branch)
 
     def fused_norm_may_postpone(self, q_norm: Any, k_norm: Any) -> bool:
-        """Return whether the two norms may be computed later, in one call; a module that is both is called twice."""
-        return (
-            q_norm is not k_norm and may_be_bypassed(q_norm) and may_be_bypassed(k_norm) and same_norms(q_norm, k_norm)
-        )
+        """Return whether the two norms may be computed later, in one call."""
+        return may_be_bypassed(q_norm) and may_be_bypassed(k_norm) and same_norms(q_norm, k_norm)
 
     def fused_norm_unless(self, postponed: bool, norm: Any, x: Any) -> Any:
         """``norm(x)``, or x itself where its norm is postponed."""

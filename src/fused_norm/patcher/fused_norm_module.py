@@ -57,6 +57,7 @@ class FusedNorm(nn.Module):
     """
 
     fused_norm_origin: ClassVar[type[nn.Module]]
+    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_spec: ClassVar[NormSpec]
     fused_norm_eps_name: ClassVar[str]
     weight: Tensor
@@ -66,6 +67,9 @@ class FusedNorm(nn.Module):
 
         ``named``: x under the stock parameter's name.
         """
+        if not has_origin_forward(type(self)):
+            given = (x, residual) if residual is not None else (x,) if x is not None else ()
+            return self.fused_norm_origin.forward(self, *given, **named)
         if named:
             (x,) = named.values()
         spec = spec_of(self)
@@ -81,6 +85,11 @@ class FusedNorm(nn.Module):
             return self.fused_norm_origin.forward(self, x)
         total = residual + scaled(x, scale)
         return self.fused_norm_origin.forward(self, total), total
+
+
+def has_origin_forward(fused: Any) -> bool:
+    """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin."""
+    return fused.fused_norm_origin.forward is fused.fused_norm_origin_forward
 
 
 def spec_of(norm: FusedNorm) -> NormSpec:
@@ -108,13 +117,16 @@ def may_be_bypassed(norm: nn.Module) -> bool:
         isinstance(norm, FusedNorm)
         and "forward" not in norm.__dict__
         and type(norm).forward is FusedNorm.forward
+        and has_origin_forward(type(norm))
         and not has_hooks(norm)
     )
 
 
 def takes_residual(norm: Any) -> bool:
     """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, and no hook would see the residual."""
-    if not isinstance(norm, FusedNorm) or has_hooks(norm):
+    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
+        return False
+    if not has_origin_forward(type(norm)):
         return False
     own = norm.__dict__
     forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")  # accelerate calls the former

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,24 @@ from torch import nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, Kind
-from .class_swap import built_upon, foreign_forward, fused_block_class, fused_norm_class
+from .class_swap import (
+    built_upon,
+    class_forward_replaced,
+    foreign_forward,
+    fused_block_class,
+    fused_class,
+    fused_forward_replaced,
+    fused_norm_class,
+    is_called_around,
+    origin_of,
+    stock_class,
+)
 from .forward_rewrite import Rewrite, patterns_of, rotation_of
-from .forward_source import SourceError
+from .forward_source import SourceError, WrappedError
 from .fused_block import FusedBlock
-from .fused_norm_module import FusedNorm, may_be_bypassed
-from .norm_recognition import UnrecognisedError, looks_like_norm, recognise
-from .patch_report import Site
+from .fused_norm_module import FusedNorm, has_hooks, has_origin_forward, spec_of
+from .norm_recognition import Recognised, UnrecognisedError, looks_like_norm, recognise
+from .patch_report import Cause, Site
 from .query_key_norms import QK_NAME, Pair, PairRewrite
 from .residual_adds import Add, AddRewrite
 
@@ -32,8 +43,11 @@ class ClassChange:
 def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
     """A row for every site, and the changes of class that fuse those to be fused; the model is not touched.
 
+    Each site is judged as if the model were stock, and what is fused already but is not to be gets its own class back.
+
     Raises:
-        FusedNormError: where a pattern of ``options.modules`` selects nothing.
+        FusedNormError: where a pattern of ``options.modules`` selects nothing; where a site is to be stock again and
+            other code has built on its fused class.
     """
     modules = dict(model.named_modules())
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
@@ -49,7 +63,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         changes += change
     rows = list(norm_sites.values())
     known = _Model(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
-    for path in _holders(norm_sites):
+    for path in _holders(model, known):
         block = _BlockSurvey(path, known)
         rows += block.rows()
         changes += block.changes
@@ -57,20 +71,51 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
 
 
 def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
-    origin: Any = type(norm)
+    origin: Any = stock_class(norm)
     site = Site(path, _kind_of(path), origin.__name__)
-    if isinstance(norm, FusedNorm):
-        return replace(site, spec=norm.fused_norm_spec), []
+    owner = foreign_forward(norm)
+    if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
+        reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
+        return replace(site, reason=reason, cause="owner"), []
     try:
-        known = recognise(norm)
+        known = _recognise(norm, origin)
     except UnrecognisedError as error:
-        return replace(site, reason=str(error), cause="formula"), []
-    site = replace(site, spec=known.spec)
-    if owner := foreign_forward(norm):
+        replaced = class_forward_replaced(origin)
+        site = replace(site, reason=replaced or str(error), cause="owner" if replaced else "formula")
+        return site, [] if owner else _change(norm, origin)
+    site = replace(site, spec=spec_of(norm) if isinstance(norm, FusedNorm) else known.spec)
+    if owner:  # it may call the forward that it found: the class stays
         return replace(site, reason=owner, cause="owner"), []
     if option := _deselected(site.kind, path, norm, options):
-        return replace(site, reason=option, cause="option"), []
-    return site, [ClassChange(norm, fused_norm_class(origin, known.spec, known.eps_name))]
+        return replace(site, reason=option, cause="option"), _change(norm, origin)
+    fused = fused_norm_class(origin, known.spec, known.eps_name)
+    if owner := fused_forward_replaced(fused):
+        return replace(site, reason=owner, cause="owner"), []
+    return site, _change(norm, fused)
+
+
+def _recognise(norm: nn.Module, origin: Any) -> Recognised:
+    """What a norm computes in the stock model; that of a fused norm is known, unless its origin changed since."""
+    if isinstance(norm, FusedNorm):
+        if has_origin_forward(type(norm)):
+            return Recognised(norm.fused_norm_spec, norm.fused_norm_eps_name)
+        stock: nn.Module = object.__new__(origin)
+        vars(stock).update(vars(norm))
+        norm = stock
+    return recognise(norm)
+
+
+def _change(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
+    """The change that gives a module this class, where it has another one.
+
+    Raises:
+        FusedNormError: where other code has built on its fused class.
+    """
+    if isinstance(module, (FusedNorm, FusedBlock)):
+        if fused_class(module) is new:
+            return []
+        origin_of(module)  # raises there
+    return [] if type(module) is new else [ClassChange(module, new)]
 
 
 @dataclass(frozen=True)
@@ -91,30 +136,48 @@ class _BlockSurvey:
         self.module = model.modules[path]
         self.changes: list[ClassChange] = []
         self._is_layer = path.rpartition(".")[2].isdigit()
-        self._origin: Any = type(self.module)
+        self._origin: Any = stock_class(self.module)
+        self._owner = foreign_forward(self.module)
+        self._fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
         self._done: tuple[Rewrite, ...] = ()
-        if isinstance(self.module, FusedBlock):
-            self._origin, self._done = self.module.fused_norm_origin, self.module.fused_norm_rewrites
+        if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
+            self._done = self.module.fused_norm_rewrites
         self._rewrites: list[Rewrite] = []
 
     def rows(self) -> list[Site]:
-        """The module's rows; afterwards ``changes`` holds the change that fuses those to be fused."""
+        """The module's rows; afterwards ``changes`` holds the change of class that they need."""
         try:
             patterns = patterns_of(self._origin)
         except SourceError as error:
-            return [self._kept(str(error))] if self._is_layer else []
-        rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
-        rows += [row for index, pair in enumerate(patterns.pairs) for row in self._survey_pair(index, pair)]
-        if self._is_layer and not any(row.kind == "residual" for row in rows):
-            rows.append(self._kept("no norm in its forward takes the sum of an add"))
-        rewrites = tuple(self._rewrites)
-        if rewrites == self._done:
+            rows = self._without_patterns(str(error), replaced=isinstance(error, WrappedError))
+        else:
+            rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
+            rows += [row for index, pair in enumerate(patterns.pairs) for row in self._survey_pair(index, pair)]
+            rows += self._without_patterns("no norm in its forward takes the sum of an add", rows)
+        if self._owner is not None or self._fixed:
             return rows
         try:
-            self.changes = [ClassChange(self.module, fused_block_class(self._origin, rewrites))]
+            rewrites = tuple(self._rewrites)
+            new = fused_block_class(self._origin, rewrites) if rewrites else self._origin
         except SourceError as error:
-            return [replace(row, reason=row.reason or str(error), cause=row.cause or "formula") for row in rows]
+            new = self._origin
+            rows = [replace(row, reason=row.reason or str(error), cause=row.cause or "formula") for row in rows]
+        if new is not self._origin and (owner := fused_forward_replaced(new)):
+            return [replace(row, reason=row.reason or owner, cause=row.cause or "owner") for row in rows]
+        self.changes = _change(self.module, new)
         return rows
+
+    def _without_patterns(self, reason: str, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
+        """A row for a layer, and for an attention that holds q or k norms, where ``rows`` has none of its own kind."""
+        kind: Kind = "residual" if self._is_layer else "rope"
+        if any(row.kind == kind for row in rows):
+            return []
+        owner = self._owner or class_forward_replaced(self._origin) or (reason if replaced else None)
+        holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
+        if not self._is_layer and not (holds_heads and owner):
+            return []
+        cause: Cause = "owner" if owner else "formula"
+        return [Site(self.path, kind, self._origin.__name__, reason=owner or reason, cause=cause)]
 
     def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
         """The rows of an add: with the norm after it, and with the norm of its branch."""
@@ -129,8 +192,7 @@ class _BlockSurvey:
                 reason = "it differs from the norm after the add in more than the weight"
                 inner = replace(inner, reason=reason, cause="formula")
             yield inner
-        with_norm = (after is not None and after.reason is None) or (done is not None and done.norm)
-        with_inner = inner is not None and inner.reason is None
+        with_norm, with_inner = (row is not None and row.reason is None for row in (after, inner))
         if with_norm or with_inner:
             self._rewrites.append(AddRewrite(index, with_norm, with_inner))
 
@@ -145,7 +207,7 @@ class _BlockSurvey:
         if pair.rotate is not None:
             already = done is not None and done.rotate
             rotated = self._both([self._row(self._path_of(name), "rope", "rope", already) for name in names], pair)
-            if rotated.reason is None and not already:
+            if rotated.reason is None:
                 try:
                     rotation_of(self._origin, pair.rotate)
                 except UnrecognisedError as error:
@@ -164,33 +226,32 @@ class _BlockSurvey:
     def _row(self, path: str, kind: Kind, option: Kind, already: bool) -> Site:
         """The row of a site that takes in the norm at ``path``: fused unless something prevents it.
 
-        ``option``: the kind of sites whose option decides; ``already``: it was fused before.
+        ``option``: the kind of sites whose option decides; ``already``: it is fused now.
+
+        Raises:
+            FusedNormError: where it is not to be fused any more and other code has built on the fused class.
         """
-        row = Site(path, kind, type(self.module).__name__)
+        row = Site(path, kind, self._origin.__name__)
         site = self.model.norm_sites.get(path)
         norm = self.model.modules[path]
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
             return replace(row, reason=reason, cause="owner")
         row = replace(row, spec=site.spec)
-        if already:
-            return row
         if site.reason is not None:
             return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
-        if kind in ("sandwich", "rope") and isinstance(norm, FusedNorm) and not may_be_bypassed(norm):
+        if has_hooks(norm) or (kind in ("sandwich", "rope") and is_called_around(norm)):
             return replace(row, reason="hooks or other code stand on its norm", cause="owner")
-        if isinstance(self.module, FusedBlock) and built_upon(self.module):
+        if self._fixed and not already:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
             return replace(row, reason=reason, cause="owner")
-        if owner := foreign_forward(self.module):
-            return replace(row, reason=owner, cause="owner")
+        if self._owner is not None:
+            return replace(row, reason=self._owner, cause="owner")
         if deselected := _deselected(option, path, norm, self.model.options):
+            if self._fixed:
+                _change(self.module, self._origin)
             return replace(row, reason=deselected, cause="option")
         return row
-
-    def _kept(self, reason: str) -> Site:
-        """The row of a layer in which no add can be fused with a norm after it."""
-        return Site(self.path, "residual", type(self.module).__name__, reason=reason, cause="formula")
 
     def _path_of(self, name: str) -> str:
         """The path under which the norm is reported: its first one, where several modules share it."""
@@ -241,15 +302,17 @@ def _kind_of(path: str) -> Kind:
     return "norm"
 
 
-def _holders(norm_sites: dict[str, Site]) -> list[str]:
+def _holders(model: nn.Module, known: _Model) -> list[str]:
     """The paths of modules that hold a recognised norm, directly or in a wrapper of up to two levels."""
-    paths: dict[str, None] = {}
-    for site in norm_sites.values():
-        if site.spec is not None:
-            path = site.path
-            for _ in range(3 if site.kind == "norm" else 1):
-                if not path:
-                    break
-                path = path.rpartition(".")[0]
-                paths[path] = None
-    return list(paths)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[str, None] = {}
+    for path, module in modules.items():
+        site = known.norm_sites.get(known.paths[id(module)])
+        if site is None or site.spec is None:
+            continue
+        for _ in range(3 if site.kind == "norm" else 1):
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+            holders[known.paths[id(modules[path])]] = None
+    return list(holders)
