@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -293,7 +294,7 @@ def test_run_says_when_nothing_was_fused(script, capsys):
     assert main(["run", str(path)]) == 0
     error = capsys.readouterr().err
     assert "fused-norm: BertModel" in error
-    assert error.splitlines()[-1].startswith("fused-norm: nothing was fused")
+    assert error.splitlines()[-1] == "fused-norm: nothing was fused in this process (models built: 1)"
 
 
 def test_run_strict_fails_for_a_model_without_norms(script, capsys):
@@ -314,6 +315,102 @@ def test_run_covers_threads_that_the_script_starts(script, capsys):
     )
     assert main(["run", str(path)]) == 0
     assert SUMMARY in capsys.readouterr().err
+
+
+LOAD_IN_A_CHILD = """
+import multiprocessing, sys
+
+def load():
+{load}
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=load)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_run_covers_processes_that_the_script_spawns(script, capfd):
+    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD, "    ")))
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--no-rope", str(path)])
+    assert end.value.code == 0
+    error = capfd.readouterr().err
+    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual" in error
+
+
+@pytest.mark.slow
+def test_run_strict_fails_in_a_process_that_the_script_spawns(script, capfd):
+    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD_BERT, "    ")))
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--strict", str(path)])
+    assert end.value.code == 1
+    assert "FusedNormError: nothing to fuse in BertModel" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_run_covers_the_workers_of_a_launcher(script):
+    path = script(LOAD)
+    found = process(
+        "-m", "fused_norm", "run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, path
+    )
+    assert found.returncode == 0, found.stderr
+    assert SUMMARY in found.stderr
+
+
+@pytest.mark.slow
+def test_run_covers_a_process_that_has_the_patcher_before_transformers(script):
+    child = script("import fused_norm.patcher\n" + LOAD, "child.py")
+    path = script(f"import subprocess, sys\nsubprocess.run([sys.executable, {str(child)!r}], check=True)\n")
+    found = process("-m", "fused_norm", "run", path)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count(SUMMARY) == 1
+
+
+@pytest.mark.slow
+def test_run_inside_run_tells_of_a_model_once(script):
+    child = script(LOAD, "child.py")
+    line = ["-m", "fused_norm", "run", str(child)]
+    path = script(f"import subprocess, sys\nsubprocess.run([sys.executable, *{line}], check=True)\n")
+    found = process("-m", "fused_norm", "run", "--no-qk", path)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("fused-norm: Qwen3ForCausalLM") == found.stderr.count(SUMMARY) == 1
+
+
+def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):
+    own = tmp_path / "own"
+    script("print('their own sitecustomize')", "own/sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    child = "import sys; print(sys.path); print({'torch', 'transformers', 'triton', 'fused_norm'} & set(sys.modules))"
+    start = [sys.executable, "-c", child]
+    path = script(f"import subprocess\nsubprocess.run({start}, check=True)\n")
+    assert main(["run", str(path)]) == 0
+    found = capfd.readouterr().out
+    subprocess.run(start, check=True)
+    assert found == capfd.readouterr().out
+    assert re.fullmatch(r"their own sitecustomize\n\['', .*\]\nset\(\)\n", found)
+    assert os.environ["PYTHONPATH"] == str(own)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_run_says_where_a_process_has_no_fused_norm(strict, script, tmp_path, capfd):
+    script("", "transformers/__init__.py")
+    script("", "transformers/modeling_utils.py")
+    child = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules['fused_norm'] = None\n"
+    child += "import transformers.modeling_utils"
+    path = script(f"import subprocess, sys\nsys.exit(subprocess.run({[sys.executable, '-c', child]}).returncode)\n")
+    with pytest.raises(SystemExit) as end:
+        main(["run", *(["--strict"] if strict else []), str(path)])
+    assert end.value.code == strict
+    assert f"models stay stock in this process: {sys.executable} has no fused_norm" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_run_says_where_processes_would_ignore_what_it_tells_them(strict, script, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "flags", types.SimpleNamespace(ignore_environment=1, no_site=0, isolated=0))
+    assert main(["run", *(["--strict"] if strict else []), str(script(""))]) == (2 if strict else 0)
+    assert "under python -E, -I or -S the processes that a script starts keep" in capsys.readouterr().err
 
 
 def test_run_fuses_only_what_it_is_told(script, capsys):
