@@ -11,16 +11,18 @@ import subprocess
 import sys
 import textwrap
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, GPT2Config
 
 import fused_norm
 from fused_norm.check import against_float64
 from fused_norm.cli import main
 from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.patcher import apply
 from fused_norm.spec import KINDS
 
 SITES = FAMILIES["qwen3"].sites()
@@ -71,21 +73,27 @@ BertModel._from_config(BertConfig(hidden_size=12))
 """
 
 
-def test_help_and_version_do_not_import_torch():
-    code = """
+COMMANDS = ("inspect", "check", "converge", "run", "demo", "bench", "env")
+
+
+def test_help_and_misspelt_arguments_do_not_import_torch():
+    code = f"""
     import sys
     from fused_norm.cli import main
-    for arguments in (["--help"], ["--version"]):
+    good = [["--help"], ["--version"], *([command, "--help"] for command in {COMMANDS})]
+    bad = [[], ["inspekt"], ["inspect"], ["check"], ["check", "llama", "--layers", "0"], ["run"], ["run", "no/such.py"]]
+    for arguments in (*good, *bad, *([command, "--nope"] for command in {COMMANDS})):
         try:
-            main(arguments)
+            code = main(arguments)
         except SystemExit as end:
-            assert not end.code
-    assert not {"torch", "triton", "transformers"} & set(sys.modules)
+            code = end.code
+        assert code == (0 if arguments in good else 2), arguments
+        assert not {{"torch", "triton", "transformers", "accelerate"}} & set(sys.modules), arguments
     """
     found = process("-c", textwrap.dedent(code))
     assert found.returncode == 0, found.stderr
     assert fused_norm.__version__ in found.stdout
-    assert all(command in found.stdout for command in ("inspect", "check", "converge", "run", "demo", "bench", "env"))
+    assert all(command in found.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize("line", ["", "inspekt", "inspect", "env --nope", "check llama --seq 0"])
@@ -94,6 +102,16 @@ def test_misspelt_arguments_are_bad_input(line, capsys):
         main(line.split())
     assert end.value.code == 2
     assert "usage: fused-norm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "option"), [("check llama --layers 0", "--layers"), ("converge --seeds 1.5", "--seeds")]
+)
+def test_a_number_that_is_none_is_named(line, option, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    value = line.split()[-1]
+    assert f"argument {option}: '{value}' is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_inspect_prints_the_report_of_a_directory(checkpoint):
@@ -150,9 +168,26 @@ def test_a_bad_model_is_one_line_and_exit_code_2(command, content, says, tmp_pat
     assert not any("Traceback" in line for line in error)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("lama", "llama"), ("qwem3", "qwen3"), ("Gemma", "gemma")])
+def test_a_misspelt_model_type_is_answered_by_those_alike(name, meant, capsys):
+    assert main(["inspect", name]) == 2
+    error = capsys.readouterr().err
+    assert re.match(rf"fused-norm inspect: there is no model type '{name}'; did you mean .*\b{meant}\b", error)
+    assert "internet" not in error
+
+
 def test_a_name_that_is_nowhere_is_bad_input(capsys):
-    assert main(["inspect", "qwem3"]) == 2
-    assert "qwem3" in capsys.readouterr().err
+    assert main(["inspect", "some/model"]) == 2
+    assert "'some/model', which is no directory here:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./such", "../such", "no/such/folder", "such.json", "such/"])
+@pytest.mark.parametrize("line", ["inspect {}", "check {}", "converge --config {}", "converge llama --tokenizer {}"])
+def test_a_path_that_is_nowhere_is_called_so(line, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*line.format(name).split()]) == 2
+    error = capsys.readouterr().err
+    assert f"there is no file or directory {name}\n" in error
 
 
 REMOTE = """
@@ -180,9 +215,16 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     assert "RemoteForCausalLM" in capsys.readouterr().out
 
 
-def test_contradictory_options_are_bad_input(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint), "--no-norms", "--residual"]) == 2
-    assert "residual" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--no-norms --residual", "--residual contradicts --no-norms"),
+        ("--no-norms --no-qk", "--no-norms and --no-qk leave nothing to fuse"),
+    ],
+)
+def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):
+    assert main(["inspect", "llama", *options.split()]) == 2
+    assert capsys.readouterr().err == f"fused-norm inspect: {says}\n"
 
 
 def test_check_finds_a_tiny_model_within_budget():
@@ -218,6 +260,26 @@ def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(against_float64, "apply_fused_norm", apply_wrongly)
     assert main(["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 1
     assert re.search(r"logits .* over\n", capsys.readouterr().out)
+
+
+def test_check_says_line_by_line_why_there_is_nothing_to_check(tmp_path, capsys):
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path)]) == 2
+    first, summary, head, *rows = capsys.readouterr().err.splitlines()[-6:]
+    assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
+    assert summary == "GPT2LMHeadModel (gpt2): fused nothing; kept 3"
+    assert head.split() == ["kind", "count", "module", "what", "where"]
+    assert [row.split()[:3] for row in rows] == [["kept", "norm", "1"]] * 3
+
+
+def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypatch, capsys):
+    monkeypatch.setattr(apply, "FAMILIES", {"llama": replace(FAMILIES["llama"], final_norm="last_norm")})
+    line = ["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "lacks sites that its family is known to have; pass --no-strict to fuse the others\n" in error
+    assert "\n  model.last_norm (norm): not found\n" in error
+    assert main([*line, "--no-strict"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, 
 from fused_norm.convergence.curve_charts import draw_curves
 from fused_norm.convergence.model_recipe import ModelRecipe
 from fused_norm.convergence.mutations import MUTATIONS
-from fused_norm.convergence.plan import TIERS, Plan, with_mutations
+from fused_norm.convergence.plan import Plan, with_mutations
 from fused_norm.convergence.report_page import render_page
 from fused_norm.convergence.result_store import ResultStore
 from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.suite_report import as_json, exit_code, loss_table, table
 from fused_norm.convergence.text_sequences import pack, read_files, standard_library, training_order, varied
+from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
 
 
