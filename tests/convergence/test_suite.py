@@ -27,6 +27,14 @@ from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_logged_of_what_the_suite_does(caplog):
+    """The hooks of the probe, the reordered norms of controls and planted faults are the suite's own."""
+    yield
+    logged = [record.getMessage() for record in caplog.get_records("call") if record.name.startswith("fused_norm")]
+    assert logged == []
+
+
 class Silent:
     def __init__(self):
         self.runs, self.kept = [], []
