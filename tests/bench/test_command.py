@@ -92,12 +92,15 @@ def test_help_names_every_variant(capsys):
         assert [re.sub(r" \(.*", "", name) for name in listed.split(", ")] == list(variants)
 
 
-@pytest.mark.parametrize(("option", "profiled"), [([], True), (["--no-profiler"], False)])
-def test_the_profiler_can_be_left_out(option, profiled, tmp_path):
-    chosen = ["--rows", "norm 8x64", "--providers", "stock", "--out", str(tmp_path)]
-    assert main(["bench", "kernels", "--quick", *chosen, *option]) == 0
+@pytest.mark.parametrize(
+    ("part", "option", "profiled"),
+    [("kernels", [], True), ("kernels", ["--no-profiler"], False), ("modes", ["--dtype", "float32"], False)],
+)
+def test_the_profiler_is_for_kernels_and_can_be_left_out(part, option, profiled, tmp_path):
+    chosen = ["--providers", "stock", "--out", str(tmp_path), *(["--rows", "norm 8x64"] if part == "kernels" else [])]
+    assert main(["bench", part, "--quick", *chosen, *option]) == 0
     rows = Results.load(tmp_path / "results.json").kernels
-    assert [row.profiled is not None for row in rows] == [profiled] * 2
+    assert {row.profiled is not None for row in rows} == {profiled}
 
 
 def test_after_the_budget_nothing_is_started(tmp_path, capsys):
