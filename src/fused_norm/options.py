@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from .spec import Kind
 
-ModuleFilter = str | Sequence[str] | Callable[[str, nn.Module], bool]
+if TYPE_CHECKING:
+    from torch import nn
+
+ModuleFilter = str | Sequence[str] | Callable[[str, "nn.Module"], bool]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class FuseOptions:
         for switch in SWITCHES.values():
             needed = _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:
-                raise ValueError(f"{switch.option}=True needs {needed.option}, which is False")
+                raise ValueError(f"{switch.option}=True contradicts {needed.option}=False")
         independent = [switch for switch in SWITCHES.values() if switch.follows is None]
         if not any(self.wants(switch.kind) for switch in independent):
             choices = " and ".join(f"{switch.option}=False" for switch in independent)

@@ -14,6 +14,13 @@ from fused_norm.cli import bench_command as bench
 from fused_norm.cli import main
 
 
+def test_a_list_without_names_is_bad_input(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "--providers", ","])
+    assert end.value.code == 2
+    assert "argument --providers: ',' names nothing" in capsys.readouterr().err
+
+
 @pytest.fixture
 def without_gpu(monkeypatch):
     monkeypatch.setattr(bench, "interpret_without_gpu", lambda: torch.device("cpu"))
@@ -36,9 +43,17 @@ def test_without_a_gpu_nothing_is_timed(without_gpu, tmp_path, capsys):
         (["kernels", "--rows", "norm *,conv *"], "--rows 'conv *' matches none of: norm"),
         (["--widths", "128"], "--widths belongs to --tune"),
         (["--tune", "--widths", "64,12x"], "--widths takes numbers from 1 on, not 64,12x"),
+        (["--out", "{}/file/below"], "/file/below: this folder cannot be made (Not a directory)"),
+        (["--tune", "--widths", "64", "--out", "{}/taken"], "/taken/plans.txt cannot be written (Is a directory)"),
+        (["kernels", "--rows", "norm 8x64", "--out", "{}/taken"], "/taken/results.json cannot be written"),
+        (["--plot", "{}/none.json"], "/none.json cannot be read (No such file or directory)"),
     ],
 )
 def test_what_there_is_not_is_named(arguments, what, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for name in ("results.json", "plans.txt"):
+        (tmp_path / "taken" / name).mkdir(parents=True)
+    arguments = [argument.format(tmp_path) for argument in arguments]
     assert main(["bench", "--quick", "--out", str(tmp_path), *arguments]) == 2
     assert what in capsys.readouterr().err
 
@@ -77,12 +92,15 @@ def test_help_names_every_variant(capsys):
         assert [re.sub(r" \(.*", "", name) for name in listed.split(", ")] == list(variants)
 
 
-@pytest.mark.parametrize(("option", "profiled"), [([], True), (["--no-profiler"], False)])
-def test_the_profiler_can_be_left_out(option, profiled, tmp_path):
-    chosen = ["--rows", "norm 8x64", "--providers", "stock", "--out", str(tmp_path)]
-    assert main(["bench", "kernels", "--quick", *chosen, *option]) == 0
+@pytest.mark.parametrize(
+    ("part", "option", "profiled"),
+    [("kernels", [], True), ("kernels", ["--no-profiler"], False), ("modes", ["--dtype", "float32"], False)],
+)
+def test_the_profiler_is_for_kernels_and_can_be_left_out(part, option, profiled, tmp_path):
+    chosen = ["--providers", "stock", "--out", str(tmp_path), *(["--rows", "norm 8x64"] if part == "kernels" else [])]
+    assert main(["bench", part, "--quick", *chosen, *option]) == 0
     rows = Results.load(tmp_path / "results.json").kernels
-    assert [row.profiled is not None for row in rows] == [profiled] * 2
+    assert {row.profiled is not None for row in rows} == {profiled}
 
 
 def test_after_the_budget_nothing_is_started(tmp_path, capsys):

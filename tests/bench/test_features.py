@@ -200,6 +200,39 @@ def test_no_time_is_left_out_in_words(run):
     assert run.results.left_out == [f"features of {case.name}: after 5 s" for case in QUICK]
 
 
+def test_peak_memory_is_that_of_what_is_timed(run, calls, monkeypatch):
+    found = []
+    monkeypatch.setattr(features, "peak_memory", lambda call, device: found.append(call) or 2**30)
+    monkeypatch.setattr(features, "synchronized_time", lambda call, calls, device: found.append(call) or 1.0)
+    features.measure(run, [LLAMA], [], torch.float32)
+    assert by_variant(run)[BASE].peak_bytes == 2**30
+    assert len(set(found)) == 1
+
+
+def test_the_gradients_of_a_timed_step_are_dropped(run, monkeypatch):
+    def synchronized_time(call, calls, device):
+        call()
+        kept.extend(parameter.grad for parameter in call.__self__.model.parameters())
+        return 1.0
+
+    kept = []
+    monkeypatch.setattr(features, "synchronized_time", synchronized_time)
+    features.measure(run, [LLAMA], [], torch.float32)
+    assert kept
+    assert all(gradient is None for gradient in kept)
+
+
+def test_after_the_budget_the_fewest_rounds_are_measured_and_no_more(run, monkeypatch):
+    def synchronized_time(call, calls, device):
+        run.began -= 6
+        return 1.0
+
+    monkeypatch.setattr(features, "synchronized_time", synchronized_time)
+    run.quick, run.budget = False, 5.0
+    features.measure(run, [LLAMA], [], torch.float32)
+    assert by_variant(run)[BASE].ratio.rounds == 8
+
+
 def test_times_are_of_one_call(run, calls):
     features.measure(run, [LLAMA], [], torch.float32)
     assert by_variant(run)[BASE].timing == Timing(1.0, 1.0, 1.0, 2, "wall")

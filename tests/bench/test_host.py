@@ -8,6 +8,7 @@ import pytest
 
 from fused_norm.bench import host
 from fused_norm.bench.providers import FUSED, PROVIDERS, Provider
+from fused_norm.bench.timing import Timing
 
 STOCK = PROVIDERS["stock"]
 
@@ -42,3 +43,44 @@ def test_the_backward_computes_the_gradients_of_activations_and_weights(run):
     host.measure(run, [Provider("watched", build)])
     arguments = {"norm": 2, "add": 3, "sandwich": 4, "qk": 4, "rope": 4}
     assert differentiated == {operator: set(range(count)) for operator, count in arguments.items()}
+
+
+def test_every_layer_of_a_chain_has_weights_of_its_own_and_their_gradients(run):
+    differentiated = []
+
+    def build(case):
+        function = STOCK.build(case)
+
+        def watched(*arguments):
+            weight = arguments[-1]
+            if case.operator == "norm" and weight.requires_grad:
+                weight.register_hook(lambda gradient: differentiated.append(weight))
+            return function(*arguments)
+
+        return watched
+
+    host.measure(run, [Provider("watched", build)])
+    assert len(set(differentiated)) == 1 + 2, "in chains of one and of two"
+
+
+def test_host_time_is_of_one_call_of_the_operator(run, monkeypatch):
+    called = []
+
+    def build(case):
+        function = STOCK.build(case)
+        return lambda *arguments: called.append(case) or function(*arguments)
+
+    def host_time(repeated, calls, device, *, seconds):
+        called.clear()
+        repeated()
+        assert len(called) == calls
+        divisors.append(calls)
+        return Timing.of([1.0], "wall")
+
+    divisors = []
+    monkeypatch.setattr(host, "host_time", host_time)
+    run.quick = False
+    monkeypatch.setattr(host, "IDENTITY", Provider("counted too", build))
+    host.measure(run, [Provider("counted", build)])
+    assert run.results.left_out == []
+    assert set(divisors) == {20, host.CHAIN}

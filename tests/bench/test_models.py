@@ -95,6 +95,57 @@ def test_a_variant_that_raises_is_reported(run, monkeypatch):
     ]
 
 
+def test_peak_memory_is_that_of_a_whole_step(run, monkeypatch):
+    def peak_memory(call, device):
+        benchmarked = call.func.__self__
+        call()
+        assert all(parameter.grad is None for parameter in benchmarked.model.parameters()), "none is kept for the next"
+        return 2**30
+
+    monkeypatch.setattr(models, "peak_memory", peak_memory)
+    models.measure(run, [TINY], ["stock"], torch.float32)
+    (row,) = run.results.steps
+    assert (row.verdict, row.detail, row.peak_bytes) == ("ok", None, 2**30)
+
+
+def test_gradients_do_not_add_up_over_steps(run, monkeypatch):
+    before = []
+    forward_backward = BenchmarkedModel.forward_backward
+
+    def watched(benchmarked, model=None):
+        before.append([parameter.grad for parameter in benchmarked.model.parameters()])
+        return forward_backward(benchmarked, model)
+
+    def step_time(step, device, *, seconds):
+        step()
+        step.func.__self__.forward_backward()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
+    monkeypatch.setattr(models, "step_time", step_time)
+    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
+    assert len(before) == 1 + 2 * 3, "stock's own, then the outputs, the step and what fails"
+    assert all(gradient is None for gradients in before for gradient in gradients)
+
+
+def test_the_budget_is_asked_before_every_model_and_variant(run, monkeypatch):
+    run.budget = 5.0
+
+    def step_time(step, device, *, seconds):
+        run.began -= 6
+        return Timing.of([1.0], "wall")
+
+    def too_late(*arguments):
+        raise AssertionError("a model is built after the budget")
+
+    monkeypatch.setattr(models, "step_time", step_time)
+    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
+    monkeypatch.setattr(models, "prepare", too_late)
+    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
+    assert [row.variant for row in run.results.steps] == ["stock"]
+    assert run.results.left_out == [f"{TINY.name} torch: after 5 s", f"{TINY.name} stock, torch: after 5 s"]
+
+
 def test_without_rope_nothing_is_rotated_and_the_rotation_comes_back():
     benchmarked = prepare(TINY, torch.float32, torch.device("cpu"))
     modelling = sys.modules[type(benchmarked.model).__module__]

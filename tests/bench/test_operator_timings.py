@@ -148,21 +148,35 @@ def test_modes_are_measured_side_by_side(run):
 
 def test_calls_go_through_all_sets_of_inputs(run, monkeypatch):
     monkeypatch.setattr(operator_timings, "input_sets", lambda moved_bytes, device: 3)
-    sets, called = [], []
+    monkeypatch.setattr(operator_timings, "leaves_cache", lambda total_bytes, device: total_bytes)
+    results = []
 
     def gpu_time(calls, device, *, seconds):
-        called.clear()
-        for call in calls:
-            call()
-        sets.append(list(called))
+        results.append([call()[0] for call in calls])
         return Timing.of([1.0], "wall")
 
-    def spy(y):
-        called.append(y.detach().clone())
-        return y
-
     monkeypatch.setattr(operator_timings, "gpu_time", gpu_time)
-    measured(run, provider("spy", spy), case=OperatorCase("norm", 8, 64, backward=False))
-    (results,) = sets
-    assert len(results) == 3
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
+    found = measured(run, STOCK)
+    for row, results_of_sets in zip(found.values(), results, strict=True):
+        assert row.verdict == "ok"
+        assert row.cold == 3 * row.bytes, "all sets together have to be larger than the cache"
+        assert len(results_of_sets) == 3
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(results_of_sets, 2))
+
+
+@pytest.mark.parametrize(("overwrites", "verdict"), [(True, "ok"), (False, "wrong")])
+def test_gradients_that_a_provider_overwrites_are_not_those_of_the_next(overwrites, verdict, run):
+    overwriting = provider("in place", _InPlaceBackward.apply, overwrites_gradients=overwrites)
+    assert measured(run, overwriting, STOCK)["stock", "backward"].verdict == verdict
+
+
+def test_the_budget_is_asked_before_every_provider(run):
+    run.budget = 5.0
+
+    def build(case):
+        run.began -= 6
+        return STOCK.build(case)
+
+    found = measured(run, Provider("slow", build), STOCK)
+    assert {name for name, _ in found} == {"slow"}
+    assert run.results.left_out == [f"{CASE.name} float32 stock: after 5 s"]

@@ -22,3 +22,10 @@ def test_operators_are_compiled_in_other_processes(run):
         "precompiling 2 operators in 1 processes",
         "precompiled; 1 failed: multi_wave_cached norm 1x65536: ValueError",
     ]
+
+
+def test_after_the_budget_nothing_is_compiled(run):
+    said = []
+    run.say, run.budget = said.append, 0.0
+    precompile(run, [(OperatorCase("norm", 8, 64), torch.float32, FUSED)], 1)
+    assert said == []

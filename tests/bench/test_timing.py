@@ -120,12 +120,16 @@ def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
 
-    def call():
+    ran = []
+
+    def call(index):
+        ran.append(index)
         gpu.now += 2e-5
 
-    found = timing.gpu_time([call] * 3, GPU)
+    found = timing.gpu_time([partial(call, index) for index in range(3)], GPU)
     assert found.method == "events"
     assert found.median == pytest.approx(2e-5)
+    assert ran[-6:] == [0, 1, 2] * 2, "the sets take turns"
     assert "not permitted" in caplog.text
 
 
@@ -178,6 +182,27 @@ def test_sets_of_inputs_exceed_the_cache_where_that_is_possible(gpu):
     assert timing.input_sets(100, GPU) == 64
     assert timing.leaves_cache(5 * 67_000_000, GPU)
     assert not timing.leaves_cache(64 * 100, GPU)
+
+
+def test_sets_of_inputs_exceed_a_large_cache_four_times(gpu, monkeypatch):
+    large = types.SimpleNamespace(L2_cache_size=128 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
+    assert timing.input_sets(64 * 2**20, GPU) == 8
+    assert not timing.leaves_cache(255 * 2**20, GPU)
+
+
+def test_a_copy_goes_through_pairs_of_its_own(monkeypatch):
+    monkeypatch.setattr(timing, "input_sets", lambda moved_bytes, device: 3)
+    copied = []
+
+    def gpu_time(calls, device, *, seconds):
+        copied.extend(call() for call in calls)
+        return Timing.of([1.0], "wall")
+
+    monkeypatch.setattr(timing, "gpu_time", gpu_time)
+    timing.copy_time(400, CPU)
+    assert [target.nbytes for target in copied] == [200] * 3
+    assert len({target.data_ptr() for target in copied}) == 3
 
 
 def test_host_time_is_of_one_call_and_leaves_the_garbage_collector_on():

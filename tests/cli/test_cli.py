@@ -10,16 +10,19 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, GPT2Config
 
 import fused_norm
 from fused_norm.check import against_float64
 from fused_norm.cli import main
 from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.patcher import apply
 from fused_norm.spec import KINDS
 
 SITES = FAMILIES["qwen3"].sites()
@@ -70,21 +73,27 @@ BertModel._from_config(BertConfig(hidden_size=12))
 """
 
 
-def test_help_and_version_do_not_import_torch():
-    code = """
+COMMANDS = ("inspect", "check", "converge", "run", "demo", "bench", "env")
+
+
+def test_help_and_misspelt_arguments_do_not_import_torch():
+    code = f"""
     import sys
     from fused_norm.cli import main
-    for arguments in (["--help"], ["--version"]):
+    good = [["--help"], ["--version"], *([command, "--help"] for command in {COMMANDS})]
+    bad = [[], ["inspekt"], ["inspect"], ["check"], ["check", "llama", "--layers", "0"], ["run"], ["run", "no/such.py"]]
+    for arguments in (*good, *bad, *([command, "--nope"] for command in {COMMANDS})):
         try:
-            main(arguments)
+            code = main(arguments)
         except SystemExit as end:
-            assert not end.code
-    assert not {"torch", "triton", "transformers"} & set(sys.modules)
+            code = end.code
+        assert code == (0 if arguments in good else 2), arguments
+        assert not {{"torch", "triton", "transformers", "accelerate"}} & set(sys.modules), arguments
     """
     found = process("-c", textwrap.dedent(code))
     assert found.returncode == 0, found.stderr
     assert fused_norm.__version__ in found.stdout
-    assert all(command in found.stdout for command in ("inspect", "check", "converge", "run", "demo", "bench", "env"))
+    assert all(command in found.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize("line", ["", "inspekt", "inspect", "env --nope", "check llama --seq 0"])
@@ -93,6 +102,16 @@ def test_misspelt_arguments_are_bad_input(line, capsys):
         main(line.split())
     assert end.value.code == 2
     assert "usage: fused-norm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "option"), [("check llama --layers 0", "--layers"), ("converge --seeds 1.5", "--seeds")]
+)
+def test_a_number_that_is_none_is_named(line, option, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    value = line.split()[-1]
+    assert f"argument {option}: '{value}' is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_inspect_prints_the_report_of_a_directory(checkpoint):
@@ -149,9 +168,26 @@ def test_a_bad_model_is_one_line_and_exit_code_2(command, content, says, tmp_pat
     assert not any("Traceback" in line for line in error)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("lama", "llama"), ("qwem3", "qwen3"), ("Gemma", "gemma")])
+def test_a_misspelt_model_type_is_answered_by_those_alike(name, meant, capsys):
+    assert main(["inspect", name]) == 2
+    error = capsys.readouterr().err
+    assert re.match(rf"fused-norm inspect: there is no model type '{name}'; did you mean .*\b{meant}\b", error)
+    assert "internet" not in error
+
+
 def test_a_name_that_is_nowhere_is_bad_input(capsys):
-    assert main(["inspect", "qwem3"]) == 2
-    assert "qwem3" in capsys.readouterr().err
+    assert main(["inspect", "some/model"]) == 2
+    assert "'some/model', which is no directory here:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./such", "../such", "no/such/folder", "such.json", "such/"])
+@pytest.mark.parametrize("line", ["inspect {}", "check {}", "converge --config {}", "converge llama --tokenizer {}"])
+def test_a_path_that_is_nowhere_is_called_so(line, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*line.format(name).split()]) == 2
+    error = capsys.readouterr().err
+    assert f"there is no file or directory {name}\n" in error
 
 
 REMOTE = """
@@ -179,9 +215,16 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     assert "RemoteForCausalLM" in capsys.readouterr().out
 
 
-def test_contradictory_options_are_bad_input(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint), "--no-norms", "--residual"]) == 2
-    assert "residual" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--no-norms --residual", "--residual contradicts --no-norms"),
+        ("--no-norms --no-qk", "--no-norms and --no-qk leave nothing to fuse"),
+    ],
+)
+def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):
+    assert main(["inspect", "llama", *options.split()]) == 2
+    assert capsys.readouterr().err == f"fused-norm inspect: {says}\n"
 
 
 def test_check_finds_a_tiny_model_within_budget():
@@ -217,6 +260,26 @@ def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(against_float64, "apply_fused_norm", apply_wrongly)
     assert main(["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 1
     assert re.search(r"logits .* over\n", capsys.readouterr().out)
+
+
+def test_check_says_line_by_line_why_there_is_nothing_to_check(tmp_path, capsys):
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path)]) == 2
+    first, summary, head, *rows = capsys.readouterr().err.splitlines()[-6:]
+    assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
+    assert summary == "GPT2LMHeadModel (gpt2): fused nothing; kept 3"
+    assert head.split() == ["kind", "count", "module", "what", "where"]
+    assert [row.split()[:3] for row in rows] == [["kept", "norm", "1"]] * 3
+
+
+def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypatch, capsys):
+    monkeypatch.setattr(apply, "FAMILIES", {"llama": replace(FAMILIES["llama"], final_norm="last_norm")})
+    line = ["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "lacks sites that its family is known to have; pass --no-strict to fuse the others\n" in error
+    assert "\n  model.last_norm (norm): not found\n" in error
+    assert main([*line, "--no-strict"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -293,7 +356,7 @@ def test_run_says_when_nothing_was_fused(script, capsys):
     assert main(["run", str(path)]) == 0
     error = capsys.readouterr().err
     assert "fused-norm: BertModel" in error
-    assert error.splitlines()[-1].startswith("fused-norm: nothing was fused")
+    assert error.splitlines()[-1] == "fused-norm: nothing was fused in this process (models built: 1)"
 
 
 def test_run_strict_fails_for_a_model_without_norms(script, capsys):
@@ -314,6 +377,102 @@ def test_run_covers_threads_that_the_script_starts(script, capsys):
     )
     assert main(["run", str(path)]) == 0
     assert SUMMARY in capsys.readouterr().err
+
+
+LOAD_IN_A_CHILD = """
+import multiprocessing, sys
+
+def load():
+{load}
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=load)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_run_covers_processes_that_the_script_spawns(script, capfd):
+    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD, "    ")))
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--no-rope", str(path)])
+    assert end.value.code == 0
+    error = capfd.readouterr().err
+    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual" in error
+
+
+@pytest.mark.slow
+def test_run_strict_fails_in_a_process_that_the_script_spawns(script, capfd):
+    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD_BERT, "    ")))
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--strict", str(path)])
+    assert end.value.code == 1
+    assert "FusedNormError: nothing to fuse in BertModel" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_run_covers_the_workers_of_a_launcher(script):
+    path = script(LOAD)
+    found = process(
+        "-m", "fused_norm", "run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, path
+    )
+    assert found.returncode == 0, found.stderr
+    assert SUMMARY in found.stderr
+
+
+@pytest.mark.slow
+def test_run_covers_a_process_that_has_the_patcher_before_transformers(script):
+    child = script("import fused_norm.patcher\n" + LOAD, "child.py")
+    path = script(f"import subprocess, sys\nsubprocess.run([sys.executable, {str(child)!r}], check=True)\n")
+    found = process("-m", "fused_norm", "run", path)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count(SUMMARY) == 1
+
+
+@pytest.mark.slow
+def test_run_inside_run_tells_of_a_model_once(script):
+    child = script(LOAD, "child.py")
+    line = ["-m", "fused_norm", "run", str(child)]
+    path = script(f"import subprocess, sys\nsubprocess.run([sys.executable, *{line}], check=True)\n")
+    found = process("-m", "fused_norm", "run", "--no-qk", path)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("fused-norm: Qwen3ForCausalLM") == found.stderr.count(SUMMARY) == 1
+
+
+def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):
+    own = tmp_path / "own"
+    script("print('their own sitecustomize')", "own/sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    child = "import sys; print(sys.path); print({'torch', 'transformers', 'triton', 'fused_norm'} & set(sys.modules))"
+    start = [sys.executable, "-c", child]
+    path = script(f"import subprocess\nsubprocess.run({start}, check=True)\n")
+    assert main(["run", str(path)]) == 0
+    found = capfd.readouterr().out
+    subprocess.run(start, check=True)
+    assert found == capfd.readouterr().out
+    assert re.fullmatch(r"their own sitecustomize\n\['', .*\]\nset\(\)\n", found)
+    assert os.environ["PYTHONPATH"] == str(own)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_run_says_where_a_process_has_no_fused_norm(strict, script, tmp_path, capfd):
+    script("", "transformers/__init__.py")
+    script("", "transformers/modeling_utils.py")
+    child = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules['fused_norm'] = None\n"
+    child += "import transformers.modeling_utils"
+    path = script(f"import subprocess, sys\nsys.exit(subprocess.run({[sys.executable, '-c', child]}).returncode)\n")
+    with pytest.raises(SystemExit) as end:
+        main(["run", *(["--strict"] if strict else []), str(path)])
+    assert end.value.code == strict
+    assert f"models stay stock in this process: {sys.executable} has no fused_norm" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_run_says_where_processes_would_ignore_what_it_tells_them(strict, script, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "flags", types.SimpleNamespace(ignore_environment=1, no_site=0, isolated=0))
+    assert main(["run", *(["--strict"] if strict else []), str(script(""))]) == (2 if strict else 0)
+    assert "under python -E, -I or -S the processes that a script starts keep" in capsys.readouterr().err
 
 
 def test_run_fuses_only_what_it_is_told(script, capsys):

@@ -29,14 +29,16 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
             ["llama", "--data", "{}/short.txt", "--length", "12"],
             "fills 1 varied sequences of 12 tokens, and one step takes 2",
         ),
-        (["--config", "{}/nothing"], "no config can be read from"),
+        (["--config", "{}"], "has no config.json"),
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--config", "llama"], "two models are called llama"),
-        (["llama", "--out", "{}/short.txt/below"], "results cannot be written to"),
+        (["llama", "--out", "{}/short.txt/below"], "/short.txt/below: this folder cannot be made (Not a directory)"),
+        (["llama", "--out", "{}/taken"], "/taken/report.json cannot be written (Is a directory)"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_and_exit_code_two(arguments, message, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("hello world\n")
+    (tmp_path / "taken" / "report.json").mkdir(parents=True)
     line = [argument.format(tmp_path) for argument in arguments]
     assert main(["converge", *QUICK, "--out", str(tmp_path / "out"), *line]) == 2
     error = capsys.readouterr().err

@@ -1,9 +1,13 @@
 """A recipe builds the same model every time, ready to train, and its layers are found in order."""
 
+import warnings
+
+import pytest
 import torch
 from transformers import LlamaConfig
 
-from fused_norm.convergence.model_recipe import ModelRecipe, layers_of
+from fused_norm.convergence.comparison import EXECUTIONS, Comparison
+from fused_norm.convergence.model_recipe import ModelRecipe, layers_of, set_up_execution
 from fused_norm.model_configs import build, tiny_config
 
 
@@ -25,3 +29,14 @@ def test_a_checkpoint_is_built_with_its_own_weights(tmp_path):
 
 def test_layers_are_found_and_experts_are_not():
     assert list(layers_of(build("qwen3_moe", seed=0))) == ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_an_execution_is_set_up_without_a_warning(execution):
+    model = build("llama", seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_up = set_up_execution(model, Comparison("llama", "fp32", execution), "eager")
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert checkpointing == (execution == "checkpointing")
+    assert hasattr(set_up, "peft_config") == (execution == "lora")

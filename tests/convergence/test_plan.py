@@ -13,7 +13,8 @@ from fused_norm.convergence.comparison import (
     options_for_feature,
 )
 from fused_norm.convergence.mutations import MUTATIONS, SOUND
-from fused_norm.convergence.plan import TIERS, comparisons_of, with_mutations
+from fused_norm.convergence.plan import comparisons_of, with_mutations
+from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import FuseOptions
 from fused_norm.spec import KINDS

@@ -17,13 +17,22 @@ from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, 
 from fused_norm.convergence.curve_charts import draw_curves
 from fused_norm.convergence.model_recipe import ModelRecipe
 from fused_norm.convergence.mutations import MUTATIONS
-from fused_norm.convergence.plan import TIERS, Plan, with_mutations
+from fused_norm.convergence.plan import Plan, with_mutations
 from fused_norm.convergence.report_page import render_page
 from fused_norm.convergence.result_store import ResultStore
 from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.suite_report import as_json, exit_code, loss_table, table
 from fused_norm.convergence.text_sequences import pack, read_files, standard_library, training_order, varied
+from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_logged_of_what_the_suite_does(caplog):
+    """The hooks of the probe, the reordered norms of controls and planted faults are the suite's own."""
+    yield
+    logged = [record.getMessage() for record in caplog.get_records("call") if record.name.startswith("fused_norm")]
+    assert logged == []
 
 
 class Silent:

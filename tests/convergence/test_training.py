@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fused_norm.convergence import training
-from fused_norm.convergence.plan import TrainingOptions
+from fused_norm.convergence.tiers import TrainingOptions
 from fused_norm.convergence.training import SavedForBackward, accelerator_for, train
 from fused_norm.model_configs import build
 

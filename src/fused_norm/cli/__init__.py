@@ -1,7 +1,8 @@
 """The command line, ``fused-norm``: one module for each command, imported when it is called.
 
 The command ``check`` is in ``check_command.py``, and so on. Such a module has ``add_arguments(parser)`` and
-``run(args) -> int``, which returns the exit code: 0 for yes, 1 for no, 2 for bad input.
+``run(args) -> int``, which returns the exit code: 0 for yes, 1 for no, 2 for bad input. Neither the module nor its
+``add_arguments`` imports torch or transformers, which take seconds: help and misspelt arguments need neither.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..spec import FusedNormError
 
 _COMMANDS = {
     "inspect": "what would be fused in a model, and why not: no weights, no GPU",
@@ -48,11 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_argument(
         "command", choices=_COMMANDS, metavar="COMMAND", help="one of those below, each with its own --help"
     )
-    # The rest belongs to the command, whose parser needs its module, which needs torch.
     name = top.parse_args(argv[:1]).command
     text = _COMMANDS[name]
 
-    from .common import UsageError
+    from .common import UsageError, as_flags
 
     command = importlib.import_module(f".{name}_command", __name__)
     parser = argparse.ArgumentParser(prog=f"fused-norm {name}", description=f"{text[0].upper()}{text[1:]}.")
@@ -60,6 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv[1:])
     try:
         return command.run(args)
-    except UsageError as error:
-        print(f"fused-norm {name}: {error}", file=sys.stderr)
+    except (UsageError, FusedNormError) as error:
+        print(f"fused-norm {name}: {as_flags(str(error))}", file=sys.stderr)
         return 2

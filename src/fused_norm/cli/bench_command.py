@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .common import UsageError, interpret_without_gpu
+from .common import UsageError, interpret_without_gpu, results_folder, writing_to
 from .env_command import environment
 
 if TYPE_CHECKING:
@@ -81,21 +81,22 @@ def run(args: argparse.Namespace) -> int:
     benchmark_run = BenchmarkRun(
         device,
         Results(facts, meaningless=args.quick),
-        _folder(args.out) / "results.json",
+        results_folder(args.out) / "results.json",
         _progress(),
         args.budget_seconds,
         args.quick,
     )
-    if args.tune:
-        return _tune(benchmark_run, args)
-    measurements = _measurements(benchmark_run, args)
-    benchmark_run.measure_copy()
-    for measure in measurements:
-        measure()
-    benchmark_run.measure_copy()
-    benchmark_run.save()
+    with writing_to(args.out):
+        if args.tune:
+            return _tune(benchmark_run, args)
+        measurements = _measurements(benchmark_run, args)
+        benchmark_run.measure_copy()
+        for measure in measurements:
+            measure()
+        benchmark_run.measure_copy()
+        benchmark_run.save()
+        _report(benchmark_run.results, args.out)
     results = benchmark_run.results
-    _report(results, benchmark_run.path.parent)
     verdicts = [row.verdict for row in results.kernels if row.provider == providers.FUSED.name]
     verdicts += [row.verdict for row in results.steps if row.variant in ("fused", "fused-compile")]
     verdicts += [row.verdict for row in results.features]
@@ -205,11 +206,14 @@ def _plot(path: Path, out: Path) -> int:
 
     try:
         results = Results.load(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(error) from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if not importlib.util.find_spec("matplotlib"):
         raise UsageError("charts need matplotlib: pip install 'fused-norm[plots]'")
-    _report(results, _folder(out))
+    with writing_to(results_folder(out)):
+        _report(results, out)
     return 0
 
 
@@ -225,16 +229,11 @@ def _report(results: Results, folder: Path) -> None:
     print(f"\nin {folder}: report.txt, {written}")
 
 
-def _folder(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"no results can be written to {path}: {error}") from error
-    return path
-
-
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
 
 
 def _progress() -> Callable[[str], None]:

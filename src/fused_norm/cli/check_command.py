@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-import torch
-import transformers
-from tqdm import tqdm
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from .. import model_configs
-from ..spec import FusedNormError
 from .common import (
     MODEL_HELP,
     Source,
@@ -19,11 +15,15 @@ from .common import (
     backend,
     find_model,
     fuse_options,
+    in_one_line,
     interpret_without_gpu,
     positive,
     refuse_unless_causal_lm,
     take_layers,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=positive, default=32, help="tokens in a sequence (32)")
     parser.add_argument("--seed", type=int, default=0, help="of the tokens and of random weights (0)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every gradient")
+    parser.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse a model of a known family that lacks sites of its family (yes)",
+    )
     add_fuse_options(parser)
 
 
@@ -47,14 +53,21 @@ def run(args: argparse.Namespace) -> int:
     """Print errors and verdict; 0 if all are within budget, else 1."""
     device = interpret_without_gpu(args.device)
     # After the line above, because these import the kernels.
-    options = fuse_options(args, strict=True)
+    options = fuse_options(args, strict=args.strict)
+    import torch
+    from tqdm import tqdm
+
     from ..check.against_float64 import UncheckableError, check_step
+    from ..patcher import apply_fused_norm
 
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     source = _find(args.model)
     if args.layers is not None:
         take_layers(source.config, args.layers)
     model = _load(source, seed=args.seed, dtype=dtype, device=device)
+    report = apply_fused_norm(model, **vars(replace(options, strict=False)))
+    if not report.fused:
+        raise UsageError(f"nothing to fuse in {report.model}, so there is nothing to check\n{report}")
     generator = torch.Generator().manual_seed(args.seed)
     vocabulary = source.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (args.batch, args.seq), generator=generator).to(device)
@@ -66,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
             options=options,
             progress=lambda steps: tqdm(steps, desc="forward and backward", unit="pass", disable=None),
         )
-    except (FusedNormError, UncheckableError) as error:
-        raise UsageError(error) from error
+    except UncheckableError as error:
+        raise UsageError(str(error)) from error
     if args.json:
         print(result.to_json())
     else:
@@ -88,10 +101,12 @@ def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device
     refuse_unless_causal_lm(source)
     if source.weights is None:
         return model_configs.build(source.config, seed=seed, dtype=dtype, device=device)
+    import transformers
+
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source.weights, config=source.config, dtype=dtype
         )
     except (OSError, ValueError) as error:
-        raise UsageError(f"no weights can be loaded from {source.weights}: {error}") from error
+        raise UsageError(f"no weights can be loaded from {source.weights}: {in_one_line(error)}") from error
     return model.to(device)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import importlib.util
 import json
 import os
+import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +23,20 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """Something the user named cannot be used. Printed as one line; the exit code is 2."""
+    """Something the user named cannot be used. The exit code is 2."""
 
-    def __init__(self, message: object) -> None:
-        super().__init__(" ".join(str(message).split()))
+
+def in_one_line(error: Exception) -> str:
+    """The message of an exception that others have raised, which may have any number of lines."""
+    return " ".join(str(error).split())
+
+
+def as_flags(text: str) -> str:
+    """A message with options of ``apply_fused_norm`` written as flags: ``--no-strict`` for ``strict=False``."""
+    named = "|".join([*SWITCHES, "strict"])
+    return re.sub(
+        rf"\b({named})=(True|False)\b", lambda found: ("--" if found[2] == "True" else "--no-") + found[1], text
+    )
 
 
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +55,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
     try:
         return FuseOptions(**{name: getattr(args, name) for name in SWITCHES}, strict=strict)
     except ValueError as error:
-        raise UsageError(error) from error
+        raise UsageError(str(error)) from error
 
 
 def interpret_without_gpu(device: str | None = None) -> torch.device:
@@ -98,6 +113,17 @@ class Source:
     description: str
 
 
+def refuse_missing_path(name: str) -> None:
+    """Check that a name is not that of a missing file or directory; a name with one slash may be one on the hub.
+
+    Raises:
+        UsageError: it is.
+    """
+    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
+    if looks_like_path and not Path(name).exists():
+        raise UsageError(f"there is no file or directory {name}")
+
+
 def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     """Find what ``name`` stands for: a directory, a file, a model type, a name on the hub, in this order.
 
@@ -106,26 +132,39 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    refuse_missing_path(name)
     path = Path(name)
     if not path.exists() and name in CONFIG_MAPPING:
         return Source(AutoConfig.for_model(name), None, f"the default {name} of transformers")
     if path.is_dir() and not (path / "config.json").is_file():
         adapter = path / "adapter_config.json"
         if adapter.is_file():
-            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-            raise UsageError(f"{name} holds a PEFT adapter; name its base model, {base}")
+            raise UsageError(f"{name} holds a PEFT adapter; name its base model, {_base_model(adapter)}")
         raise UsageError(f"{name} has no config.json")
     # Not None: with None transformers asks on the terminal whether to trust the code.
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        alike = difflib.get_close_matches(name.lower(), CONFIG_MAPPING) if not path.exists() else []
+        if alike and "/" not in name:
+            meant = f"there is no model type {name!r}; did you mean {', '.join(alike)}?"
+            raise UsageError(f"{meant} No model of this name can be read from the hub either") from error
         hint = " (--trust-remote-code)" if "trust_remote_code" in str(error) else ""
-        raise UsageError(f"no config can be read from {name!r}{hint}: {error}") from error
+        where = "" if path.exists() else ", which is no directory here"
+        raise UsageError(f"no config can be read from {name!r}{where}{hint}: {in_one_line(error)}") from error
     if path.is_file():
         return Source(config, None, f"the config {name}")
     if path.is_dir() and not any(True for pattern in ("*.safetensors", "*.bin") for _ in path.glob(pattern)):
         return Source(config, None, f"the config in {name}")
     return Source(config, name, name)
+
+
+def _base_model(adapter: Path) -> str:
+    """The name of the model that a PEFT adapter was trained on, from its config."""
+    try:
+        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"no base model can be read from {adapter}: {in_one_line(error)}") from error
 
 
 def refuse_unless_causal_lm(source: Source) -> None:
@@ -142,10 +181,39 @@ def refuse_unless_causal_lm(source: Source) -> None:
 
 def positive(text: str) -> int:
     """The type of an argument that is a whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def results_folder(path: Path) -> Path:
+    """The folder of ``--out``, made where it is not there.
+
+    Raises:
+        UsageError: it cannot be made, or no file in it can.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        what = "no file can be made in this folder" if path.is_dir() else "this folder cannot be made"
+        raise UsageError(f"no results can be written to {path}: {what} ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """A context in which a file that cannot be written is an error that names it.
+
+    Raises:
+        UsageError: a file of ``folder`` cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename2 or error.filename or folder} cannot be written ({error.strerror})"
+        ) from error
 
 
 def take_layers(config: Any, layers: int) -> None:

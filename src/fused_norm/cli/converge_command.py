@@ -12,23 +12,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, by_baseline
-from ..convergence.model_recipe import ModelRecipe
-from ..convergence.plan import TIERS, Plan, Tier, comparisons_of, with_mutations
+from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
 from .common import (
     MODEL_HELP,
     UsageError,
     backend,
     find_model,
+    in_one_line,
     interpret_without_gpu,
     positive,
+    refuse_missing_path,
     refuse_unless_causal_lm,
+    results_folder,
+    writing_to,
 )
 from .env_command import environment
 
 if TYPE_CHECKING:
     import torch
 
+    from ..convergence.model_recipe import ModelRecipe
+    from ..convergence.plan import Plan
     from ..convergence.result_store import ComparisonResult
 
 
@@ -79,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     tier = _tier(args, device)
     plan = _plan(args, tier, device)
-    try:
-        store = ResultStore(args.out, fresh=args.again) if first else None
-    except OSError as error:
-        raise UsageError(f"results cannot be written to {args.out}: {error}") from error
+    store = None
+    if first:
+        with writing_to(results_folder(args.out)):
+            store = ResultStore(args.out, fresh=args.again)
     say = print if first else _nothing
     spread = f"{plan.facts['processes']} processes ({plan.facts['spread']})"
     say(f"device: {backend(device)}, {spread if plan.facts['processes'] > 1 else 'one process'}")
@@ -102,9 +107,10 @@ def run(args: argparse.Namespace) -> int:
             f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
         ) from error
     if first:
-        written = _write(args.out, results, plan)
         table = suite_report.loss_table if args.tier == "demo" else suite_report.table
         say(f"\n{table(results)}\n\n{suite_report.summary(results)}")
+        with writing_to(args.out):
+            written = _write(args.out, results, plan)
         for what, path in written.items():
             say(f"{what}: {path}")
     if stopped:
@@ -128,6 +134,8 @@ def _tier(args: argparse.Namespace, device: torch.device) -> Tier:
 def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
     from accelerate import PartialState
 
+    from ..convergence.model_recipe import ModelRecipe
+    from ..convergence.plan import Plan, comparisons_of, with_mutations
     from ..convergence.text_sequences import pack, training_order, varied
 
     if unknown := [name for name in args.family if name not in FAMILIES]:
@@ -164,7 +172,7 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
             found = pack(_texts(args), length=tier.settings.length, limit=2 * drawn, tokenize=tokenize)
             packed[recipe.name] = varied(found)
         except (ValueError, OSError) as error:
-            raise UsageError(error) from error
+            raise UsageError(in_one_line(error)) from error
         if len(packed[recipe.name]) < step:
             raise UsageError(
                 f"the text fills {len(packed[recipe.name])} varied sequences of {tier.settings.length} tokens, and one "
@@ -191,6 +199,8 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
 
 
 def _recipe(name: str) -> ModelRecipe:
+    from ..convergence.model_recipe import ModelRecipe
+
     source = find_model(name)
     refuse_unless_causal_lm(source)
     label = Path(name).stem if Path(name).is_file() else Path(name).name
@@ -215,6 +225,8 @@ def _tokenizer(name: str | None, recipe: ModelRecipe) -> tuple[Callable[[str], S
     has_own = recipe.weights is not None and any((Path(recipe.weights) / file).is_file() for file in files)
     if name == "bytes" or (name is None and not has_own):
         return utf8_bytes, "bytes"
+    if name is not None:
+        refuse_missing_path(name)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name or recipe.weights)

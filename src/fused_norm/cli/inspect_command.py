@@ -5,11 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-import transformers
-
-from ..patcher import apply_fused_norm
-from .common import MODEL_HELP, Source, UsageError, add_fuse_options, find_model, fuse_options
+from .common import MODEL_HELP, Source, UsageError, add_fuse_options, find_model, fuse_options, in_one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if something would be fused, else 1."""
     options = fuse_options(args, strict=False)
+    from ..patcher import apply_fused_norm
+
     source = find_model(args.model, trust_remote_code=args.trust_remote_code)
     report = apply_fused_norm(_build_empty(source, args.trust_remote_code), **vars(options))
     if args.json:
@@ -34,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _build_empty(source: Source, trust_remote_code: bool) -> Any:
     """The model of a config on the meta device, with the head it was saved with where that is known."""
+    import torch
+    import transformers
+
     config = source.config
     remote = getattr(config, "auto_map", None) or {}
     build = None
@@ -58,7 +59,7 @@ def _build_empty(source: Source, trust_remote_code: bool) -> Any:
         with torch.device("meta"):
             return build(config)
     except Exception as error:
-        raise UsageError(f"{source.description} cannot be built without weights: {error}") from error
+        raise UsageError(f"{source.description} cannot be built without weights: {in_one_line(error)}") from error
 
 
 def _with_trust(auto: Any, trust_remote_code: bool) -> Any:

@@ -1,23 +1,35 @@
-"""``fused-norm run``: somebody's unchanged script, with every model it loads patched."""
+"""``fused-norm run``: somebody's unchanged script, with every model that it and its processes load patched."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
 import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from ..patcher import PatchReport, on_load
+from ..options import FuseOptions
 from .common import UsageError, add_fuse_options, fuse_options
+
+if TYPE_CHECKING:
+    from ..patcher import PatchReport
+
+_OPTIONS = "FUSED_NORM_RUN"
+"""The environment variable that tells the processes of a script the options to fuse with, as JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] SCRIPT [ARGS ...]\n       %(prog)s [options] -m MODULE [ARGS ...]"
-    parser.epilog = "Under a launcher: torchrun -m fused_norm run SCRIPT, accelerate launch -m fused_norm run SCRIPT."
+    parser.epilog = (
+        "Python processes that the script starts fuse their models too. Under a launcher: torchrun -m fused_norm run "
+        "SCRIPT, accelerate launch -m fused_norm run SCRIPT."
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("--strict", action="store_true", help="fail when a model has nothing to fuse")
     add_fuse_options(parser)
@@ -33,8 +45,16 @@ def run(args: argparse.Namespace) -> int:
     target, arguments = args.command[0], args.command[1:]
     if not args.is_module and not Path(target).exists():
         raise UsageError(f"there is no file {target}")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        stock = "under python -E, -I or -S the processes that a script starts keep their models stock"
+        if options.strict:
+            raise UsageError(stock)
+        _say(stock)
+    from ..patcher import on_load
+
     with (
         _as_python_would(target, args.is_module, arguments),
+        _processes_told(options),
         on_load(everywhere=True, notify=_tell, **vars(options)) as reports,
     ):
         if args.is_module and not _find_module(target):
@@ -52,8 +72,15 @@ def run(args: argparse.Namespace) -> int:
             return 1
         finally:
             if not any(report.fused for report in reports):
-                _say(f"nothing was fused (models built: {len(reports)})")
+                _say(f"nothing was fused in this process (models built: {len(reports)})")
     return 0
+
+
+def fuse_this_process() -> None:
+    """Fuse the models of this process, which a script has started, with the options of the command."""
+    from ..patcher.load import fuse_from_now_on
+
+    fuse_from_now_on(FuseOptions(**json.loads(os.environ[_OPTIONS])), _tell)
 
 
 @contextmanager
@@ -69,6 +96,21 @@ def _as_python_would(target: str, is_module: bool, arguments: list[str]) -> Iter
     finally:
         sys.argv = argv
         sys.path[:] = path
+
+
+@contextmanager
+def _processes_told(options: FuseOptions) -> Iterator[None]:
+    """The environment in which Python processes that the script starts call ``fuse_this_process``."""
+    before = dict(os.environ)
+    folders = [str(Path(__file__).parent / "at_start"), *filter(None, [before.get("PYTHONPATH")])]
+    os.environ.update({"PYTHONPATH": os.pathsep.join(folders), _OPTIONS: json.dumps(vars(options))})
+    try:
+        yield
+    finally:
+        for name in ("PYTHONPATH", _OPTIONS):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def _find_module(name: str) -> bool:

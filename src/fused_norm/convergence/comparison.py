@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from ..model_configs import FAMILIES
 from ..spec import KINDS, Kind
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of weights and computation.
+    """The dtypes of weights and computation, by their names in torch.
 
     Attributes:
         weights: dtype of the parameters.
@@ -24,17 +22,17 @@ class Precision:
         rate: multiple of the plan's learning rate. A bf16 weight near one does not move by less than 1/256 of it.
     """
 
-    weights: torch.dtype
+    weights: str
     mixed: bool
-    rounding: torch.dtype
+    rounding: str
     rate: float = 1.0
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
-        "fp32": Precision(torch.float32, mixed=False, rounding=torch.float32),
-        "mixed": Precision(torch.float32, mixed=True, rounding=torch.bfloat16),
-        "bf16": Precision(torch.bfloat16, mixed=False, rounding=torch.bfloat16, rate=10.0),
+        "fp32": Precision("float32", mixed=False, rounding="float32"),
+        "mixed": Precision("float32", mixed=True, rounding="bfloat16"),
+        "bf16": Precision("bfloat16", mixed=False, rounding="bfloat16", rate=10.0),
     }
 )
 

@@ -19,7 +19,7 @@ from ..kernels import reference
 from ..patcher import Site
 from ..spec import NormSpec
 from .comparison import NORM_KINDS
-from .plan import TrainingOptions
+from .tiers import TrainingOptions
 
 
 def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None:

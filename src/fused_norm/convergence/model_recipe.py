@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,9 @@ def set_up_execution(model: Any, comparison: Comparison, compile_backend: str) -
         ModuleNotFoundError: LoRA without peft.
     """
     if comparison.execution == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The name since transformers 5.23, which warns of the old one.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     elif comparison.execution == "lora":
         model = _with_adapters(model, comparison.seed)
     elif comparison.execution == "compile":
@@ -79,8 +82,10 @@ def _with_adapters(model: Any, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.default_generator.manual_seed(seed)
+        # peft asks transformers for properties by the names that release 5.23 warns of.
+        warnings.simplefilter("ignore", FutureWarning)
         # Both factors random: the usual zeros would leave the other factor without a gradient in the first step.
         adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
     for parameter in vectors:

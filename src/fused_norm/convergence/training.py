@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
 from .model_recipe import layers_of
-from .plan import TrainingOptions
+from .tiers import TrainingOptions
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
 from .model_recipe import ModelRecipe, set_up_execution
 from .mutations import MUTATIONS, SOUND, NormInput, PlantedFault, path_for_fault, planted_fault
-from .plan import Settings, TrainingOptions
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_probe import probe_step, rerun_norms
+from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, train
 
 OnStep = Callable[[int, float], object]
@@ -131,10 +131,11 @@ class TwinTrainer:
         seed: int = 0,
     ) -> RunTensors:
         precision = PRECISIONS[self.comparison.precision]
+        dtype = getattr(torch, precision.weights)
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
         device = accelerator.device
         torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
-        model = self.recipe.build(seed=self.comparison.seed, dtype=precision.weights, device=device)
+        model = self.recipe.build(seed=self.comparison.seed, dtype=dtype, device=device)
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[: self.options.batch_size // self.options.accumulation].to(device)
         with make_twin(model) as changed:
@@ -174,7 +175,7 @@ class TwinTrainer:
             gradients=gradients,
             initial=initial,
             final=final,
-            rounding=torch.finfo(precision.weights).eps / 2,
+            rounding=torch.finfo(dtype).eps / 2,
             norm_weights=stock.norm_weights if stock else norm_weights,
             sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
         )

@@ -167,7 +167,7 @@ def judge(precision: str, stock: RunRecord, controls: Sequence[RunRecord], fused
     if not fused.finite:
         step = len(fused.losses) - 1
         return Verdict("red", (f"the fused run is not finite in step {step}, and the stock run is",), ())
-    rounding = torch.finfo(PRECISIONS[precision].rounding).eps / 2
+    rounding = torch.finfo(getattr(torch, PRECISIONS[precision].rounding)).eps / 2
     checks = tuple(_checks(precision, rounding, stock, controls, fused))
     failed = [check for check in checks if not check.ok]
     if not failed:

@@ -1,6 +1,19 @@
 """Facts about model families as data: tiny configs, expected specs and sites, real shapes."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .families import FAMILIES, Family, Shape
-from .tiny_models import build, tiny_config
+
+if TYPE_CHECKING:
+    from .tiny_models import build, tiny_config
 
 __all__ = ["FAMILIES", "Family", "Shape", "build", "tiny_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("build", "tiny_config"):  # They need torch, and the table is read for the help of commands.
+        return getattr(importlib.import_module(".tiny_models", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ..options import FuseOptions
 from .apply import apply_fused_norm
 from .patch_report import PatchReport
@@ -87,6 +85,11 @@ def on_load(
         _innermost.reset(token)
 
 
+def fuse_from_now_on(options: FuseOptions, notify: Callable[[PatchReport], object]) -> None:
+    """Patch every model as ``on_load(everywhere=True)`` does, until the process ends."""
+    _hooks.acquire(_Scope(options, parent=None, notify=notify))
+
+
 @dataclass(eq=False)
 class _Scope:
     """One open ``on_load`` block, or one call of ``from_pretrained``: its options, and where its reports go."""
@@ -142,6 +145,9 @@ class _Hooks:
             return self._process_scopes[-1] if self._process_scopes else None
 
     def acquire(self, process_scope: _Scope | None) -> None:
+        # Not at the top of the file, and not under the lock: `fuse_from_now_on` is called by this import.
+        from transformers import PreTrainedModel
+
         with self._lock:
             if self._users == 0:
                 for name in _HOOKED:
@@ -154,6 +160,8 @@ class _Hooks:
                 self._process_scopes.append(process_scope)
 
     def release(self, process_scope: _Scope | None) -> None:
+        from transformers import PreTrainedModel
+
         with self._lock:
             self._users -= 1
             if process_scope is not None:

@@ -1,0 +1,134 @@
+"""Tiers: what to train, how long and in which ways, by name. Commands read them for their help, so without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from ..model_configs import FAMILIES
+from .comparison import PRECISIONS
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The length of a training run and the settings of its optimizer.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: sequences in a step, on each process.
+        accumulation: micro-batches that a step's sequences are taken in.
+        learning_rate: AdamW's, after the warm-up.
+        warmup_steps: steps over which the learning rate rises linearly from 0; it stays constant afterwards.
+        weight_decay: AdamW's.
+        max_gradient_norm: gradients are scaled down to this norm.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float = 1e-3
+    accumulation: int = 1
+    warmup_steps: int = 5
+    weight_decay: float = 0.01
+    max_gradient_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"{self.batch_size} sequences cannot be split into {self.accumulation} micro-batches")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that all comparisons of a plan have in common.
+
+    Attributes:
+        options: how to train.
+        length: tokens in a sequence.
+        controls: control runs for each stock run.
+        compile_backend: of ``torch.compile``.
+        overrides: config arguments that replace those of a family's tiny model.
+        mutation_steps: optimizer steps of a run with a planted fault, and of the runs it is compared with.
+    """
+
+    options: TrainingOptions
+    length: int
+    controls: int = 4
+    compile_backend: str = "aot_eager"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    mutation_steps: int = 2
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A plan that has a name.
+
+    Attributes:
+        what: it is for, in words.
+        settings: of every run.
+        families: that are trained where the user names none.
+        precisions: in which they are trained.
+        wide: families that run every feature and execution. The others run all features at once.
+        features_in: precisions in which wide families run every feature.
+        executions_in: precisions in which wide families run every execution.
+    """
+
+    what: str
+    settings: Settings
+    families: tuple[str, ...] = tuple(FAMILIES)
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    wide: tuple[str, ...] = ()
+    features_in: tuple[str, ...] = ()
+    executions_in: tuple[str, ...] = ()
+
+
+TIERS: Mapping[str, Tier] = MappingProxyType(
+    {
+        # Long enough for curves to look at, in one precision and with few tokens.
+        "demo": Tier(
+            "curves of three families in a minute",
+            Settings(
+                TrainingOptions(steps=20, batch_size=2, learning_rate=1e-3, warmup_steps=4),
+                length=32,
+            ),
+            families=("qwen3", "llama", "gemma"),
+            precisions=("mixed",),
+        ),
+        # Short enough for Triton's interpreter, where a fused step costs a hundred times a stock one.
+        "quick": Tier(
+            "for a CPU",
+            Settings(
+                TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-3, warmup_steps=2),
+                length=20,
+            ),
+            wide=("qwen3",),
+            features_in=("bf16",),
+            executions_in=("bf16",),
+        ),
+        "full": Tier(
+            "for a GPU",
+            Settings(
+                # Twice this rate is unstable in bf16: controls fall into other basins, and a floor of few says nothing.
+                TrainingOptions(steps=20, batch_size=8, accumulation=2, learning_rate=2.5e-4, warmup_steps=5),
+                length=512,
+                compile_backend="inductor",
+                overrides={
+                    "hidden_size": 256,
+                    "intermediate_size": 768,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "head_dim": 64,
+                },
+                mutation_steps=20,
+            ),
+            wide=("qwen3", "gemma3_text"),
+            features_in=("fp32", "mixed", "bf16"),
+            # Compiling takes longer than everything else.
+            executions_in=("bf16",),
+        ),
+    }
+)
