@@ -332,16 +332,16 @@ def share_a_layer(model: nn.Module) -> None:
     ],
 )
 def test_shared_modules_have_one_row_and_are_fused_wherever_they_are(
-    share: Callable, expected: dict, launches: list[str]
+    share: Callable, expected: dict, launches: list[str], device: str
 ) -> None:
-    model = build("qwen3", seed=0)
+    model = build("qwen3", seed=0, device=device)
     share(model)
     stock = copy.deepcopy(model)
     before = snapshot(model)
     report = fused_norm.apply_fused_norm(model)
     assert report.counts == expected
     assert report.kept == ()
-    assert_trains_as_stock(stock, model, tokens())
+    assert_trains_as_stock(stock, model, tokens(device))
     assert (launches.count("qk_norm_rope"), launches.count("add_rms_norm")) == (2, 2)
     assert fused_norm.apply_fused_norm(model) == report
     fused_norm.remove_fused_norm(model)
