@@ -103,7 +103,7 @@ def input_grad(g, s, rstd, N: tl.constexpr):
 def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
     """The row numbers of a tile; 64-bit where an offset made from them could pass 2^31."""
     if LONG:
-        tile = tile.to(tl.int64)
+        tile = tile + tl.zeros([1], tl.int64)
     return tile * ROWS + tl.arange(0, ROWS)
 
 

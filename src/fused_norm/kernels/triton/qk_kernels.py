@@ -22,7 +22,7 @@ def _token_of(tile, H, TOKENS: tl.constexpr, HEADS: tl.constexpr, LONG: tl.const
     """The tokens of a tile, [TOKENS, 1, 1]; a token's blocks of heads follow each other."""
     block = tile // tl.cdiv(H, HEADS)
     if LONG:
-        block = block.to(tl.int64)
+        block = block + tl.zeros([1, 1, 1], tl.int64)
     return block * TOKENS + tl.arange(0, TOKENS)[:, None, None]
 
 
@@ -31,7 +31,7 @@ def _head_of(tile, H, HEADS: tl.constexpr, LONG: tl.constexpr):
     """The heads of a tile, [1, HEADS, 1]."""
     block = tile % tl.cdiv(H, HEADS)
     if LONG:
-        block = block.to(tl.int64)
+        block = block + tl.zeros([1, 1, 1], tl.int64)
     return block * HEADS + tl.arange(0, HEADS)[None, :, None]
 
 
