@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -142,6 +143,32 @@ def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
         named = {name.removeprefix("_orig_mod."): value for name, value in gradients.items()}
         assert all(relative(named[name], value) < 1e-5 for name, value in expected_gradients.items())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("qwen3", {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2}),
+        pytest.param("gemma2", {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("trained", [True, False])
+def test_compiled_code_calls_the_operators(
+    model_type: str, expected: dict[str, int], trained: bool, device: str
+) -> None:
+    """Equal numbers do not show it: where something in the way is misread, compiled code is stock's."""
+    torch._dynamo.reset()
+    _, fused = twins(model_type, device)
+    called: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        nodes = (node for part in graph.modules() for node in getattr(getattr(part, "graph", None), "nodes", ()))
+        called.extend(str(node.target) for node in nodes if "fused_norm" in str(node.target))
+        return graph.forward
+
+    with torch.set_grad_enabled(trained):
+        torch.compile(fused, backend=noting)(tokens(device), use_cache=False)
+    assert {name: called.count(f"fused_norm.{name}_forward.default") for name in expected} == expected
 
 
 def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> None:

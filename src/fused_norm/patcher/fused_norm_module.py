@@ -167,7 +167,8 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
             return "the residual has another shape or device than the input"
     if spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
         return "autocast changes what an uncast norm rounds to"
-    return "" if torch.compiler.is_exporting() else None
+    # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
+    return "" if torch.compiler._is_exporting_flag else None
 
 
 def _is_plain(value: Any) -> bool:
