@@ -1,20 +1,21 @@
-"""A planted fault does what it says, in one norm, and leaves nothing behind."""
+"""A planted fault changes what its operator computes while it is planted, and leaves nothing behind."""
 
 import pytest
 import torch
 
 from fused_norm import apply_fused_norm
-from fused_norm.convergence.comparison import NORM_KINDS
-from fused_norm.convergence.mutations import MUTATIONS, NormInput, path_for_fault, planted_fault
+from fused_norm.convergence.mutations import MUTATIONS
+from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.operator import Operator, _operators
 from fused_norm.model_configs import build
 
 
 @pytest.fixture(scope="module")
 def fused():
-    """A fused model, its sites, and the gradients that it has without a fault."""
-    model = build("gemma3_text", seed=0, dtype=torch.bfloat16)
-    sites = apply_fused_norm(model).fused
-    return model, sites, gradients(model)
+    """A fused model with a scaled branch, and the gradients that it has without a fault."""
+    model = build("granite", seed=0, dtype=torch.bfloat16)
+    apply_fused_norm(model)
+    return model, gradients(model)
 
 
 def gradients(model):
@@ -24,34 +25,34 @@ def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-IN_THE_FAST_LANE = ("casting", "rotation")
+SEEN = ("casting", "centering", "size", "unrounded", "residual", "scale", "dx-size", "dx-cut", "dw-size", "dw")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow) for name in MUTATIONS]
-)
-def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(name, fused):
-    model, sites, before = fused
-    norms = {site.path for site in sites if site.kind in NORM_KINDS}
-    inputs = dict.fromkeys(norms, NormInput(torch.bfloat16, mean_square=1e-4, eps=1e-6))
-    path = path_for_fault(MUTATIONS[name], sites, inputs)
-    expected = {"residual": "pre_feedforward_layernorm", "rotation": "self_attn"}
-    assert path == f"model.layers.2.{expected.get(name, 'post_feedforward_layernorm')}"
-    attributes = dict(vars(model.get_submodule(path)))
-    with planted_fault(MUTATIONS[name], model, path) as fault:
+@pytest.mark.parametrize("fault", SEEN)
+def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault, fused):
+    model, before = fused
+    own = dict(vars(ADD_RMS_NORM))
+    with MUTATIONS[f"add_rms_norm-{fault}"].planted(model) as planted:
         during = gradients(model)
-    assert fault.runs > 0
+    assert planted.calls > 0
+    assert planted.share > 0.01
     assert any(not torch.equal(during[key], before[key]) for key in before)
     after = gradients(model)
     assert all(torch.equal(after[key], before[key]) for key in before)
-    assert vars(model.get_submodule(path)) == attributes
+    assert dict(vars(ADD_RMS_NORM)) == own
 
 
-def test_a_fault_that_nothing_can_show_has_no_site(fused):
-    _, sites, _ = fused
-    paths = [site.path for site in sites]
-    loud = dict.fromkeys(paths, NormInput(torch.bfloat16, mean_square=100.0, eps=1e-6))
-    assert path_for_fault(MUTATIONS["eps"], sites, loud) is None
-    exact = dict.fromkeys(paths, NormInput(torch.float32, mean_square=1e-4, eps=1e-6))
-    assert path_for_fault(MUTATIONS["casting"], sites, exact) is None
-    assert path_for_fault(MUTATIONS["eps"], sites, exact)
+def test_a_fault_that_nothing_calls_has_no_effect(fused):
+    model, before = fused
+    with MUTATIONS["qk_norm-casting"].planted(model) as planted:
+        during = gradients(model)
+    assert planted.calls == 0
+    assert all(torch.equal(during[key], before[key]) for key in before)
+
+
+def test_every_operator_has_every_fault_that_it_can_have():
+    for operator in _operators:
+        mine = {name.removeprefix(f"{operator.name}-") for name in MUTATIONS if name.startswith(f"{operator.name}-")}
+        assert {"casting", "centering", "eps", "size", "last-row", "nan", "no-grad", "shape", "in-place"} <= mine
+        if type(operator).backward is not Operator.backward:
+            assert {"dx-size", "dx-cut", "dw-size", "dw", "dw-tile", "dw-share", "frozen", "ds-in-place"} <= mine

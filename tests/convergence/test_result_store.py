@@ -5,12 +5,16 @@ import math
 
 import pytest
 
+from fused_norm.convergence.call_probe import CallRecord
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.result_store import ComparisonResult, ResultStore, code_digest, fingerprint
 from fused_norm.convergence.run_record import RunRecord
 
-RUN = RunRecord((5.0, math.nan), (1.0, math.inf), 0.1, 7, {"norm": 2}, {"a": 0.5}, ("b",), gradients={"a": math.inf})
-RESULT = ComparisonResult(Comparison("llama", "bf16", mutation="dw"), RUN, (RUN,), RUN, planted=("norm", 3))
+RUN = RunRecord(
+    (5.0, math.nan), (1.0, math.inf), 0.1, 7, 4.5, {"norm": 2}, {"a": 0.5}, ("b",), gradients={"a": math.inf}
+)
+CALLS = CallRecord({"norm": 0.5}, not_seen=("norm (norm)",))
+RESULT = ComparisonResult(Comparison("llama", "bf16", mutation="dw"), RUN, (RUN,), RUN, CALLS)
 
 
 def test_a_result_comes_back_as_it_was(tmp_path):
@@ -43,13 +47,20 @@ def test_code_that_changed_has_another_digest(tmp_path):
     assert one == same != other
 
 
+def test_kernels_in_cpp_are_code(tmp_path):
+    before = code_digest(tmp_path)
+    (tmp_path / "replay.cpp").write_text("int main() {}")
+    code_digest.cache_clear()
+    assert code_digest(tmp_path) != before
+
+
 @pytest.mark.parametrize(
     ("changes", "outcome"),
     [
-        ({"planted": ("norm", 0)}, "invalid"),
-        ({"stock": None, "hidden": "nothing to see"}, "hidden"),
+        ({}, "caught"),
+        ({"hidden": "nothing to see"}, "hidden"),
         ({"stock": None, "trouble": "out of memory"}, "invalid"),
     ],
 )
-def test_a_fault_that_was_not_run_was_not_caught(changes, outcome):
+def test_a_fault_is_caught_hidden_or_not_judged(changes, outcome):
     assert dataclasses.replace(RESULT, **changes).outcome == outcome

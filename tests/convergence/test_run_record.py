@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fused_norm.convergence.run_record import ZERO_SHARE, distances, share_unequal
+from fused_norm.convergence.run_record import TRIMMED, ZERO_SHARE, distances, slope_errors
 
 
 def test_a_distance_is_relative_to_the_stock_tensor():
@@ -29,15 +29,25 @@ def test_what_is_missing_or_not_finite_is_infinitely_far():
 
 
 def test_the_farthest_elements_can_be_left_out_and_no_more_of_them():
-    stock, one, many = torch.ones(200), torch.ones(200), torch.ones(200)
-    one[:2], many[:3] = 5.0, 5.0
-    assert distances({"a": one}, {"a": stock}, trim=0.01)["a"] == 0
+    stock, few, many = torch.ones(400), torch.ones(400), torch.ones(400)
+    few[:4], many[:5] = 5.0, 5.0
+    assert distances({"a": few}, {"a": stock}, trim=0.01)["a"] == 0
     assert distances({"a": many}, {"a": stock}, trim=0.01)["a"] > 0.1
 
 
-def test_elements_that_differ_are_counted_and_another_dtype_counts_as_all():
-    one = torch.ones(8, dtype=torch.bfloat16)
-    other = one.clone()
-    other[0] = 2.0
-    assert share_unequal(one, other) == 1 / 8
-    assert share_unequal(one, one.float()) == 1.0
+def test_a_small_tensor_may_have_a_few_elements_far_off_and_no_more():
+    stock, few, many = torch.ones(32), torch.ones(32), torch.ones(32)
+    few[:TRIMMED], many[: TRIMMED + 1] = 5.0, 5.0
+    assert distances({"a": few}, {"a": stock}, trim=0.01)["a"] == 0
+    assert distances({"a": many}, {"a": stock}, trim=0.01)["a"] > 0.1
+
+
+def test_a_slope_sees_what_all_numbers_have_in_common_and_averages_out_the_rest():
+    torch.manual_seed(0)
+    stock = {"a": torch.randn(10_000), "zero": torch.full((4,), 1e-9)}
+    rounded = {"a": stock["a"].bfloat16().float(), "zero": torch.ones(4)}
+    smaller = {"a": rounded["a"] * 0.998, "zero": torch.ones(4)}
+    assert slope_errors(rounded, stock)["a"] < 1e-4
+    assert slope_errors(smaller, stock)["a"] == pytest.approx(0.002, rel=0.05)
+    assert "zero" not in slope_errors(rounded, stock)
+    assert slope_errors({"zero": stock["zero"]}, stock)["a"] == math.inf

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
+from fused_norm.convergence.call_probe import CallRecord
 from fused_norm.convergence.run_record import RunRecord
-from fused_norm.convergence.verdict import BITS_BAR, MEASURES, judge, noise_floor
+from fused_norm.convergence.verdict import CALL_BARS, MEASURES, NOISE_CAPS, judge, noise_floor
 
 LAYERS = ("model.layers.0", "model.layers.1", "logits")
 NORMS = ("model.layers.0.norm", "model.layers.1.norm", "model.norm")
@@ -15,17 +16,18 @@ ROUNDING = 2.0**-8
 PLACES = {
     "outputs": LAYERS,
     "output_gradients": LAYERS,
+    "output_gradient_slopes": LAYERS,
     "gradients": PARAMETERS,
+    "gradient_slopes": PARAMETERS,
     "drifts": PARAMETERS,
-} | dict.fromkeys(("norm_outputs", "bits", "overwritten", "input_gradients", "weight_gradients"), NORMS)
+}
 
 
 def run_record(level=0.0, *, losses=(5.0, 4.0, 3.0), norms=(1.0, 1.0, 2.0), **changes):
     """A run at the same distance from stock everywhere."""
     fields = {name: dict.fromkeys(places, level) for name, places in PLACES.items()}
-    fields |= {"bits": dict.fromkeys(NORMS, 0.0), "overwritten": dict.fromkeys(NORMS, 0.0)}
     moved = dict.fromkeys(PARAMETERS[1:], 0.01)
-    return RunRecord(losses, norms, 0.1, 1, {"norm": 3}, moved, **fields | changes)
+    return RunRecord(losses, norms, 0.1, 1, losses[-1], {"norm": 3}, moved, **fields | changes)
 
 
 STOCK = run_record()
@@ -33,8 +35,11 @@ CONTROL = run_record(1e-2, losses=(5.001, 4.0, 3.0), norms=(1.01, 1.01, 2.5))
 CONTROLS = (CONTROL, run_record(0.5e-2, losses=(5.0, 4.0, 3.0001), norms=(1.0, 1.0, 2.1)))
 
 
-def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK):
-    return judge(precision, stock, controls, fused)
+CALLS = CallRecord(*(dict.fromkeys(NORMS, 0.0) for _ in CALL_BARS))
+
+
+def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS):
+    return judge(precision, stock, controls, fused, calls)
 
 
 def test_a_run_that_is_as_far_off_as_the_controls_is_green():
@@ -48,15 +53,15 @@ def test_a_run_that_is_as_far_off_as_the_controls_is_green():
 def test_one_place_beyond_its_bound_is_red_and_named(name):
     places = PLACES[name]
     measure = next(measure for measure in MEASURES if measure.name == name)
-    noise = 0.0 if name in ("bits", "overwritten") else 1e-2
-    bound = BITS_BAR if name == "bits" else measure.multiple * noise + measure.floor * ROUNDING
+    noise = 1e-2
+    bound = measure.multiple * noise + measure.floor * ROUNDING
     within, beyond = ({**dict.fromkeys(places, noise), places[1]: bound * share + tiny} for share, tiny in LIMITS)
     assert verdict(dataclasses.replace(CONTROL, **{name: within})).status == "green"
     found = verdict(dataclasses.replace(CONTROL, **{name: beyond}))
     assert found.status == "red"
     assert len(found.reasons) == 1
     assert places[1] in found.reasons[0]
-    assert found.divergence.startswith("logits" if name == "output_gradients" else "model.layers.")
+    assert found.divergence.startswith("logits" if name.startswith("output_gradient") else "model.layers.")
 
 
 LIMITS = ((0.99, 0.0), (1.01, 1e-9))
@@ -78,23 +83,43 @@ def test_losses_and_gradient_norms_are_held_to_the_controls():
     assert "gradient norm" in verdict(dataclasses.replace(CONTROL, gradient_norms=(1.1, 1.1, 2.0))).reasons[0]
 
 
-def test_the_first_losses_in_fp32_have_an_absolute_bar():
-    wild = dataclasses.replace(CONTROL, losses=(5.1, 4.1, 3.1))
-    off = dataclasses.replace(CONTROL, losses=(5.0 * (1 + 2e-6), 4.0, 3.0))
-    assert verdict(off, "fp32", (wild,)).status == "red"
-    assert verdict(off, "bf16", (wild,)).status == "green"
-    late = dataclasses.replace(CONTROL, losses=(5.0, 4.0, 3.0, 2.0 * (1 + 2e-6)))
-    four = dataclasses.replace(STOCK, losses=(5.0, 4.0, 3.0, 2.0))
-    wild = dataclasses.replace(wild, losses=(5.1, 4.1, 3.1, 2.1))
-    assert verdict(late, "fp32", (wild,), four).status == "green"
+def test_the_first_losses_in_fp32_have_a_bar_of_their_own():
+    calm = run_record(1e-7, losses=(5.0, 4.0, 3.0, 2.5))
+    late_noise = run_record(1e-7, losses=(5.0, 4.0, 3.0, 2.1))
+    stock = dataclasses.replace(STOCK, losses=(5.0, 4.0, 3.0, 2.0), evaluation_loss=2.5)
+    early = run_record(1e-7, losses=(5.0 * (1 + 2e-6), 4.0, 3.0, 2.5))
+    assert verdict(early, "fp32", (late_noise, calm), stock).status == "red"
+    assert verdict(early, "bf16", (late_noise, calm), stock).status == "green"
+    wild = run_record(1e-7, losses=(5.0 * (1 + 1e-6), 4.0, 3.0, 2.1))
+    assert verdict(early, "fp32", (wild, calm), stock).status == "green"
 
 
-def test_a_norm_in_fp32_is_held_to_fp32_in_a_model_that_is_not():
-    stock = dataclasses.replace(STOCK, roundings=dict.fromkeys(NORMS, 2.0**-24))
-    silent = dataclasses.replace(CONTROL, norm_outputs=dict.fromkeys(NORMS, 0.0))
-    fused = dataclasses.replace(CONTROL, norm_outputs=dict.fromkeys(NORMS, 1e-6))
-    assert verdict(fused, "mixed", (silent,)).status == "green"
-    assert verdict(fused, "mixed", (silent,), stock).status == "red"
+@pytest.mark.parametrize(("measure", "bar"), CALL_BARS.items())
+def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(measure, bar):
+    wild = dataclasses.replace(CONTROL, outputs=dict.fromkeys(LAYERS, 0.04))
+    name = measure.removeprefix("call_")
+    within, beyond = (dataclasses.replace(CALLS, **{name: {NORMS[1]: value}}) for value in (bar, bar * 1.01 + 1e-9))
+    assert verdict(CONTROL, controls=(wild,), calls=within).status == "green"
+    found = verdict(CONTROL, controls=(wild,), calls=beyond)
+    assert found.status == "red"
+    assert NORMS[1] in found.reasons[0]
+    assert judge("bf16", STOCK, CONTROLS, None, beyond).status == "red"
+
+
+@pytest.mark.parametrize("precision", NOISE_CAPS)
+def test_controls_that_are_far_off_themselves_judge_nothing(precision):
+    level = 1.01 * NOISE_CAPS[precision]["gradients"]
+    wild = dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, level), outputs=dict.fromkeys(LAYERS, 1e-7))
+    found = verdict(STOCK, precision, controls=(wild,))
+    assert found.status == "invalid"
+    assert "the controls themselves are" in found.reasons[0]
+    one_place = dataclasses.replace(wild, gradients={**dict.fromkeys(PARAMETERS, 1e-7), PARAMETERS[0]: level})
+    assert verdict(STOCK, precision, controls=(one_place,)).status != "invalid"
+
+
+def test_the_loss_after_training_is_held_to_the_controls():
+    far = dataclasses.replace(CONTROL, evaluation_loss=3.1)
+    assert "the evaluation after them" in verdict(far).reasons[0]
 
 
 def test_a_parameter_may_drift_by_roundings_of_its_own():
@@ -110,15 +135,13 @@ def test_a_parameter_may_drift_by_roundings_of_its_own():
     ("changes", "divergence"),
     [
         ({"outputs": {LAYERS[1]: 1.0, LAYERS[2]: 1.0}}, "model.layers.1, forward: model.layers.1"),
-        ({"outputs": {LAYERS[1]: 1.0}, "bits": {NORMS[1]: 0.3}}, "model.layers.1, forward: model.layers.1.norm"),
-        ({"outputs": {LAYERS[0]: 1.0}, "bits": {NORMS[1]: 0.3}}, "model.layers.0, forward: model.layers.0"),
+        ({"outputs": {LAYERS[0]: 1.0, LAYERS[2]: 1.0}}, "model.layers.0, forward: model.layers.0"),
         # The gradient of layer 0's output is made in layer 1.
         ({"output_gradients": {LAYERS[0]: 1.0}}, "model.layers.1, backward: gradient of model.layers.0"),
         (
             {"gradients": {PARAMETERS[0]: 1.0, PARAMETERS[1]: 1.0}},
             "model.layers.0, backward: model.layers.0.norm.weight",
         ),
-        ({"weight_gradients": {NORMS[2]: 1.0}}, "model.norm, backward: model.norm"),
         ({"gradients": {PARAMETERS[0]: 1.0}}, "model.embed_tokens.weight, backward: model.embed_tokens.weight"),
     ],
 )
@@ -153,8 +176,8 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ({"stock": dataclasses.replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
         ({"controls": (CONTROL, STOCK)}, "control 1 is the stock run to the last bit"),
         (
-            {"fused": dataclasses.replace(CONTROL, ran_stock_code=NORMS)},
-            "and 2 other norms ran stock code in the fused",
+            {"calls": dataclasses.replace(CALLS, not_seen=NORMS)},
+            "and 2 other sites ran stock code in the fused",
         ),
     ],
 )

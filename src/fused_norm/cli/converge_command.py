@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
     if unknown := [name for name in args.family if name not in FAMILIES]:
         raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")
     families = args.family or ([] if args.config else tier.families)
-    recipes = [ModelRecipe.of_family(name, tier.settings.overrides) for name in families]
+    recipes = [ModelRecipe.of_family(name, tier.settings.overrides_of(name)) for name in families]
     recipes += [_recipe(name) for name in args.config]
     names = [recipe.name for recipe in recipes]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -50,8 +50,9 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 NORM_KINDS = ("norm", "qk")
 """The kinds of sites that are norms, and can be called on their own."""
 
-EXECUTIONS = ("eager", "compile", "checkpointing", "lora")
-"""The ways a step runs. ``lora`` trains adapters on every linear layer, and the norms beside them."""
+EXECUTIONS = ("eager", "compile", "checkpointing", "lora", "lora-alone")
+"""The ways a step runs. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
+freezes the norms."""
 
 
 @dataclass(frozen=True, order=True)

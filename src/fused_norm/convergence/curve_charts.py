@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from .result_store import ComparisonResult
-from .verdict import MULTIPLE, BoundCheck, loss_band, relative_gaps
+from .verdict import CALL_BARS, MULTIPLE, BoundCheck, loss_band, relative_gaps
 
 STOCK, FUSED, NOISE, BOUND = "#3b7dd8", "#e07b1a", "#8b949e", "#d64545"
 _TEXT = "#808a94"
@@ -98,7 +98,7 @@ def _draw_gaps(axis: Any, result: ComparisonResult) -> None:
 
 
 def _draw_checks(axis: Any, checks: Sequence[BoundCheck]) -> None:
-    shown = [check for check in checks if check.value and check.measure != "bits"]
+    shown = [check for check in checks if check.value and check.measure not in CALL_BARS]
     for ok, color, label in ((True, FUSED, "a check"), (False, BOUND, "over its bound")):
         points = [(max(check.noise, _LEAST), max(check.value, _LEAST)) for check in shown if check.ok is ok]
         if points:

@@ -60,8 +60,12 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def set_up_execution(model: Any, comparison: Comparison, compile_backend: str) -> nn.Module:
+def set_up_execution(
+    model: Any, comparison: Comparison, compile_backend: str, compiled_calls: list[str] | None = None
+) -> nn.Module:
     """The model set up for the comparison's execution; patched or not, it is the same call.
+
+    Names of operators that compiled code calls are appended to ``compiled_calls`` when it is compiled.
 
     Raises:
         ModuleNotFoundError: LoRA without peft.
@@ -70,15 +74,23 @@ def set_up_execution(model: Any, comparison: Comparison, compile_backend: str) -
         # The name since transformers 5.23, which warns of the old one.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    elif comparison.execution == "lora":
-        model = _with_adapters(model, comparison.seed)
+    elif comparison.execution in ("lora", "lora-alone"):
+        model = _with_adapters(model, comparison.seed, norms=comparison.execution == "lora")
     elif comparison.execution == "compile":
         torch._dynamo.reset()
-        model.compile(backend=compile_backend)
+        backend = torch._dynamo.lookup_backend(compile_backend)
+
+        def noting(graph: torch.fx.GraphModule, inputs: list[Any], **named: Any) -> Any:
+            for part in graph.modules():
+                if isinstance(part, torch.fx.GraphModule) and compiled_calls is not None:
+                    compiled_calls.extend(str(node.target) for node in part.graph.nodes)
+            return backend(graph, inputs, **named)
+
+        model.compile(backend=noting)
     return model
 
 
-def _with_adapters(model: Any, seed: int) -> nn.Module:
+def _with_adapters(model: Any, seed: int, *, norms: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -88,7 +100,7 @@ def _with_adapters(model: Any, seed: int) -> nn.Module:
         warnings.simplefilter("ignore", FutureWarning)
         # Both factors random: the usual zeros would leave the other factor without a gradient in the first step.
         adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-    for parameter in vectors:
+    for parameter in vectors if norms else ():
         parameter.requires_grad_(True)
     return adapted
 

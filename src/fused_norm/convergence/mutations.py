@@ -1,29 +1,42 @@
-"""Faults planted in a fused model, in one place at a time, to see that the verdict turns red.
+"""Faults planted in fused operators and blocks, one at a time, to see that the verdict turns red.
 
-Each stands for a mistake that kernels or patchers have made. A fault that nothing calls is no test, so each counts how
-often it was run.
+Each stands for a mistake that kernels or patchers have made. A fault that changes no number is no test, so each counts
+those that it changed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..spec import Kind
-from .comparison import NORM_KINDS
-
-if TYPE_CHECKING:
-    from ..patcher import Site
+from ..kernels import replay
+from ..kernels.add_rms_norm import ADD_RMS_NORM
+from ..kernels.norm_add import NORM_ADD
+from ..kernels.norm_add_norm import NORM_ADD_NORM
+from ..kernels.operator import BackwardCall, Operator
+from ..kernels.qk_norm import QK_NORM
+from ..kernels.rms_norm import RMS_NORM
+from ..patcher import fused_block
+from ..patcher.fused_block import FusedBlock
+from ..spec import Casting, NormSpec
+from .call_probe import share_different
 
 SOUND = "none"
 """Stands for no mutation: the fused twin as it is, for as many steps as those with faults. It must be green."""
+
+Results = tuple[Tensor | None, ...]
+
+_EVERY = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
+_SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
+_WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM)  # norm_add has that of rms_norm
+_16_BITS = "nothing is rounded in fp32"
+_MIXED = "no stream is wider than what is added to it"
 
 
 @dataclass
@@ -31,27 +44,71 @@ class PlantedFault:
     """A fault that is in place.
 
     Attributes:
-        path: of the norm, or of the attention, that has it.
-        runs: number of times that it has had its effect.
+        calls: number of calls that it was part of.
+        share: of the numbers that a call gives, those that it changed; of the call in which it changed most.
+        memory: what it remembers from call to call.
     """
 
-    path: str
-    runs: int = 0
+    calls: int = 0
+    share: float = 0.0
+    memory: dict[Any, Any] = field(default_factory=dict)
+
+    def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Count a call that gave one of each pair where the other was right."""
+        shares = [_share_changed(one, other) for one, other in pairs if isinstance(one, Tensor)]
+        self.calls += 1
+        self.share = max(self.share, *shares)
 
 
 @dataclass(frozen=True)
-class NormInput:
-    """The input of one norm in the stock run, which decides the faults that can show in it.
+class Forward:
+    """A forward of an operator that may go wrong.
 
     Attributes:
-        dtype: of the input.
-        mean_square: of a row, the median over rows.
-        eps: of the norm.
+        operator, spec, arguments, training: as in ``Operator.forward``.
+        right: runs it as it should be, with another spec or other arguments.
+        memory: the fault's.
     """
 
-    dtype: torch.dtype
-    mean_square: float
-    eps: float
+    operator: Operator
+    spec: NormSpec
+    arguments: tuple[Any, ...]
+    training: bool
+    right: Callable[..., Results]
+    memory: dict[Any, Any]
+
+    def results(self, *, spec: NormSpec | None = None, arguments: Sequence[Any] | None = None) -> list[Tensor | None]:
+        """What the operator should return, for another spec or other arguments where given."""
+        given = self.arguments if arguments is None else arguments
+        return list(self.right(spec or self.spec, *given, training=self.training))
+
+    def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
+        """The results with the outputs of these names, all unless given, changed."""
+        results = self.results()
+        for place, name in enumerate(self.operator.outputs):
+            output = results[place]
+            if output is not None and (not names or name in names):
+                results[place] = edit(output)
+        return results
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward of an operator that may go wrong; attributes as in ``Forward`` and ``Operator.backward``."""
+
+    operator: Operator
+    spec: NormSpec
+    call: BackwardCall
+    right: Callable[..., Results]
+
+    def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
+        """The gradients, those of these names changed."""
+        found = list(self.right(self.spec, self.call))
+        for place, name in enumerate(self.operator.gradients):
+            gradient = found[place]
+            if gradient is not None and name in names:
+                found[place] = edit(gradient)
+        return found
 
 
 @dataclass(frozen=True)
@@ -61,176 +118,352 @@ class Mutation:
     Attributes:
         name: its key in ``MUTATIONS``.
         what: is wrong, in words.
-        plant: puts it into a model, at the module with this path, and returns what takes it out again.
-        shows: whether it changes a single number in such a norm.
-        hidden: why not, in words.
-        kind: of the sites that can have it; ``norm`` for one that any norm can have, of queries and keys too.
+        planted: puts it in its place for the length of a ``with``.
+        hidden: why it may change no number in some models and precisions; empty for one that always does.
+        execution: of the comparisons that can show it.
     """
 
     name: str
     what: str
-    plant: Callable[[nn.Module, PlantedFault], Callable[[], None]]
-    shows: Callable[[NormInput], bool] = lambda norm: True
+    planted: Callable[[nn.Module], contextlib.AbstractContextManager[PlantedFault]]
     hidden: str = ""
-    kind: Kind = "norm"
+    execution: str = "eager"
+
+
+def _in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | None]]) -> Any:
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state, right = PlantedFault(), operator.forward
+
+        def forward(spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> Results:
+            if not launch:
+                return right(spec, *arguments, training=training, launch=False)
+            before = [_copy(one) for one in arguments]
+            expected = right(spec, *arguments, training=training)
+            found = wrong(Forward(operator, spec, arguments, training, right, state.memory))
+            pairs = [*zip(expected, found, strict=True), *zip(before, arguments, strict=True)]
+            state.count(pairs)
+            return tuple(found)
+
+        with _replaced(operator, "forward", forward):
+            yield state
+
+    return planted
+
+
+def _in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor | None]]) -> Any:
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state, right = PlantedFault(), operator.backward
+
+        def backward(spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> Results:
+            if not launch:
+                return right(spec, call, launch=False)
+            before = [_copy(one) for one in call.incoming]
+            expected = right(spec, call)
+            found = wrong(Backward(operator, spec, call, right))
+            pairs = [*zip(expected, found, strict=True), *zip(before, call.incoming, strict=True)]
+            state.count(pairs)
+            return tuple(found)
+
+        with _replaced(operator, "backward", backward):
+            yield state
+
+    return planted
 
 
 @contextlib.contextmanager
-def planted_fault(mutation: Mutation, model: nn.Module, path: str) -> Iterator[PlantedFault]:
-    """Plant the fault in the module at ``path`` for the length of a ``with``."""
-    state = PlantedFault(path)
-    remove = mutation.plant(model, state)
+def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in the place of a method of an operator or a module; nothing is replayed meanwhile."""
+    own = vars(owner)
+    had, old = name in own, getattr(owner, name)
+    replay.switch(False)
+    setattr(owner, name, new)
     try:
-        yield state
+        yield
     finally:
-        remove()
+        setattr(owner, name, old) if had else delattr(owner, name)
+        replay.switch(True)
 
 
-def path_for_fault(mutation: Mutation, fused: Iterable[Site], inputs: Mapping[str, NormInput]) -> str | None:
-    """The module to plant a fault in: the last fused site in the layers that can show it; None where none can.
-
-    Args:
-        mutation: the fault.
-        fused: sites of the model it goes to.
-        inputs: of each norm in the stock run, by path.
-    """
-    if mutation.kind == "norm":
-        paths = [site.path for site in fused if site.kind in NORM_KINDS and mutation.shows(inputs[site.path])]
-    else:
-        paths = [site.path for site in fused if site.kind == mutation.kind]
-    inside = [path for path in paths if any(part.isdigit() for part in path.split("."))]
-    candidates = inside or paths
-    return candidates[-1] if candidates else None
+def _copy(one: Any) -> Any:
+    return one.clone() if isinstance(one, Tensor) else one
 
 
-def _wrong_spec(**changes: Any) -> Callable[[nn.Module, PlantedFault], Callable[[], None]]:
-    def plant(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
-        norm: Any = model.get_submodule(state.path)
-        spec = norm.fused_norm_spec
-        made = {name: change(spec) for name, change in changes.items()}
-        # On the instance: the class is shared by all norms of its kind.
-        norm.fused_norm_spec = replace(spec, **made)
-        return _undo_all(_count_calls(norm, state), lambda: vars(norm).pop("fused_norm_spec"))
-
-    return plant
+def _share_changed(one: Tensor, other: Any) -> float:
+    return share_different(one, other) if isinstance(other, Tensor) else 0.0
 
 
-def _wrong_eps(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
-    norm: Any = model.get_submodule(state.path)
-    name, eps = norm.fused_norm_eps_name, norm.fused_norm_spec.eps
-    setattr(norm, name, 10 * eps)
-    return _undo_all(_count_calls(norm, state), lambda: setattr(norm, name, eps))
+# ---- Faults of forwards ----
 
 
-def _dropped_residual(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
-    dropped_at = model.get_submodule(state.path)
-
-    def drop(add: Callable[..., Any], norm: nn.Module, residual: Tensor, *arguments: Any, **named: Any) -> Any:
-        if norm is dropped_at:
-            state.runs += 1
-            residual = torch.zeros_like(residual)
-        return add(norm, residual, *arguments, **named)
-
-    # A norm does not know its layer, so all of them are watched.
-    blocks = [module for module in model.modules() if hasattr(module, "fused_norm_add")]
-    return _undo_all(*(_wrap(block, "fused_norm_add", drop) for block in blocks))
+def _other_casting(call: Forward) -> Sequence[Tensor | None]:
+    casting: Casting = "gemma" if call.spec.casting == "llama" else "llama"
+    wrong, right = call.results(spec=replace(call.spec, casting=casting)), call.results()
+    return [
+        one if one is None or other is None else one.to(other.dtype) for one, other in zip(wrong, right, strict=True)
+    ]
 
 
-def _wrong_rotation(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
-    def reverse(rotated: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        state.runs += 1
-        *others, sin = arguments
-        return rotated(*others, -sin, **named)
-
-    return _wrap(model.get_submodule(state.path), "fused_norm_rotated", reverse)
+def _other_centering(call: Forward) -> Sequence[Tensor | None]:
+    return call.results(spec=replace(call.spec, zero_centered=not call.spec.zero_centered))
 
 
-def _gradient_in_place(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
-    class WriteOver(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Tensor) -> Tensor:
-            return y.view_as(y)
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Tensor:
-            state.runs += 1
-            correct = dy.clone()
-            dy.mul_(0.5)  # the kernel has written its own result where somebody else's gradient was
-            return correct
-
-    def write_over(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        result = forward(*arguments, **named)
-        if isinstance(result, tuple):
-            return WriteOver.apply(result[0]), *result[1:]
-        return WriteOver.apply(result)
-
-    return _wrap(model.get_submodule(state.path), "forward", write_over)
+def _larger_eps(call: Forward) -> Sequence[Tensor | None]:
+    return call.results(spec=replace(call.spec, eps=10 * call.spec.eps))
 
 
-def _frozen_dw(model: nn.Module, state: PlantedFault) -> Callable[[], None]:
-    norm: Any = model.get_submodule(state.path)
-
-    def freeze(gradient: Tensor) -> Tensor:
-        state.runs += 1
-        return torch.zeros_like(gradient)
-
-    return norm.weight.register_hook(freeze).remove
+def _too_large(call: Forward) -> Sequence[Tensor | None]:
+    return call.edited(lambda y: y * 1.003, call.operator.outputs[0])
 
 
-def _wrap(module: nn.Module, method: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Puts ``around(method, ...)`` in the method's place, on the instance."""
-    vars(module)[method] = functools.partial(around, getattr(module, method))
-    return lambda: vars(module).__delitem__(method)
+def _last_row_copied(call: Forward) -> Sequence[Tensor | None]:
+    def copied(y: Tensor) -> Tensor:
+        wrong = y.clone()
+        wrong[-1:, ..., -1:, :] = y[-1:, ..., -2:-1, :]
+        return wrong
+
+    return call.edited(copied)
 
 
-def _count_calls(norm: nn.Module, state: PlantedFault) -> Callable[[], None]:
-    def count(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        state.runs += 1
-        return forward(*arguments, **named)
-
-    return _wrap(norm, "forward", count)
+def _nan_to_zero(call: Forward) -> Sequence[Tensor | None]:
+    return call.edited(lambda y: y.nan_to_num(0.0))
 
 
-def _undo_all(*undo: Callable[[], Any]) -> Callable[[], None]:
-    def run() -> None:
-        for each in undo:
-            each()
-
-    return run
+def _wrong_without_gradients(call: Forward) -> Sequence[Tensor | None]:
+    return call.results() if call.training else call.edited(lambda y: y * 1.01)
 
 
-MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
-    {
-        mutation.name: mutation
-        for mutation in (
-            Mutation(
-                "casting",
-                "x_hat is rounded before gamma where stock rounds after it, or the other way round",
-                _wrong_spec(casting=lambda spec: "gemma" if spec.casting == "llama" else "llama"),
-                shows=lambda norm: norm.dtype != torch.float32,
-                hidden="every norm takes fp32, where there is nothing to round",
-            ),
-            Mutation(
-                "centering",
-                "the + 1 of a zero-centered norm is missing, or one is added to another",
-                _wrong_spec(zero_centered=lambda spec: not spec.zero_centered),
-            ),
-            Mutation("residual", "the residual never arrives in the sum", _dropped_residual, kind="residual"),
-            Mutation("rotation", "queries and keys are rotated the wrong way", _wrong_rotation, kind="rope"),
-            Mutation(
-                "in-place",
-                "backward writes into the gradient it was handed, which belongs to others too",
-                _gradient_in_place,
-            ),
-            Mutation("dw", "the gradient of the weight is zero", _frozen_dw),
-            Mutation(
-                "eps",
-                "eps is ten times too large",
-                _wrong_eps,
-                # A relative change of the outputs by two roundings.
-                shows=lambda norm: 4.5 * norm.eps / norm.mean_square > torch.finfo(norm.dtype).eps,
-                hidden="every input is so large that eps vanishes in its rounding",
-            ),
-        )
-    }
-)
+def _rows_of_the_first_call(call: Forward) -> Sequence[Tensor | None]:
+    rows = call.arguments[0].shape[0]
+    first = call.memory.setdefault(call.arguments[0].shape[-1:], rows)
+    if rows >= first:
+        return call.results()
+    return call.edited(lambda y: torch.where(torch.arange(y.shape[-2], device=y.device)[:, None] > 0, y, 0.0))
+
+
+def _normed_before_rounded(call: Forward) -> Sequence[Tensor | None]:
+    """The norm of the sum as it was before it was rounded."""
+    results = call.results()
+    x, residual = call.arguments[:2]
+    wide = (x.float(), residual.float(), *call.arguments[2:])
+    exact = call.results(arguments=wide)[0]
+    assert exact is not None
+    assert results[0] is not None
+    results[0] = exact.to(results[0].dtype)
+    return results
+
+
+def _narrow_stream(call: Forward) -> Sequence[Tensor | None]:
+    return call.edited(lambda s: s.bfloat16().to(s.dtype) if s.dtype == torch.float32 else s, "s")
+
+
+def _no_residual(call: Forward) -> Sequence[Tensor | None]:
+    x, residual, *rest = call.arguments
+    return call.results(arguments=(x, torch.zeros_like(residual), *rest))
+
+
+def _writes_over_its_branch(call: Forward) -> Sequence[Tensor | None]:
+    results = call.results()
+    with torch.no_grad():
+        call.arguments[0].detach().mul_(0.5)
+    return results
+
+
+def _no_scale(call: Forward) -> Sequence[Tensor | None]:
+    return call.results(arguments=(*call.arguments[:4], 1.0))
+
+
+def _rotated_the_other_way(call: Forward) -> Sequence[Tensor | None]:
+    *others, sin, dim = call.arguments
+    return call.results(arguments=(*others, None if sin is None else -sin, dim))
+
+
+def _rotated_by_a_neighbour(call: Forward) -> Sequence[Tensor | None]:
+    *others, cos, sin, dim = call.arguments
+    if cos is None or cos.shape[-2] <= 32:
+        return call.results()
+    late = [torch.cat((one[..., :32, :], one[..., 31:-1, :]), dim=-2) for one in (cos, sin)]
+    return call.results(arguments=(*others, *late, dim))
+
+
+# ---- Faults of backwards ----
+
+
+def _truncated(gradient: Tensor) -> Tensor:
+    """A 16-bit gradient as it is if fp32 is cut off instead of rounded: half of the time the neighbour nearer zero."""
+    if gradient.dtype == torch.float32:
+        return gradient
+    bits = gradient.view(torch.int16)
+    cut = (torch.arange(gradient.numel(), device=gradient.device) % 2).view(gradient.shape).to(torch.int16)
+    return torch.where(gradient == 0, bits, bits - cut).view(gradient.dtype)
+
+
+def _dx_where_the_weight_is_frozen(call: Backward) -> Sequence[Tensor | None]:
+    weights = [need for name, need in zip(call.operator.gradients, call.call.needed, strict=True) if name in _WEIGHTS]
+    return call.edited(lambda dx: dx if any(weights) else dx * 0.99, *_INPUTS)
+
+
+def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Sequence[Tensor | None]]:
+    """dw without the last rows, as many as ``last`` says of all."""
+
+    def wrong(call: Backward) -> Sequence[Tensor | None]:
+        incoming = []
+        for gradient in call.call.incoming:
+            if gradient is not None:
+                rows = gradient.reshape(-1, gradient.shape[-1]).clone()
+                rows[len(rows) - last(len(rows)) :] = 0
+                gradient = rows.view(gradient.shape)
+            incoming.append(gradient)
+        found = list(call.right(call.spec, call.call))
+        less = call.right(call.spec, call.call._replace(incoming=tuple(incoming)))
+        for place, name in enumerate(call.operator.gradients):
+            if name in _WEIGHTS:
+                found[place] = less[place]
+        return found
+
+    return wrong
+
+
+def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
+    found = call.right(call.spec, call.call)
+    last = [gradient for gradient in call.call.incoming if gradient is not None][-1]
+    last.mul_(0.5)  # the kernel has written its own result where somebody else's gradient was
+    return found
+
+
+def _in_compiled_backward(operator: Operator) -> Any:
+    """dw is 1 % too large in the registered operator, which compiled code calls, and right elsewhere."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        right = operator._backward_op
+        weights = [name in _WEIGHTS for name in operator.gradients]
+
+        def wrong(*arguments: Any) -> Any:
+            found = right(*arguments)
+            return tuple(one * 1.01 if weight else one for one, weight in zip(found, weights, strict=True))
+
+        with _replaced(operator, "_backward_op", wrong):
+            yield PlantedFault(calls=1, share=1.0)
+
+    return planted
+
+
+_INPUTS = ("dx", "dr", "dq", "dk")
+_WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight")
+
+
+# ---- Faults of the patcher ----
+
+
+def _falls_back(name: str) -> Any:
+    """A function of the blocks declines, and the modules are called one after the other."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state = PlantedFault()
+
+        def declines(*arguments: Any) -> Any:
+            state.calls += 1
+            state.share = 1.0
+            return "declined" if name.endswith("obstacle") else None
+
+        old = getattr(fused_block, name)
+        setattr(fused_block, name, declines)
+        try:
+            yield state
+        finally:
+            setattr(fused_block, name, old)
+
+    return planted
+
+
+@contextlib.contextmanager
+def _left_stock(model: nn.Module) -> Iterator[PlantedFault]:
+    """One block has its own class again, and the report does not know."""
+    block = next((module for module in model.modules() if isinstance(module, FusedBlock)), None)
+    if block is None:
+        yield PlantedFault()
+        return
+    fused = type(block)
+    block.__class__ = fused.fused_norm_origin  # type: ignore[assignment]
+    try:
+        yield PlantedFault(calls=1, share=1.0)
+    finally:
+        block.__class__ = fused
+
+
+def _mutations() -> Iterator[Mutation]:
+    def forward(
+        name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Forward], Any], hidden: str = ""
+    ) -> Iterator[Mutation]:
+        for operator in operators:
+            yield Mutation(f"{operator.name}-{name}", what, _in_forward(operator, wrong), hidden)
+
+    def backward(
+        name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Backward], Any], hidden: str = ""
+    ) -> Iterator[Mutation]:
+        for operator in operators:
+            yield Mutation(f"{operator.name}-{name}", what, _in_backward(operator, wrong), hidden)
+
+    yield from forward("casting", "x_hat is rounded elsewhere than stock rounds it", _EVERY, _other_casting, _16_BITS)
+    yield from forward("centering", "the + 1 of gamma is missing, or one too many", _EVERY, _other_centering)
+    yield from forward("eps", "eps is ten times too large", _EVERY, _larger_eps, "eps all but vanishes in a rounding")
+    yield from forward("size", "y is .3 % too large", _EVERY, _too_large)
+    yield from forward("last-row", "the last row is that before it", _EVERY, _last_row_copied)
+    yield from forward("nan", "NaN becomes 0", _EVERY, _nan_to_zero)
+    yield from forward("no-grad", "wrong where no gradient is wanted", _EVERY, _wrong_without_gradients)
+    yield from forward("shape", "a second, smaller shape loses a row", _EVERY, _rows_of_the_first_call)
+    yield from forward("in-place", "the input is written over", _EVERY, _writes_over_its_branch)
+    yield from forward(
+        "unrounded", "the sum is normalised before it is rounded", (ADD_RMS_NORM, NORM_ADD_NORM),
+        _normed_before_rounded, _16_BITS,
+    )  # fmt: skip
+    yield from forward("stream", "an fp32 sum is rounded to bf16", _SUMMED, _narrow_stream, "no sum is in fp32")
+    yield from forward("residual", "the residual never arrives in the sum", _SUMMED, _no_residual)
+    yield from forward("scale", "the branch is not scaled", (ADD_RMS_NORM,), _no_scale, "no branch is scaled")
+    yield from forward("rotation", "rotated the wrong way", (QK_NORM,), _rotated_the_other_way)
+    yield from forward(
+        "position", "rotated by a neighbour's angles from position 32 on", (QK_NORM,), _rotated_by_a_neighbour
+    )
+
+    yield from backward(
+        "dx-size", "the gradient of the input is 1 % too small", _WITH_BACKWARD,
+        lambda call: call.edited(lambda dx: dx * 0.99, *_INPUTS),
+    )  # fmt: skip
+    yield from backward(
+        "dx-cut", "the gradient of the input is cut off instead of rounded", _WITH_BACKWARD,
+        lambda call: call.edited(_truncated, *_INPUTS), _16_BITS,
+    )  # fmt: skip
+    yield from backward(
+        "dr-stream", "the gradient of an fp32 stream is rounded to bf16", _WITH_BACKWARD[:3],
+        lambda call: call.edited(lambda dr: dr.bfloat16().to(dr.dtype), "dr", "dx"), "no stream is in fp32",
+    )  # fmt: skip
+    yield from backward(
+        "dw-size", "the gradient of a weight is 1 % too large", _WITH_BACKWARD,
+        lambda call: call.edited(lambda dw: dw * 1.01, *_WEIGHTS),
+    )  # fmt: skip
+    yield from backward(
+        "dw", "the gradient of a weight is zero", _WITH_BACKWARD, lambda call: call.edited(torch.zeros_like, *_WEIGHTS)
+    )
+    yield from backward("dw-tile", "dw lacks the last eight rows", _WITH_BACKWARD, _without_rows(lambda rows: 8))
+    yield from backward(
+        "dw-share", "dw lacks a quarter of the rows", _WITH_BACKWARD, _without_rows(lambda rows: rows // 4)
+    )
+    yield from backward(
+        "frozen", "dx is wrong where the weight is frozen", _WITH_BACKWARD, _dx_where_the_weight_is_frozen
+    )
+    yield from backward(
+        "ds-in-place", "a gradient handed to it is written over", _WITH_BACKWARD, _writes_over_a_gradient
+    )
+
+    for operator in (RMS_NORM, ADD_RMS_NORM):
+        what = "the gradient of a weight is 1 % too large in compiled code"
+        yield Mutation(f"{operator.name}-compiled-dw", what, _in_compiled_backward(operator), execution="compile")
+    for name, function in (("rotated", "_pair_obstacle"), ("sandwich", "_norm_add_norm"), ("onto", "obstacle")):
+        yield Mutation(f"fallback-{name}", "runs its parts in silence", _falls_back(function))
+    yield Mutation("left-stock", "one block has its stock class, and the report says fused", _left_stock)
+
+
+MUTATIONS: Mapping[str, Mutation] = MappingProxyType({mutation.name: mutation for mutation in _mutations()})

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .comparison import EXECUTIONS, PRECISIONS, Comparison, by_baseline, features_of
+from .comparison import PRECISIONS, Comparison, by_baseline, features_of
 from .model_recipe import ModelRecipe
 from .mutations import MUTATIONS, SOUND
 from .result_store import fingerprint
@@ -100,14 +100,18 @@ def _ways(
     yield "eager", "all"
     if model in tier.wide and precision in tier.features_in:
         yield from (("eager", feature) for feature in features_of(model))
-    if model in tier.wide and precision in tier.executions_in:
-        yield from ((execution, "all") for execution in EXECUTIONS)
+    if model in tier.wide:
+        yield from ((execution, "all") for execution in tier.executions.get(precision, ()))
 
 
 def with_mutations(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """For each group that runs eagerly: the sound twin in a short run, and one twin with each fault."""
+    """For each group that runs eagerly: the sound twin in a short run, and one twin with each fault.
+
+    A fault of compiled code is planted in a compiled twin.
+    """
+    executions = {SOUND: "eager"} | {name: mutation.execution for name, mutation in MUTATIONS.items()}
     return [
-        replace(baseline, mutation=mutation)
+        replace(baseline, execution=execution, mutation=mutation)
         for baseline in by_baseline(each for each in comparisons if each.execution == "eager")
-        for mutation in (SOUND, *MUTATIONS)
+        for mutation, execution in executions.items()
     ]

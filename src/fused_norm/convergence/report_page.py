@@ -10,8 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .curve_charts import BOUND, FUSED, NOISE, STOCK, curves_svg, has_curves
 from .mutations import MUTATIONS, SOUND
 from .result_store import ComparisonResult
-from .suite_report import HEADS, exit_code, summary
-from .verdict import BITS_BAR, FIRST_STEPS, FIRST_STEPS_BAR, MEASURES, Verdict, describe_measure
+from .suite_report import HEADS, exit_code, fault_columns, fault_rows, summary
+from .verdict import CALL_BARS, FIRST_STEPS, FIRST_STEPS_BAR, MEASURES, Verdict, describe_measure
 
 
 def render_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> str:
@@ -33,12 +33,13 @@ def render_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -
         where=f"{facts.get('kernels run in', 'kernels of unknown kind')}; {versions}",
         failed=[result for result in results if result.outcome in ("red", "missed", "invalid")],
         sound=[(result, _worst_checks(result.verdict)) for result in sound],
-        faults=_fault_rows(faults),
+        faults=fault_rows(faults),
+        fault_columns=fault_columns(faults),
         mutations={SOUND: "no fault"} | {name: mutation.what for name, mutation in MUTATIONS.items()},
         charts=[(result, curves_svg(result)) for result in sound if has_curves(result)],
         heads={name: (head, describe_measure(name)) for name, head in HEADS.items()},
         measures=MEASURES,
-        bits_bar=BITS_BAR,
+        call_bars=CALL_BARS,
         first_steps=FIRST_STEPS,
         first_steps_bar=FIRST_STEPS_BAR,
         colors={"stock": STOCK, "fused": FUSED, "noise": NOISE, "bound": BOUND},
@@ -48,9 +49,3 @@ def render_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -
 
 def _worst_checks(verdict: Verdict) -> list[Any]:
     return [verdict.worst(name) for name in HEADS]
-
-
-def _fault_rows(faults: Sequence[ComparisonResult]) -> dict[str, list[ComparisonResult | None]]:
-    found = {(result.comparison.baseline.name, result.comparison.mutation): result for result in faults}
-    names = dict.fromkeys(name for name, _ in found)
-    return {name: [found.get((name, mutation)) for mutation in (SOUND, *MUTATIONS)] for name in names}

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from .call_probe import CallRecord
 from .comparison import Comparison
 from .mutations import SOUND
 from .run_record import RunRecord
@@ -28,9 +29,9 @@ class ComparisonResult:
 
     Attributes:
         comparison: the one that was made.
-        stock, controls, fused: the runs as numbers; None and empty where ``trouble`` kept them from being made.
-        planted: the norm that had the fault, and how often that took effect.
-        hidden: why no norm can show the fault; None where one does.
+        stock, controls, fused: the runs as numbers; None and empty where they were not made.
+        calls: how far the fused calls are from the stock modules.
+        hidden: why the planted fault changes no number here; None where it does.
         trouble: what kept the comparison from being made.
     """
 
@@ -38,18 +39,19 @@ class ComparisonResult:
     stock: RunRecord | None = None
     controls: tuple[RunRecord, ...] = ()
     fused: RunRecord | None = None
-    planted: tuple[str, int] | None = None
+    calls: CallRecord | None = None
     hidden: str | None = None
     trouble: str | None = None
 
     @property
     def verdict(self) -> Verdict:
         """The verdict on the fused run, whether that has a fault or not."""
-        if self.stock is None or self.fused is None:
+        if self.stock is None or (self.fused is None and self.calls is None):
             return Verdict("invalid", (self.trouble or self.hidden or "not run",), ())
-        if self.planted and not self.planted[1]:
-            return Verdict("invalid", (f"the fault at {self.planted[0]} was never run",), ())
-        return judge(self.comparison.precision, self.stock, self.controls, self.fused)
+        trains_norms = self.comparison.execution != "lora-alone"
+        return judge(
+            self.comparison.precision, self.stock, self.controls, self.fused, self.calls, trains_norms=trains_norms
+        )
 
     @property
     def outcome(self) -> Outcome:
@@ -59,7 +61,9 @@ class ComparisonResult:
             return status
         if self.hidden:
             return "hidden"
-        return "caught" if status == "red" else "missed" if status == "green" else "invalid"
+        if status == "red" or (self.trouble is None and self.calls is not None and self.calls.not_seen):
+            return "caught"
+        return "missed" if status == "green" else "invalid"
 
 
 class ResultStore:
@@ -116,9 +120,9 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 
 @cache
 def code_digest(folder: Path) -> str:
-    """A hash of the names and contents of all Python files below ``folder``."""
+    """A hash of the names and contents of all Python and C++ files below ``folder``."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.cpp"))):
         digest.update(f"{path.relative_to(folder)}".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -129,7 +133,7 @@ def _result(comparison: Comparison, kept: Mapping[str, Any]) -> ComparisonResult
         stock=_run_record(kept["stock"]),
         controls=tuple(control for control in map(_run_record, kept["controls"]) if control),
         fused=_run_record(kept["fused"]),
-        planted=tuple(kept["planted"]) if kept["planted"] else None,
+        calls=_call_record(kept["calls"]),
         hidden=kept["hidden"],
         trouble=kept["trouble"],
     )
@@ -139,9 +143,14 @@ def _run_record(kept: Mapping[str, Any] | None) -> RunRecord | None:
     if kept is None:
         return None
     values = {field.name: _numbers(kept[field.name]) for field in fields(RunRecord)}
-    return RunRecord(
-        **values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "constant", "ran_stock_code")}
-    )
+    return RunRecord(**values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "constant")})
+
+
+def _call_record(kept: Mapping[str, Any] | None) -> CallRecord | None:
+    if kept is None:
+        return None
+    values = {field.name: _numbers(kept[field.name]) for field in fields(CallRecord)}
+    return CallRecord(**values | {"not_seen": tuple(values["not_seen"])})
 
 
 def plain(value: Any) -> Any:

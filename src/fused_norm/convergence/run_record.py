@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .call_probe import slope_error
+
 ZERO_SHARE = 1e-3
 """A tensor that is zero in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance. Each
 counts as at least this share of the rms of its kind."""
@@ -17,28 +19,8 @@ TRIM = 0.01
 """AdamW moves a weight by the sign of its gradient, more or less. Where the gradient is all but zero the sign is luck,
 and a few such weights would be all that a distance is made of. A wrong kernel moves more than a hundredth of them."""
 
-
-@dataclass(frozen=True)
-class NormRerun:
-    """One norm called again on the input and the gradient that it had in the stock run.
-
-    Attributes:
-        x: [..., N], its input in the stock run, a few rows of it.
-        dy: like its output, the gradient of that.
-        y: what it returns now.
-        dx: gradient of the input.
-        dw: gradient of the weight; None where there is none.
-        overwritten: share of the elements of ``dy`` that its backward changed, though they may be somebody else's.
-        made_by: the autograd node behind ``y``, which tells stock code from other code.
-    """
-
-    x: Tensor
-    dy: Tensor
-    y: Tensor
-    dx: Tensor
-    dw: Tensor | None
-    overwritten: float
-    made_by: str
+TRIMMED = 3
+"""Weights of a tensor that are left out at least: one or two of a norm's few weights are enough to make a distance."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +31,32 @@ class RunTensors:
         losses: of each step.
         gradient_norms: of each step, before clipping.
         seconds_per_step: median.
-        memory_bytes: as in ``TrainingResult``.
+        memory_bytes, evaluation_loss: as in ``TrainingResult``.
         outputs: of each layer and of the model, for one micro-batch at the initial weights, in the order they run in.
         output_gradients: of the loss with respect to them.
-        reruns: of each norm.
         gradients: of each trained parameter in the first step, before clipping.
         initial: the trained parameters before the first step.
         final: the same after the last.
         rounding: half an eps of the parameters.
         norm_weights: names of the trained norm weights.
         sites: how many sites of each kind were fused.
+        not_compiled: fused sites, with their kinds, that compiled code has no operator for.
     """
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     seconds_per_step: float
     memory_bytes: int
+    evaluation_loss: float
     outputs: Mapping[str, Tensor]
     output_gradients: Mapping[str, Tensor]
-    reruns: Mapping[str, NormRerun]
     gradients: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
     rounding: float
     norm_weights: tuple[str, ...] = ()
     sites: Mapping[str, int] = field(default_factory=dict)
+    not_compiled: tuple[str, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -85,17 +68,14 @@ class RunRecord:
     """One run as numbers: its losses and costs, and how far it was from the stock run.
 
     Attributes:
-        losses, gradient_norms, seconds_per_step, memory_bytes, sites: as in ``RunTensors``.
+        losses, gradient_norms, seconds_per_step, memory_bytes, evaluation_loss, sites: as in ``RunTensors``.
         moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
         constant: norm weights that started as one number throughout, which hides a wrong cast.
         outputs, output_gradients, gradients: relative distances from the stock run's.
+        output_gradient_slopes, gradient_slopes: how far from one the slope is of a line through them over the stock
+            run's: what they have in common, which a distance does not see among roundings.
         drifts: distance of the final parameters from the stock run's, relative to how far those had moved, the share
-            ``TRIM`` that is farthest apart left out.
-        norm_outputs, input_gradients, weight_gradients: relative distances of a norm's results, on equal inputs.
-        bits: share of a norm's outputs that differ at all, where they have 16 bits or another dtype than stock's.
-        overwritten: share of the gradient handed to a norm that its backward changed.
-        roundings: half an eps of the coarser dtype of a norm's input and output.
-        ran_stock_code: norms that ran the stock norm's code.
+            ``TRIM`` that is farthest apart, and ``TRIMMED`` numbers at least, left out.
         drift_roundings: how far a parameter drifts by one rounding of each weight: half an eps of its size over how far
             it moved.
     """
@@ -104,21 +84,17 @@ class RunRecord:
     gradient_norms: tuple[float, ...]
     seconds_per_step: float
     memory_bytes: int
+    evaluation_loss: float
     sites: Mapping[str, int]
     moved: Mapping[str, float]
     constant: tuple[str, ...] = ()
     outputs: Mapping[str, float] = field(default_factory=dict)
     output_gradients: Mapping[str, float] = field(default_factory=dict)
     gradients: Mapping[str, float] = field(default_factory=dict)
+    output_gradient_slopes: Mapping[str, float] = field(default_factory=dict)
+    gradient_slopes: Mapping[str, float] = field(default_factory=dict)
     drifts: Mapping[str, float] = field(default_factory=dict)
-    norm_outputs: Mapping[str, float] = field(default_factory=dict)
-    bits: Mapping[str, float] = field(default_factory=dict)
-    overwritten: Mapping[str, float] = field(default_factory=dict)
-    roundings: Mapping[str, float] = field(default_factory=dict)
-    ran_stock_code: tuple[str, ...] = ()
     drift_roundings: Mapping[str, float] = field(default_factory=dict)
-    input_gradients: Mapping[str, float] = field(default_factory=dict)
-    weight_gradients: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -129,13 +105,12 @@ def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
     """The numbers of a run, compared with those of the stock run, which may be the same."""
     stock_drifts = {name: value - stock.initial[name] for name, value in stock.final.items()}
     drifts = {name: value - stock.initial[name] for name, value in run.final.items()}
-    reruns, stock_reruns = run.reruns, {path: stock.reruns[path] for path in run.reruns}
-    weights = {path: (rerun.dw, stock_reruns[path].dw) for path, rerun in reruns.items()}
     return RunRecord(
         losses=run.losses,
         gradient_norms=run.gradient_norms,
         seconds_per_step=run.seconds_per_step,
         memory_bytes=run.memory_bytes,
+        evaluation_loss=run.evaluation_loss,
         sites=run.sites,
         moved={
             name: _ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())
@@ -145,27 +120,14 @@ def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
         outputs=distances(run.outputs, stock.outputs),
         output_gradients=distances(run.output_gradients, stock.output_gradients),
         gradients=distances(run.gradients, stock.gradients),
+        output_gradient_slopes=slope_errors(run.output_gradients, stock.output_gradients),
+        gradient_slopes=slope_errors(run.gradients, stock.gradients),
         drifts=distances(drifts, stock_drifts, trim=TRIM),
-        norm_outputs=_each_distance({path: (reruns[path].y, stock_reruns[path].y) for path in reruns}),
-        bits={
-            path: share_unequal(rerun.y, stock_reruns[path].y)
-            for path, rerun in reruns.items()
-            # The last bit of an fp32 hangs on the order of a sum.
-            if rerun.y.dtype != torch.float32 or stock_reruns[path].y.dtype != torch.float32
-        },
-        overwritten={path: rerun.overwritten for path, rerun in reruns.items()},
-        roundings={
-            path: max(torch.finfo(rerun.x.dtype).eps, torch.finfo(rerun.y.dtype).eps) / 2
-            for path, rerun in reruns.items()
-        },
-        ran_stock_code=tuple(path for path in reruns if reruns[path].made_by == stock_reruns[path].made_by),
         drift_roundings={
             name: _ratio(run.rounding * run.initial[name].norm().item(), way.norm().item())
             for name, way in drifts.items()
             if way.any()
         },
-        input_gradients=_each_distance({path: (reruns[path].dx, stock_reruns[path].dx) for path in reruns}),
-        weight_gradients=_each_distance(weights),
     )
 
 
@@ -176,7 +138,7 @@ def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: f
     Args:
         one: tensors by name.
         other: those they are compared with.
-        trim: share of the elements that are left out of a difference, the largest of it.
+        trim: share of the elements that are left out of a difference, the largest of it; ``TRIMMED`` at least.
     """
     squares = sum(value.double().square().sum().item() for value in other.values())
     rms = math.sqrt(squares / max(1, sum(value.numel() for value in other.values())))
@@ -188,26 +150,22 @@ def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: f
     return found
 
 
-def _gap(one: Tensor, other: Tensor, trim: float) -> float:
-    apart = (one.double() - other.double()).abs().flatten()
-    if trim and apart.isfinite().all():
-        apart = apart.sort().values[: apart.numel() - math.ceil(trim * apart.numel())]
-    return apart.norm().item()
-
-
-def _each_distance(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
+def slope_errors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """``slope_error`` of each tensor but those that are all but zero, which have no slope."""
+    squares = {name: value.double().square().mean().item() for name, value in other.items()}
+    least = ZERO_SHARE**2 * max(squares.values(), default=0.0)
     return {
-        path: _ratio((one.double() - other.double()).norm().item(), other.double().norm().item())
-        for path, (one, other) in pairs.items()
-        if one is not None and other is not None
+        name: slope_error(one[name], truth) if name in one else math.inf
+        for name, truth in other.items()
+        if squares[name] > least
     }
 
 
-def share_unequal(one: Tensor, other: Tensor) -> float:
-    """The share of elements that differ; all of them where the dtypes do."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return 1.0
-    return (one != other).double().mean().item()
+def _gap(one: Tensor, other: Tensor, trim: float) -> float:
+    apart = (one.double() - other.double()).abs().flatten()
+    if trim and apart.isfinite().all():
+        apart = apart.sort().values[: max(0, apart.numel() - max(TRIMMED, math.ceil(trim * apart.numel())))]
+    return apart.norm().item()
 
 
 def _ratio(gap: float, scale: float) -> float:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from accelerate.utils import broadcast_object_list
 
 from ..spec import FusedNormError
+from .call_probe import CallRecord
 from .comparison import Comparison, by_baseline
+from .mutations import MUTATIONS, PlantedFault
 from .plan import Plan
 from .result_store import ComparisonResult, ResultStore
 from .run_record import record_run
-from .twin_trainer import InvisibleFaultError, TwinTrainer
+from .twin_trainer import TwinTrainer
+from .verdict import CALL_BARS
 
 
 class Progress(Protocol):
@@ -73,15 +77,26 @@ def _run_group(
             yield ComparisonResult(each, stock=stock_record, fused=stock_record)
             continue
         try:
-            on_step = progress.run(f"fused {each.mutation or each.feature}", options.steps)
-            fused, fault = trainer.train_fused(each, stock, on_step=on_step)
-        except InvisibleFaultError as error:
-            yield ComparisonResult(each, hidden=str(error))
+            # However its steps run, a model's calls are the same.
+            calls, fault = (None, None) if each.execution != "eager" else trainer.probe_fused_calls(each)
+            result = ComparisonResult(each, stock_record, tuple(controls), calls=calls, hidden=_hidden(each, fault))
+            seen = calls is not None and result.outcome in ("caught", "hidden")  # and needs no training
+            if not seen:
+                on_step = progress.run(f"fused {each.mutation or each.feature}", options.steps)
+                fused = trainer.train_fused(each, stock, on_step=on_step)
+                if fused.not_compiled:
+                    result = replace(result, calls=CallRecord(not_seen=fused.not_compiled))
+                result = replace(result, fused=record_run(fused, stock))
+            yield result
         except Exception as error:
             yield ComparisonResult(each, trouble=_message(error))
-        else:
-            planted = (fault.path, fault.runs) if fault else None
-            yield ComparisonResult(each, stock_record, tuple(controls), record_run(fused, stock), planted)
+
+
+def _hidden(comparison: Comparison, fault: PlantedFault | None) -> str | None:
+    """The reason why a fault changed hardly a number; None where it did, or should have."""
+    if fault is None or comparison.mutation is None or fault.share > CALL_BARS["call_outputs"]:
+        return None
+    return MUTATIONS[comparison.mutation].hidden or None if fault.calls else "nothing here calls what has it"
 
 
 def _message(error: Exception) -> str:

@@ -15,13 +15,15 @@ from .verdict import Verdict, loss_band, relative_gaps
 HEADS = {
     "first_losses": "first loss",
     "outputs": "layers",
-    "norm_outputs": "norms",
-    "bits": "bits",
-    "overwritten": "in place",
+    "call_outputs": "calls",
+    "call_rows": "rows",
+    "call_changes": "in place",
+    "call_gradients": "d calls",
+    "call_slopes": "d calls, slope",
     "output_gradients": "d layers",
-    "input_gradients": "d inputs",
-    "weight_gradients": "d weights",
+    "output_gradient_slopes": "d layers, slope",
     "gradients": "d params",
+    "gradient_slopes": "d params, slope",
     "loss": "loss",
     "gradient_norm": "grad norm",
     "drifts": "drift",
@@ -99,14 +101,23 @@ def _fault_table(results: Sequence[ComparisonResult]) -> str:
     faults = [result for result in results if result.comparison.mutation is not None]
     if not faults:
         return ""
-    names = list(dict.fromkeys(result.comparison.baseline.name for result in faults))
-    columns = [SOUND, *MUTATIONS]
-    found = {(result.comparison.baseline.name, result.comparison.mutation): result for result in faults}
-    rows = [["planted fault", *columns]]
-    for name in names:
-        cells = [found.get((name, column)) for column in columns]
-        rows.append([name, *("-" if cell is None else cell.outcome for cell in cells)])
+    rows = [["planted fault", *fault_columns(faults)]]
+    for name, results_of in fault_rows(faults).items():
+        rows.append([name, *("-" if one is None else one.outcome for one in results_of)])
     return _aligned(rows)
+
+
+def fault_columns(faults: Iterable[ComparisonResult]) -> list[str]:
+    """The names of the comparisons that faults were planted in."""
+    return list(dict.fromkeys(result.comparison.baseline.name for result in faults))
+
+
+def fault_rows(faults: Sequence[ComparisonResult]) -> dict[str, list[ComparisonResult | None]]:
+    """For each fault that was planted its result in each of ``fault_columns``; None where it was not."""
+    found = {(result.comparison.mutation, result.comparison.baseline.name): result for result in faults}
+    planted = {result.comparison.mutation for result in faults}
+    names = [name for name in (SOUND, *MUTATIONS) if name in planted]
+    return {name: [found.get((name, column)) for column in fault_columns(faults)] for name in names}
 
 
 def _explanations(results: Iterable[ComparisonResult]) -> str:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..model_configs import FAMILIES
-from .comparison import PRECISIONS
+from .comparison import EXECUTIONS, PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Settings:
         controls: control runs for each stock run.
         compile_backend: of ``torch.compile``.
         overrides: config arguments that replace those of a family's tiny model.
+        hidden_sizes: of a family's model, where another one than the tiny model's.
         mutation_steps: optimizer steps of a run with a planted fault, and of the runs it is compared with.
     """
 
@@ -59,7 +60,13 @@ class Settings:
     controls: int = 4
     compile_backend: str = "aot_eager"
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    hidden_sizes: Mapping[str, int] = field(default_factory=dict)
     mutation_steps: int = 2
+
+    def overrides_of(self, family: str) -> dict[str, Any]:
+        """The config arguments that replace those of a family's tiny model."""
+        width = self.hidden_sizes.get(family)
+        return {**self.overrides, **({} if width is None else {"hidden_size": width})}
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Tier:
         precisions: in which they are trained.
         wide: families that run every feature and execution. The others run all features at once.
         features_in: precisions in which wide families run every feature.
-        executions_in: precisions in which wide families run every execution.
+        executions: that wide families run in, by precision.
     """
 
     what: str
@@ -82,7 +89,20 @@ class Tier:
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     wide: tuple[str, ...] = ()
     features_in: tuple[str, ...] = ()
-    executions_in: tuple[str, ...] = ()
+    executions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_WIDTHS = {
+    "granite": 2048,
+    "llama": 4096,
+    "mistral": 3584,
+    "qwen3": 5120,
+    "qwen3_moe": 256,  # in wide ones the norm of the keys has gradients too small to move it
+    "gemma": 3072,
+    "gemma2": 2304,
+    "gemma3_text": 2560,
+}
+"""Most are those of published models; launch plans differ between them."""
 
 
 TIERS: Mapping[str, Tier] = MappingProxyType(
@@ -102,33 +122,34 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
             "for a CPU",
             Settings(
                 TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-3, warmup_steps=2),
-                length=20,
+                # More than 32 positions, and an odd number: the last tile of rows is not full, and there are several.
+                length=33,
             ),
             wide=("qwen3",),
             features_in=("bf16",),
-            executions_in=("bf16",),
+            executions={"bf16": EXECUTIONS, "fp32": ("compile",)},
         ),
         "full": Tier(
             "for a GPU",
             Settings(
                 # Twice this rate is unstable in bf16: controls fall into other basins, and a floor of few says nothing.
                 TrainingOptions(steps=20, batch_size=8, accumulation=2, learning_rate=2.5e-4, warmup_steps=5),
-                length=512,
+                length=509,
                 compile_backend="inductor",
                 overrides={
-                    "hidden_size": 256,
                     "intermediate_size": 768,
                     "num_hidden_layers": 3,
                     "num_attention_heads": 4,
                     "num_key_value_heads": 2,
                     "head_dim": 64,
                 },
+                hidden_sizes=_WIDTHS,
                 mutation_steps=20,
             ),
             wide=("qwen3", "gemma3_text"),
             features_in=("fp32", "mixed", "bf16"),
             # Compiling takes longer than everything else.
-            executions_in=("bf16",),
+            executions={"bf16": EXECUTIONS, "fp32": ("compile",)},
         ),
     }
 )

@@ -30,12 +30,14 @@ class TrainingResult:
         gradient_norms: of each step, over all parameters, before clipping.
         seconds_per_step: median; the first step, which compiles kernels, is left out unless it is the only one.
         memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass.
+        evaluation_loss: after the last step, without gradients and dropout, in nats per token.
     """
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     seconds_per_step: float
     memory_bytes: int
+    evaluation_loss: float
 
 
 def accelerator_for(*, mixed: bool | None = None, accumulation: int = 1, cpu: bool = False) -> Accelerator:
@@ -58,6 +60,7 @@ def train(
     options: TrainingOptions,
     *,
     accelerator: Accelerator | None = None,
+    cut_last: bool = False,
     on_step: Callable[[int, float], object] | None = None,
     on_gradients: Callable[[int, nn.Module], object] | None = None,
     on_end: Callable[[nn.Module], object] | None = None,
@@ -72,6 +75,7 @@ def train(
             shuffled here.
         options: how to train.
         accelerator: made for ``options.accumulation`` when None: a GPU if there is one, else the CPU.
+        cut_last: the sequences of the last of several steps lose a third, so that a second shape is seen.
         on_step: called after each step with its index and loss, the mean over all processes.
         on_gradients: called in each step, with its index and the prepared model, before gradients are clipped.
         on_end: called with the prepared model after the last step.
@@ -114,6 +118,8 @@ def train(
     began, total = None, torch.zeros((), device=accelerator.device)
     for batch in batches:
         began = time.perf_counter() if began is None else began
+        if cut_last and 0 < len(losses) == options.steps - 1:
+            batch = batch[:, : -(batch.shape[1] // 3)]
         with accelerator.accumulate(model):
             # Counting costs time, so it is done in the step whose time is left out.
             with contextlib.nullcontext() if losses else meter.forward():
@@ -137,6 +143,9 @@ def train(
         if not (math.isfinite(losses[-1]) and math.isfinite(gradient_norms[-1])):
             break
         began, total = None, torch.zeros_like(total)
+    with torch.no_grad():
+        evaluated = model.eval()(input_ids=batch, labels=batch, use_cache=False).loss
+    model.train()
     if on_end is not None:
         on_end(model)
     if accelerator.device.type != "cpu":  # it collects garbage, which takes longer than a tiny model's training
@@ -146,6 +155,7 @@ def train(
         gradient_norms=tuple(gradient_norms),
         seconds_per_step=statistics.median(seconds[1:] or seconds),
         memory_bytes=meter.bytes(),
+        evaluation_loss=accelerator.reduce(evaluated.float(), "mean").item(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
+from .call_probe import CallRecord, probe_calls, sites_not_compiled
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
 from .model_recipe import ModelRecipe, set_up_execution
-from .mutations import MUTATIONS, SOUND, NormInput, PlantedFault, path_for_fault, planted_fault
+from .mutations import MUTATIONS, SOUND, PlantedFault
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import probe_step, rerun_norms
+from .step_probe import probe_step
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, train
 
@@ -26,8 +27,8 @@ MakeTwin = Callable[[nn.Module], AbstractContextManager[Sequence[Site]]]
 """Changes a stock model into a twin for the length of a ``with``, and returns the sites it changed."""
 
 
-class InvisibleFaultError(FusedNormError):
-    """The fault cannot show in any norm of the model."""
+PROBED = 2
+"""Sequences of the micro-batch that every twin is probed with."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class TwinTrainer:
         """Train the stock model: the run that all others are compared with.
 
         Args:
-            sites: all that can be fused; inputs and gradients of their norms are kept.
+            sites: all that can be fused.
             on_step: called after each step with its index and loss.
         """
 
@@ -75,7 +76,7 @@ class TwinTrainer:
             yield ()
 
         norms = [site.path for site in sites if site.kind in NORM_KINDS]
-        return self._train(unchanged, self.sequences, self.options, norms, None, on_step)
+        return self._train(unchanged, self.sequences, self.options, None, on_step, norms=norms)
 
     def train_control(
         self, index: int, sites: Sequence[Site], stock: RunTensors, *, on_step: OnStep | None = None
@@ -90,44 +91,49 @@ class TwinTrainer:
             reorder_norms(model, sites, seed=seed)
             yield sites
 
-        return self._train(perturbed, sequences, options, (), stock, on_step, seed)
+        return self._train(perturbed, sequences, options, stock, on_step, seed=seed)
 
-    def train_fused(
-        self, comparison: Comparison, stock: RunTensors, *, on_step: OnStep | None = None
-    ) -> tuple[RunTensors, PlantedFault | None]:
+    def probe_fused_calls(self, comparison: Comparison) -> tuple[CallRecord, PlantedFault | None]:
+        """Hold the calls of the fused model, with the comparison's feature and fault, to the stock modules.
+
+        A model in bf16 is probed in fp16 as well, in which it is not trained.
+
+        Raises:
+            FusedNormError: as ``apply_fused_norm``.
+        """
+        precision = PRECISIONS[comparison.precision]
+        device = accelerator_for(mixed=precision.mixed, cpu=self.cpu).device
+        tokens = self.sequences[:PROBED].to(device)
+        model = self.recipe.build(seed=comparison.seed, dtype=getattr(torch, precision.weights), device=device)
+        with _fused(comparison, model) as (sites, fault):
+            record = probe_calls(model, sites, tokens, mixed=precision.mixed)
+            if precision.weights == "bfloat16" and fault is None and comparison.feature == "all":
+                record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
+            return record, fault
+
+    def train_fused(self, comparison: Comparison, stock: RunTensors, *, on_step: OnStep | None = None) -> RunTensors:
         """Train the fused model, with the comparison's feature and, if it has one, its fault.
 
         Raises:
             FusedNormError: as ``apply_fused_norm``.
-            InvisibleFaultError: no norm can show the fault.
         """
-        faults: list[PlantedFault] = []
 
         @contextlib.contextmanager
         def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
-            report = apply_fused_norm(model, **options_for_feature(comparison.feature))
-            if comparison.mutation in (None, SOUND):
-                yield report.fused
-                return
-            mutation = MUTATIONS[comparison.mutation]
-            path = path_for_fault(mutation, report.fused, _norm_inputs(stock, report.fused))
-            if path is None:
-                raise InvisibleFaultError(mutation.hidden or "nothing of the kind is fused here")
-            with planted_fault(mutation, model, path) as fault:
-                faults.append(fault)
-                yield report.fused
+            with _fused(comparison, model) as (sites, _):
+                yield sites
 
-        tensors = self._train(fused, self.sequences, self.options, (), stock, on_step)
-        return tensors, faults[0] if faults else None
+        return self._train(fused, self.sequences, self.options, stock, on_step)
 
     def _train(
         self,
         make_twin: MakeTwin,
         sequences: Tensor,
         options: TrainingOptions,
-        norms: Sequence[str],
         stock: RunTensors | None,
         on_step: OnStep | None,
+        *,
+        norms: Sequence[str] = (),
         seed: int = 0,
     ) -> RunTensors:
         precision = PRECISIONS[self.comparison.precision]
@@ -137,13 +143,11 @@ class TwinTrainer:
         torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
         model = self.recipe.build(seed=self.comparison.seed, dtype=dtype, device=device)
         # The control takes its sequences in another order, but is probed on the same.
-        tokens = self.sequences[: self.options.batch_size // self.options.accumulation].to(device)
+        tokens = self.sequences[:PROBED].to(device)
         with make_twin(model) as changed:
-            probe = probe_step(model, tokens, norms, mixed=precision.mixed)
-            paths = norms if stock is None else [site.path for site in changed if site.kind in NORM_KINDS]
-            inputs = _rerun_inputs(stock, paths, device) if stock else probe.norms
-            reruns = dict(rerun_norms(model, inputs, mixed=precision.mixed))
-            model = set_up_execution(model, self.comparison, self.settings.compile_backend)
+            probe = probe_step(model, tokens, mixed=precision.mixed)
+            called: list[str] = []
+            model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
             initial = _snapshots(model)
             gradients: dict[str, Tensor] = {}
             final: dict[str, Tensor] = {}
@@ -159,6 +163,7 @@ class TwinTrainer:
                 sequences,
                 options,
                 accelerator=accelerator,
+                cut_last=self.comparison.execution != "compile",  # it would be compiled twice
                 on_step=on_step,
                 on_gradients=keep_gradients,
                 on_end=lambda trained: final.update(_snapshots(trained)),
@@ -169,32 +174,28 @@ class TwinTrainer:
             gradient_norms=result.gradient_norms,
             seconds_per_step=result.seconds_per_step,
             memory_bytes=result.memory_bytes,
+            evaluation_loss=result.evaluation_loss,
             outputs=probe.outputs,
             output_gradients=probe.output_gradients,
-            reruns=reruns,
             gradients=gradients,
             initial=initial,
             final=final,
             rounding=torch.finfo(dtype).eps / 2,
             norm_weights=stock.norm_weights if stock else norm_weights,
             sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
+            not_compiled=sites_not_compiled(changed, called) if self.comparison.execution == "compile" else (),
         )
 
 
-def _rerun_inputs(stock: RunTensors, paths: Sequence[str], device: torch.device) -> Mapping[str, tuple[Tensor, Tensor]]:
-    return {path: (stock.reruns[path].x.to(device), stock.reruns[path].dy.to(device)) for path in paths}
-
-
-def _norm_inputs(stock: RunTensors, sites: Sequence[Site]) -> dict[str, NormInput]:
-    return {
-        site.path: NormInput(
-            dtype=stock.reruns[site.path].x.dtype,
-            mean_square=stock.reruns[site.path].x.float().square().mean(-1).median().item(),
-            eps=site.spec.eps,
-        )
-        for site in sites
-        if site.spec is not None and site.kind in NORM_KINDS
-    }
+@contextlib.contextmanager
+def _fused(comparison: Comparison, model: nn.Module) -> Iterator[tuple[Sequence[Site], PlantedFault | None]]:
+    """The sites fused in a model, and the fault that it has for the length of a ``with``."""
+    report = apply_fused_norm(model, **options_for_feature(comparison.feature))
+    if comparison.mutation in (None, SOUND):
+        yield report.fused, None
+        return
+    with MUTATIONS[comparison.mutation].planted(model) as fault:
+        yield report.fused, fault
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:

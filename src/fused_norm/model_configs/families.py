@@ -46,7 +46,7 @@ class Family:
         model_type: ``config.model_type`` of the text model.
         spec: what every norm of the tiny model computes. Other models of the family may have another eps.
         tiny: config arguments of a model that trains in seconds on a CPU and still has what the family has.
-        shapes: published models, smallest first.
+        shapes: published models that are measured, smallest first.
         layer_norms: the norms of a decoder layer, in the order of their use.
         residual_norms: those of them that take the sum of a residual add within the layer.
         sandwich_norms: those of them whose result is added to the residual.
@@ -152,6 +152,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),
                     Shape("mistralai/Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768, False),
                 ),
+            ),
+            Family(
+                model_type="granite",  # its layers multiply a branch before they add it
+                spec=NormSpec("llama", eps=1e-5),
+                tiny=_tiny(
+                    hidden_size=72,
+                    intermediate_size=136,
+                    tie_word_embeddings=True,
+                    rms_norm_eps=1e-5,
+                    residual_multiplier=0.22,
+                ),
+                shapes=(),
             ),
             Family(
                 model_type="qwen3",
