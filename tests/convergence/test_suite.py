@@ -84,14 +84,17 @@ def test_the_quick_tier_covers_features_and_executions(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "precision"), [("gemma3_text", "bf16"), ("granite", "mixed"), ("qwen3", "fp32")])
-def test_no_fault_is_missed(family, precision):
-    """Together these have every kind of site, a scaled branch and a wide stream."""
-    results = list(run_plan(tiny_plan(with_mutations([Comparison(family, precision)])), None, Silent()))
-    outcomes = {result.comparison.mutation: result.outcome for result in results}
-    assert outcomes.pop("none") == "green"
+@pytest.mark.parametrize(
+    ("family", "precision", "names"),
+    [("granite", "mixed", ""), ("gemma3_text", "bf16", "norm_add"), ("qwen3", "fp32", "qk")],
+)
+def test_no_fault_is_missed(family, precision, names):
+    """Together these have every operator, a scaled branch and a wide stream."""
+    planted = [each for each in with_mutations([Comparison(family, precision)]) if each.mutation.startswith(names)]
+    outcomes = {result.comparison.mutation: result.outcome for result in run_plan(tiny_plan(planted), None, Silent())}
+    outcomes.pop("none", None)
+    assert len(outcomes) >= 17
     assert set(outcomes.values()) == {"caught", "hidden"}
-    assert exit_code(results) == 0
 
 
 FEW_FAULTS = ("add_rms_norm-casting", "add_rms_norm-dx-cut", "rms_norm-dw-tile", "add_rms_norm-in-place", "left-stock")

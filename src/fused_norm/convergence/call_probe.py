@@ -163,6 +163,11 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[s
     return tuple(missing)
 
 
+def first_of_each_kind(calls: Sequence[FusedCall]) -> list[FusedCall]:
+    """The first call of each kind, in order."""
+    return list({call.kind: call for call in reversed(calls)}.values())[::-1]
+
+
 def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[str, ...]:
     """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
     names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}
@@ -170,7 +175,14 @@ def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[st
     return tuple(f"{site.path} ({site.kind})" for site in sites if _OPERATORS_OF[site.kind].isdisjoint(names))
 
 
-def probe_calls(model: nn.Module, sites: Sequence[Site], tokens: Tensor, *, mixed: bool = False) -> CallRecord:
+def probe_calls(
+    model: nn.Module,
+    sites: Sequence[Site],
+    tokens: Tensor,
+    *,
+    mixed: bool = False,
+    calls_wanted: Callable[[Sequence[FusedCall]], Sequence[FusedCall]] = lambda calls: calls,
+) -> CallRecord:
     """Hold every fused call of a micro-batch to the stock modules; the model is left without gradients.
 
     Every position has a gradient, the last one too, which no label has in training. The loss is scaled, as it is where
@@ -181,6 +193,7 @@ def probe_calls(model: nn.Module, sites: Sequence[Site], tokens: Tensor, *, mixe
         sites: that were fused in it.
         tokens: [batch, sequence] of token ids, on the model's device.
         mixed: under bf16 autocast.
+        calls_wanted: picks those that are compared, from all.
     """
     with watched_calls(model) as calls:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
@@ -188,7 +201,8 @@ def probe_calls(model: nn.Module, sites: Sequence[Site], tokens: Tensor, *, mixe
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
         (_LOSS_SCALE * loss).backward()
     model.zero_grad(set_to_none=True)
-    return replace(compare_calls(model, calls, mixed=mixed), not_seen=sites_not_seen(sites, calls))
+    record = compare_calls(model, calls_wanted(calls), mixed=mixed)
+    return replace(record, not_seen=sites_not_seen(sites, calls))
 
 
 def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool = False) -> CallRecord:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
-from .call_probe import CallRecord, probe_calls, sites_not_compiled
+from .call_probe import CallRecord, FusedCall, first_of_each_kind, probe_calls, sites_not_compiled
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
 from .model_recipe import ModelRecipe, set_up_execution
@@ -106,7 +106,12 @@ class TwinTrainer:
         tokens = self.sequences[:PROBED].to(device)
         model = self.recipe.build(seed=comparison.seed, dtype=getattr(torch, precision.weights), device=device)
         with _fused(comparison, model) as (sites, fault):
-            record = probe_calls(model, sites, tokens, mixed=precision.mixed)
+
+            def wanted(calls: Sequence[FusedCall]) -> Sequence[FusedCall]:
+                # A fault is in every call of its operator, or in none.
+                return calls if fault is None else first_of_each_kind(calls) if fault.calls else ()
+
+            record = probe_calls(model, sites, tokens, mixed=precision.mixed, calls_wanted=wanted)
             if precision.weights == "bfloat16" and fault is None and comparison.feature == "all":
                 record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
             return record, fault
