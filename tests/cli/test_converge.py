@@ -24,7 +24,7 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
     [
         (["qwen4"], "no family 'qwen4'; there are llama,"),
         (["llama", "--data", "{}/absent"], "cannot load the dataset"),
-        (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 20"),
+        (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 33"),
         (
             ["llama", "--data", "{}/short.txt", "--length", "12"],
             "fills 1 varied sequences of 12 tokens, and one step takes 2",

@@ -39,4 +39,4 @@ def test_an_execution_is_set_up_without_a_warning(execution):
         set_up = set_up_execution(model, Comparison("llama", "fp32", execution), "eager")
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert checkpointing == (execution == "checkpointing")
-    assert hasattr(set_up, "peft_config") == (execution == "lora")
+    assert hasattr(set_up, "peft_config") == execution.startswith("lora")

@@ -73,13 +73,14 @@ def test_the_tiny_model_trains_on_bytes(model_type, dtype):
 
 
 def test_tiny_models_keep_what_is_special_about_their_family():
-    llama, mistral, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in FAMILY_NAMES)
-    for model in (llama, mistral, qwen3, moe, gemma, gemma2, gemma3):
+    llama, mistral, granite, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in FAMILY_NAMES)
+    for model in (llama, mistral, granite, qwen3, moe, gemma, gemma2, gemma3):
         config = model.config
         assert config.num_key_value_heads < config.num_attention_heads
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert tied == config.tie_word_embeddings == (model not in (llama, mistral, moe))
     assert mistral.config.sliding_window < 32
+    assert {layer.residual_multiplier for layer in granite.model.layers} == {0.22}
     assert qwen3.config.head_dim * qwen3.config.num_attention_heads != qwen3.config.hidden_size
     dense, sparse = (layer.mlp for layer in moe.model.layers)
     assert not hasattr(dense, "experts")
@@ -146,7 +147,7 @@ def test_building_leaves_the_config_as_it_was():
 
 
 def test_an_unknown_type_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"no tiny model of type 'qwen4'; there are llama, mistral, qwen3,"):
+    with pytest.raises(ValueError, match=r"no tiny model of type 'qwen4'; there are llama, mistral, granite, qwen3,"):
         tiny_config("qwen4")
 
 

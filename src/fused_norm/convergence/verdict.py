@@ -81,8 +81,6 @@ _LAST_PLACE = (
     "A last place is two roundings: a control can happen to hit the stock number where the fused one does not."
 )
 
-_SLOPE = "Half a rounding: roundings average out, and what is left is an error that all numbers have in common."
-
 # In the order in which a step computes them, which is that in which a divergence spreads.
 MEASURES: tuple[Measure, ...] = (
     Measure("outputs", "output of a layer at the initial weights, relative distance", 2, _LAST_PLACE),
@@ -92,9 +90,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure("output_gradients", "gradient of a layer's output, relative distance", 2, _LAST_PLACE),
     Measure("call_gradients", "gradient of a fused call, last places from the stock modules' on equal inputs", 0, ""),
     Measure("call_slopes", "slope of a fused call's gradient over the stock modules', off by as many chances", 0, ""),
-    Measure("output_gradient_slopes", "slope of a layer's output gradient over stock's, less one", 0.5, _SLOPE),
+    Measure("output_gradient_slopes", "slope of a layer's output gradient over stock's, less one", 2, _LAST_PLACE),
     Measure("gradients", "gradient of a parameter in the first step, relative distance", 2, _LAST_PLACE),
-    Measure("gradient_slopes", "slope of a parameter's first gradient over stock's, less one", 0.5, _SLOPE),
+    Measure("gradient_slopes", "slope of a parameter's first gradient over stock's, less one", 2, _LAST_PLACE),
     Measure(
         "loss",
         "rms over steps, and the evaluation after them, of the loss's relative gap",
