@@ -112,6 +112,7 @@ def test_after_the_budget_nothing_is_started(tmp_path, capsys):
     assert "Left out:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_features_are_measured_and_a_wrong_one_fails_the_run(tmp_path, capsys, monkeypatch):
     chosen = ["--rows", "tiny-qwen3 generate *", "--variants", "stock", "--out", str(tmp_path)]
     assert main(["bench", "features", "--quick", *chosen]) == 0

@@ -49,6 +49,7 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
     assert_within_budget(norm, make_inputs(norm, (35, 130), device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", EVERY_WIDTH)
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
 def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm, width: int, device: str) -> None:

@@ -16,6 +16,7 @@ from .conftest import Launched
 from .numerics import BF16, FP32
 
 
+@pytest.mark.slow
 def test_a_launch_gets_tensors_of_the_same_dtypes_every_time(launches: list[Launched], device: str) -> None:
     """Norms, sandwiches and heads of one width sum their weights' gradients by the same kernel."""
     width = 64

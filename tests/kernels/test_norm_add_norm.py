@@ -65,6 +65,7 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(sandwich: Sandwich, devi
     assert_within_budget(sandwich, make_inputs(sandwich, (35, 130), device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
 def test_every_width_is_as_accurate_as_the_stock_code(sandwich: Sandwich, width: int, device: str) -> None:

@@ -169,6 +169,7 @@ BOUNDARIES = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["w", pytest.param("", marks=pytest.mark.slow)], ids=["frozen weight", "trained"])
 @pytest.mark.parametrize("r", [None, BF16], ids=["alone", "residual"])
 @pytest.mark.parametrize("width", BOUNDARIES)

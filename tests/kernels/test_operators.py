@@ -171,7 +171,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "add_rms_norm", *(pytest.param(name, marks=pytest.mark.slow) for name in list(STEPS)[2:])]
+    "name", ["add_rms_norm", *(pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name != "add_rms_norm")]
 )
 def test_numbers_of_a_module_are_no_symbols_and_lengths_are_compiled_once(name: str, device: str) -> None:
     block, counter = Block([name], device), CompileCounterWithBackend("aot_eager")
@@ -230,7 +230,7 @@ def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
     assert compiled() == before
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow)])
 @CALLS
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, device: str) -> None:
     call = _calls(device, rows=rows)[index]
@@ -270,6 +270,7 @@ def test_a_subclass_among_plain_tensors_sees_the_operators(index: int, device: s
             assert not isinstance(ours, TwoTensor) or torch.equal(ours.b, plain)
 
 
+@pytest.mark.slow
 @CALLS
 def test_a_subclass_as_incoming_gradient_sees_the_operators(index: int, device: str) -> None:
     call = _calls(device)[index]

@@ -237,6 +237,7 @@ def _within(x: Tensor, shape: Callable[..., tuple[int, ...]], view: Callable[[Te
     return view(x.new_full(shape(*x.shape), float("nan"))).copy_(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "arguments"),
     [

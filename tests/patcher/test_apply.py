@@ -365,7 +365,7 @@ def with_a_copy_of_a_layer(model: nn.Module) -> None:
     model.model.layers.insert(1, copy.deepcopy(model.model.layers[0]))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma2"])
 @pytest.mark.parametrize("operate", [without_a_layer, with_layers_swapped, with_a_layer_twice, with_a_copy_of_a_layer])
 def test_layers_may_be_moved_after_patching(operate: Callable, model_type: str) -> None:
     stock = build(tiny_config(model_type, num_hidden_layers=3, layer_types=["full_attention"] * 3), seed=0)

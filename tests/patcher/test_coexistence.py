@@ -72,8 +72,10 @@ REPLACED = {
 """What is still fused in a Qwen3 where the forward of one class was replaced, by the place of that class in a layer."""
 
 
-@pytest.mark.parametrize("order", ["patch, replace", "replace, patch"])
-@pytest.mark.parametrize("place", REPLACED)
+@pytest.mark.parametrize("order", ["patch, replace", pytest.param("replace, patch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place", ["self_attn", *(pytest.param(p, marks=pytest.mark.slow) for p in REPLACED if p != "self_attn")]
+)
 def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, device: str, monkeypatch) -> None:
     stock = build("qwen3", seed=0, device=device)
     fused, ids = copy.deepcopy(stock), tokens(device)
@@ -142,6 +144,7 @@ def test_a_class_replaced_by_a_forward_that_can_be_fused_is_fused_anew(device: s
     assert relative(fused(x, r), stock(x, r)) < 1e-6
 
 
+@pytest.mark.slow
 def test_compiled_code_runs_a_forward_put_on_a_class(device: str, monkeypatch) -> None:
     torch._dynamo.reset()
     stock, fused = twins("qwen3", device)

@@ -57,11 +57,11 @@ def test_checkpointing_of_the_last_layer_alone_recomputes_it(device: str) -> Non
     ("model_type", "path"),
     [
         ("qwen3", "model.layers.1.self_attn.q_norm"),
-        ("gemma3_text", "model.layers.0.self_attn.k_norm"),
+        pytest.param("gemma3_text", "model.layers.0.self_attn.k_norm", marks=pytest.mark.slow),
         ("gemma2", "model.layers.0.post_attention_layernorm"),
         ("gemma2", "model.layers.1.post_feedforward_layernorm"),
         ("gemma2", "model.layers.1.input_layernorm"),
-        ("qwen3", "model.norm"),
+        pytest.param("qwen3", "model.norm", marks=pytest.mark.slow),
     ],
 )
 def test_hooks_on_norms_see_what_they_see_on_stock(model_type: str, path: str, device: str) -> None:

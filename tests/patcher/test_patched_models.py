@@ -53,7 +53,7 @@ def test_disabled_runs_stock_code_in_every_thread(device: str, launches: list[st
     assert launches
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_hidden_states_are_those_of_stock(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device)
@@ -71,7 +71,7 @@ def test_hidden_states_are_those_of_stock(model_type: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_still_recomputes(
     model_type: str, reentrant: bool, device: str, launches: list[str]
 ) -> None:
@@ -91,7 +91,9 @@ def test_gradient_checkpointing_still_recomputes(
     assert all(relative(gradients[name], value) < 1e-5 for name, value in expected_gradients.items())
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3_moe", "gemma2", pytest.param("gemma3_text", marks=pytest.mark.slow)]
+)
 def test_generation_with_a_static_cache_gives_the_stock_tokens(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device, length=5)
@@ -102,7 +104,8 @@ def test_generation_with_a_static_cache_gives_the_stock_tokens(model_type: str, 
     assert torch.equal(fused.eval().generate(ids, **options), expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
 def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> None:
     torch._dynamo.reset()
     _, fused = twins(model_type, device)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from .models import relative, tokens, twins
 
-MODEL_TYPES = ["llama", "qwen3", "gemma2"]
+MODEL_TYPES = ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))]
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
