@@ -77,7 +77,7 @@ class FusedCall:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """How far fused calls are from the stock modules, by the call's name and what was special about it.
+    """Distances of fused calls from the stock modules, by the call's name and what was special about it.
 
     Attributes:
         outputs: share of the numbers returned that are not the stock modules': that are another number in 16 bits, or
@@ -350,7 +350,7 @@ def slope_error(one: Tensor, other: Tensor) -> float:
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:
-    """How far a slope over ``count`` numbers may be off by chance: a few do not average their roundings out.
+    """The error by chance of a slope over ``count`` numbers: a few do not average their roundings out.
 
     In fp32 a row has a rounding in common, that of its rstd.
     """

@@ -78,7 +78,7 @@ class Forward:
     memory: dict[Any, Any]
 
     def results(self, *, spec: NormSpec | None = None, arguments: Sequence[Any] | None = None) -> list[Tensor | None]:
-        """What the operator should return, for another spec or other arguments where given."""
+        """The right results, for another spec or other arguments where given."""
         given = self.arguments if arguments is None else arguments
         return list(self.right(spec or self.spec, *given, training=self.training))
 

@@ -1,12 +1,11 @@
 """The verdict on a fused run, red or green, as a pure function of run records.
 
 A fused run may leave its stock run by ``multiple`` times what the worst control does, and ``floor`` roundings are
-granted besides, because a control can be lucky. Both are measured, in 105 comparisons (seven families, three
-precisions, five seeds; 10,000 numbers; Triton's interpreter): no number was off by more than 2.9 times the worst of
-four controls, nor by more than 1.4 times once the floor is taken off. Of the 420 controls, held in turn to the other
-three as if they were fused, one was red, of a Qwen3-MoE: a router decides near ties one way or the other. Of 115
-planted faults the mildest, a wrong cast, was off by 24 times its bound. That was with norms, q/k norms and adds inside
-layers fused; with all that is fused by now, 51 comparisons of the full tier on an H200 take 0.44 of a bound at most.
+granted besides, because a control can be lucky. Both were measured in 105 comparisons of an earlier suite (seven
+families, three precisions, five seeds; Triton's interpreter): no number was off by more than 2.9 times the worst of four
+controls, nor by more than 1.4 times once the floor is taken off. Of 132 controls on an H200, held in turn to the other
+three as if they were fused, one is red, of a Qwen3-MoE: a router decides near ties one way or the other. Fused calls
+are held to bars of their own, whatever the controls do.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _first_path(model: nn.Module, path: str, paths: dict[int, str]) -> str | Non
 
 
 def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) -> str | None:
-    """What is wrong with a site that a family has at this path: it is not there, or computes something else."""
+    """The problem with a site that a family has at this path, which is absent or computes something else; or None."""
     if path is None:
         return "not found"
     rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind == kind}

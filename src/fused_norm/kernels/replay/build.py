@@ -216,7 +216,7 @@ def _failed(path: Path) -> Path:
 
 
 def _note(path: Path) -> str:
-    """What that file says; its first line names the compiler if it refused the source."""
+    """The text of that file; its first line names the compiler if it refused the source."""
     failed = _failed(path)
     return failed.read_text(errors="replace") if failed.exists() else ""
 
