@@ -89,10 +89,10 @@ def test_the_quick_tier_covers_features_and_executions(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "precision", "names"),
-    [("granite", "mixed", ""), ("gemma3_text", "bf16", "norm_add"), ("qwen3", "fp32", "qk")],
+    [("granite", "mixed", ""), ("qwen3", "fp32", "qk")],
 )
 def test_no_fault_is_missed(family, precision, names):
-    """Together these have every operator, a scaled branch and a wide stream."""
+    """Together these have a scaled branch, a wide stream, and heads."""
     planted = [each for each in with_mutations([Comparison(family, precision)]) if each.mutation.startswith(names)]
     outcomes = {result.comparison.mutation: result.outcome for result in run_plan(tiny_plan(planted), None, Silent())}
     outcomes.pop("none", None)
