@@ -318,7 +318,7 @@ def share_far_in_worst_row(one: Tensor, other: Tensor) -> float:
 
 
 def _apart(one: Tensor, other: Tensor, share: float) -> Tensor:
-    """Where two outputs are further apart than a share of the largest number in the row."""
+    """A mask of the numbers that are further apart than a share of the largest in their row."""
     same = (one == other) | (one.isnan() & other.isnan())
     if not share or not other.numel():
         return ~same

@@ -95,7 +95,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:
-    """What a norm computes in the stock model; that of a fused norm is known, unless its origin changed since."""
+    """The meaning of a norm in the stock model; that of a fused norm is known, unless its origin changed since."""
     if isinstance(norm, FusedNorm):
         if has_origin_forward(type(norm)):
             return Recognised(norm.fused_norm_spec, norm.fused_norm_eps_name)

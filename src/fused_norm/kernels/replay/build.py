@@ -40,7 +40,7 @@ _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 _COMPILE_SECONDS = 600
 _REFUSAL = re.compile(r":\d+:\d+: (fatal )?error: ")
-"""What a compiler says of a place in the source; one that was killed or found no room names none."""
+"""An error that a compiler finds at a place in the source; one that was killed or found no room names none."""
 
 
 class UnavailableError(Exception):
