@@ -1,6 +1,7 @@
 """``fused-norm converge`` names what it cannot use, keeps what it has, and ends with the exit code it promises."""
 
 import json
+import os
 import re
 import struct
 import sys
@@ -13,6 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from fused_norm.cli import main
+from fused_norm.convergence import parallel_suite
 from fused_norm.convergence.model_recipe import ModelRecipe
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
@@ -120,6 +122,31 @@ def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path,
     assert main(arguments) == 0
     assert "llama.fp32.eager.all.seed0  (from an earlier run)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"comparisons", "curves.png", "report.html", "report.json"}
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(tmp_path, capsys):
+    line = ["converge", "llama", *QUICK, "--device", "cpu", "--seeds", "2"]
+    reports = {}
+    for jobs in ("1", "2"):
+        assert main([*line, "--jobs", jobs, "--out", str(tmp_path / jobs)]) == 0
+        numbers = json.loads((tmp_path / jobs / "report.json").read_text())["results"]
+        reports[jobs] = re.sub(r'"seconds_per_step": [^,}]*', "", json.dumps(numbers))
+    assert reports["2"] == reports["1"]
+    assert main([*line, "--jobs", "2", "--out", str(tmp_path / "2")]) == 0
+    assert capsys.readouterr().out.count("from an earlier run") == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_what_others_finished(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(parallel_suite, "_run", _die)
+    line = ["converge", "llama", *QUICK, "--device", "cpu", "--jobs", "2", "--out", str(tmp_path)]
+    assert main(line) == 2
+    assert "its process was killed" in capsys.readouterr().out
+
+
+def _die(comparisons):
+    os._exit(9)
 
 
 def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axis", action="append", choices=EXECUTIONS, help="only steps that run like this")
     parser.add_argument("--mutations", action="store_true", help="plant faults too, each of which must turn it red")
     parser.add_argument("--seeds", type=positive, default=1, help="how many seeds (1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="how many processes share the comparisons (1)")
     parser.add_argument("--steps", type=positive, help="optimizer steps")
     parser.add_argument("--length", type=positive, help="tokens in a sequence")
     parser.add_argument(
@@ -78,12 +80,15 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import suite, suite_report
+    from ..convergence.parallel_suite import run_plan_in_processes
     from ..convergence.result_store import ResultStore
     from ..convergence.training import accelerator_for
 
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     tier = _tier(args, device)
     plan = _plan(args, tier, device)
+    if args.jobs > 1 and plan.facts["processes"] > 1:
+        raise UsageError("--jobs splits the comparisons and accelerate launch the batches; take one of them")
     store = None
     if first:
         with writing_to(results_folder(args.out)):
@@ -98,7 +103,11 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress(len(plan.comparisons), say)
     stopped = False
     try:
-        for result in suite.run_plan(plan, store, progress):
+        if args.jobs > 1 and store:
+            found = run_plan_in_processes(partial(_plan, args, tier, device), plan, args.jobs, store, progress)
+        else:
+            found = suite.run_plan(plan, store, progress)
+        for result in found:
             results.append(result)
     except KeyboardInterrupt:
         stopped = True
@@ -106,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
         ) from error
+    results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first:
         table = suite_report.loss_table if args.tier == "demo" else suite_report.table
         say(f"\n{table(results)}\n\n{suite_report.summary(results)}")
