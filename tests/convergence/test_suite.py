@@ -110,11 +110,13 @@ def test_faults_are_caught():
 
 
 @pytest.mark.slow
-def test_a_fault_of_compiled_operators_alone_is_caught():
-    (result,) = run_plan(
-        tiny_plan([Comparison("llama", "fp32", "compile", mutation="rms_norm-compiled-dw")]), None, Silent()
-    )
-    assert result.outcome == "caught"
+@pytest.mark.parametrize(
+    ("family", "fault", "outcome"),
+    [("llama", "rms_norm-compiled-dw", "caught"), ("gemma3_text", "add_rms_norm-compiled-dw", "hidden")],
+)
+def test_a_fault_of_compiled_operators_alone_is_caught_where_they_are_called(family, fault, outcome):
+    (result,) = run_plan(tiny_plan([Comparison(family, "fp32", "compile", mutation=fault)]), None, Silent())
+    assert result.outcome == outcome
 
 
 @pytest.mark.parametrize(

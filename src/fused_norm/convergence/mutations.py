@@ -141,8 +141,9 @@ def _in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor |
             before = [_copy(one) for one in arguments]
             expected = right(spec, *arguments, training=training)
             found = wrong(Forward(operator, spec, arguments, training, right, state.memory))
-            pairs = [*zip(expected, found, strict=True), *zip(before, arguments, strict=True)]
-            state.count(pairs)
+            # What is kept for the backward is nobody's number.
+            given = zip(operator.outputs, expected, found, strict=False)
+            state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
             return tuple(found)
 
         with _replaced(operator, "forward", forward):
@@ -337,15 +338,19 @@ def _in_compiled_backward(operator: Operator) -> Any:
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        right = operator._backward_op
+        state, right, forward = PlantedFault(), operator._backward_op, operator.forward
         weights = [name in _WEIGHTS for name in operator.gradients]
+
+        def counted(*arguments: Any, **how: Any) -> Any:
+            state.calls, state.share = state.calls + 1, 1.0
+            return forward(*arguments, **how)
 
         def wrong(*arguments: Any) -> Any:
             found = right(*arguments)
             return tuple(one * 1.01 if weight else one for one, weight in zip(found, weights, strict=True))
 
-        with _replaced(operator, "_backward_op", wrong):
-            yield PlantedFault(calls=1, share=1.0)
+        with _replaced(operator, "_backward_op", wrong), _replaced(operator, "forward", counted):
+            yield state
 
     return planted
 

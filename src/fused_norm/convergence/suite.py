@@ -77,8 +77,9 @@ def _run_group(
             yield ComparisonResult(each, stock=stock_record, fused=stock_record)
             continue
         try:
-            # However its steps run, a model's calls are the same.
-            calls, fault = (None, None) if each.execution != "eager" else trainer.probe_fused_calls(each)
+            # However its steps run, a model's calls are the same; whether one has the fault is asked anew.
+            probed = each.execution == "eager" or each.mutation is not None
+            calls, fault = trainer.probe_fused_calls(each) if probed else (None, None)
             result = ComparisonResult(each, stock_record, tuple(controls), calls=calls, hidden=_hidden(each, fault))
             seen = calls is not None and result.outcome in ("caught", "hidden")  # and needs no training
             if not seen:
