@@ -13,7 +13,8 @@ import torch
 from fused_norm.bench import models
 from fused_norm.bench.model_cases import QUICK_BY_NAME, ModelCase
 from fused_norm.bench.model_steps import ALLOWED_ERROR, BenchmarkedModel
-from fused_norm.bench.model_variants import UNLIKE_STOCK, VARIANTS, Patched, RefusedError, replaced_norms
+from fused_norm.bench.model_variants import COMPILED, UNLIKE_STOCK, VARIANTS, Patched, RefusedError, replaced_norms
+from fused_norm.bench.providers import PROVIDERS
 from fused_norm.bench.results import Results
 from fused_norm.bench.timing import PeakMemory
 
@@ -218,7 +219,7 @@ def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypat
 
     monkeypatch.setitem(VARIANTS, "stock", variant)
     models.measure(run, [TINY], ["stock"], torch.float32)
-    assert found == [(64, True)]
+    assert found == [(256, True)]
     assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
 
 
@@ -229,9 +230,49 @@ def test_a_sharded_step_is_timed_by_the_same_calls_in_every_process(run, clock):
     assert not clock
 
 
+def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measured(run, clock, monkeypatch):
+    outputs = BenchmarkedModel.outputs_and_gradients
+
+    def too_large(step, model=None):
+        if step.tokens.shape[1] > 16:
+            raise RuntimeError("out of memory")
+        return outputs(step, model)
+
+    monkeypatch.setattr(BenchmarkedModel, "outputs_and_gradients", too_large)
+    models.measure(run, [replace(TINY, length=32), TINY], ["stock"], torch.float32)
+    assert [row.row for row in run.results.steps] == [TINY.name]
+    assert run.results.left_out == ["tiny-gemma3_text 1x32: RuntimeError: out of memory"]
+
+
 def test_rows_in_processes_of_their_own_are_left_to_them(run, monkeypatch):
     handed = []
     monkeypatch.setattr(models.child_processes, "measure", lambda *given: handed.append(given))
     case = replace(TINY, step="cold start")
     models.measure(run, [case], ["stock"], torch.float32)
     assert handed == [(run, case, ["stock"], torch.float32)]
+
+
+@pytest.mark.slow
+def test_taking_turns_compiles_nothing_again(run, monkeypatch):
+    graphs, while_timed = [], []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def host_and_step_time(call, calls, device):
+        call()
+        while_timed.append(len(graphs))
+        return 0.5, 1.0
+
+    compile_model = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, *, dynamic, mode=None: compile_model(model, backend=backend, dynamic=dynamic)
+    )
+    monkeypatch.setitem(PROVIDERS, "compile", replace(PROVIDERS["compile"], on_cpu=True))
+    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    variants = ["stock", "fused", *sorted(COMPILED), "identity-no-rope"]
+    models.measure(run, [ModelCase("qwen3", None, 1, 16)], variants, torch.float32)
+    assert [(row.variant, row.detail) for row in run.results.steps] == [(variant, None) for variant in variants]
+    assert len(while_timed) == 2 * len(variants)
+    assert set(while_timed) == {len(graphs)}

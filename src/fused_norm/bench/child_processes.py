@@ -105,13 +105,12 @@ def _measure_in_children(run: BenchmarkRun, case: ModelCase, variants: Sequence[
         }
         job.write_text(json.dumps(content), encoding="utf-8")
         failure = _run([*_launcher(case), "-m", __name__, str(job)], _environment(case, folder))
-        if failure is None:
-            found = Results.load(results)
-            run.results.steps += found.steps
-            run.results.left_out += found.left_out
-        else:
-            run.results.steps += [StepResult(case.name, variant, "failed", failure) for variant in variants]
-    for result in run.results.steps[-len(variants) :]:
+        found = Results({}) if failure else Results.load(results)
+    if failure:
+        found.steps += [StepResult(case.name, variant, "failed", failure) for variant in variants]
+    run.results.steps += found.steps
+    run.results.left_out += found.left_out
+    for result in found.steps:
         run.say(f"{result.row} {result.variant}: {result.timing.median if result.timing else result.detail}")
 
 

@@ -278,6 +278,10 @@ def release_memory(device: torch.device) -> None:
 def _whole(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     fused = step.tokens.device.type == "cuda"
     optimizer = torch.optim.AdamW(step.model.parameters(), lr=0.0, fused=fused)
+    for weight in step.model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()  # Its state is there before memory is measured, as weights are.
+    optimizer.zero_grad()
     return WholeTrainingStep(step.model, step.tokens, step.gradient, step.norms, step.watched, optimizer=optimizer)
 
 

@@ -152,7 +152,7 @@ def _step_time(results: Results, theme: Mapping[str, str]) -> Any:
     spans = {
         (row.row, row.variant): (1e3 * row.timing.low, 1e3 * row.timing.high) for row in results.steps if row.timing
     }
-    return _bars(values, theme, "training step, ms", spans)
+    return _bars(values, theme, "step, ms", spans)
 
 
 def _memory(results: Results, theme: Mapping[str, str]) -> Any:
