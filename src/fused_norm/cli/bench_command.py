@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "part", nargs="?", choices=(*_PARTS, "all"), default="all", help="what to measure (default: all)"
     )
-    parser.add_argument("--rows", type=_names, metavar="NAMES", help="only these, such as 'add *,Qwen3-0.6B*'")
+    parser.add_argument(
+        "--rows",
+        type=_names,
+        metavar="NAMES",
+        help="only these, such as 'add *,Qwen3-0.6B*'; of models there are more than are measured without it",
+    )
     parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host (default: all)")
     parser.add_argument("--variants", type=_names, metavar="NAMES", help=_VARIANTS)
     parser.add_argument(
