@@ -86,7 +86,7 @@ def test_nothing_is_started_after_the_budget(run, commands):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [COLD, SHARDED], ids=str)
+@pytest.mark.parametrize("case", [COLD, SHARDED], ids=lambda case: case.name)
 def test_in_real_processes_steps_are_right_and_timed(case, run):
     child_processes.measure(run, case, ["stock", "fused"], torch.float32)
     assert [(row.row, row.variant, row.verdict) for row in run.results.steps] == [

@@ -41,7 +41,9 @@ def results_of(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [QUICK[1], *(case for case in QUICK_BY_NAME if not case.in_processes_of_its_own)], ids=str
+    "case",
+    [QUICK[1], *(case for case in QUICK_BY_NAME if not case.in_processes_of_its_own)],
+    ids=lambda case: case.name,
 )
 def test_every_variant_that_is_here_is_right_and_timed(case, run, monkeypatch):
     recompute = "fused-recompute"
