@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import types
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,13 @@ def commands(monkeypatch):
     """What would have been run, with its environment and job, in place of processes; each writes the result ``ok``."""
     kept = []
 
-    def run(command, env, **options):
+    def run(command, environment):
         job = json.loads(Path(command[-1]).read_text(encoding="utf-8"))
-        kept.append((command, dict(env), job))
+        kept.append((command, dict(environment), job))
         rows = [StepResult("a row", variant, "ok") for variant in job["variants"]]
         Results({}, steps=rows).save(Path(job["results"]))
-        return types.SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr(child_processes.subprocess, "run", run)
+    monkeypatch.setattr(child_processes, "_run", run)
     return kept
 
 
@@ -63,18 +61,17 @@ def test_one_gpu_is_too_few_for_a_sharded_model(run, commands, monkeypatch):
 
 
 def test_processes_that_fail_or_hang_are_reported(run, monkeypatch):
-    def fail(command, **options):
-        return types.SimpleNamespace(returncode=3, stderr="loading\n  no such device\n")
-
-    def hang(command, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    for what in (fail, hang):
-        monkeypatch.setattr(child_processes.subprocess, "run", what)
-        child_processes.measure(run, SHARDED, ["stock", "torch"], torch.float32)
+    program = "import sys, time; print('no such\\n  device', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(child_processes, "_launcher", lambda case: [sys.executable, "-c", program])
+    child_processes.measure(run, SHARDED, ["stock", "torch"], torch.float32)
+    monkeypatch.setattr(
+        child_processes, "_launcher", lambda case: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    monkeypatch.setattr(child_processes, "TIMEOUT", 0.1)
+    child_processes.measure(run, SHARDED, ["stock", "torch"], torch.float32)
     assert [(row.variant, row.verdict, row.detail) for row in run.results.steps] == [
-        *((variant, "failed", "exit code 3: loading no such device") for variant in ("stock", "torch")),
-        *((variant, "failed", "not done after 500 s") for variant in ("stock", "torch")),
+        *((variant, "failed", "exit code 3: no such device") for variant in ("stock", "torch")),
+        *((variant, "failed", "not done after 0.1 s") for variant in ("stock", "torch")),
     ]
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ def _measure_in_children(run: BenchmarkRun, case: ModelCase, variants: Sequence[
     run.results.steps += found.steps
     run.results.left_out += found.left_out
     for result in found.steps:
-        run.say(f"{result.row} {result.variant}: {result.timing.median if result.timing else result.detail}")
+        run.say(f"{result.row} {result.variant}: {f'{result.timing.median:.3f} s' if result.timing else result.detail}")
 
 
 def _launcher(case: ModelCase) -> list[str]:
@@ -130,11 +129,13 @@ def _environment(case: ModelCase, folder: Path) -> Mapping[str, str]:
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str | None:
     """Run a command; return None, or what went wrong."""
-    try:
-        done: Any = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return f"not done after {TIMEOUT:g} s"
-    return None if done.returncode == 0 else f"exit code {done.returncode}: {' '.join(done.stderr.split())[-_SHOWN:]}"
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # Not killed: a launcher has processes of its own to stop.
+            return f"not done after {TIMEOUT:g} s"
+    return None if process.returncode == 0 else f"exit code {process.returncode}: {' '.join(said.split())[-_SHOWN:]}"
 
 
 if __name__ == "__main__":
