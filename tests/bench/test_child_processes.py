@@ -61,7 +61,7 @@ def test_one_gpu_is_too_few_for_a_sharded_model(run, commands, monkeypatch):
 
 
 def test_processes_that_fail_or_hang_are_reported(run, monkeypatch):
-    program = "import sys, time; print('no such\\n  device', file=sys.stderr); sys.exit(3)"
+    program = "import sys; print('no such\\n  device', file=sys.stderr); sys.exit(3)"
     monkeypatch.setattr(child_processes, "_launcher", lambda case: [sys.executable, "-c", program])
     child_processes.measure(run, SHARDED, ["stock", "torch"], torch.float32)
     monkeypatch.setattr(

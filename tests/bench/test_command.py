@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fused_norm.bench import features, model_steps, model_variants, providers
+from fused_norm.bench import features, model_steps, model_variants, models, providers
 from fused_norm.bench.results import Results
 from fused_norm.cli import bench_command as bench
 from fused_norm.cli import main
@@ -85,6 +85,23 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
     assert main(["bench", "--plot", str(out / "kernels" / "results.json"), "--out", str(again)]) == 0
     for name in ("report.txt", "bandwidth-light.png"):
         assert (again / name).read_bytes() == (out / "kernels" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "variants"),
+    [
+        ([], ["tiny-qwen3 1x16", "tiny-gemma3_text 1x16"], list(model_variants.DEFAULT)),
+        (["--rows", "* lora *,* generate 1*"], ["tiny-qwen3 lora 1x16", "tiny-qwen3 generate 1x2"], None),
+        (["--variants", "fused-compile,stock"], None, ["stock", "fused-compile"]),
+    ],
+)
+def test_of_models_most_rows_and_variants_are_measured_by_name_alone(arguments, rows, variants, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(models, "measure", lambda run, cases, variants, dtype: asked.append((cases, variants)))
+    assert main(["bench", "models", "--quick", "--out", str(tmp_path), *arguments]) == 0
+    ((cases, found),) = asked
+    assert rows is None or [case.name for case in cases] == rows
+    assert found == (variants or list(model_variants.DEFAULT))
 
 
 def test_help_names_every_variant(capsys):
