@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fused_norm.bench import features, models, providers
+from fused_norm.bench import features, model_steps, model_variants, models, providers
 from fused_norm.bench.results import Results
 from fused_norm.cli import bench_command as bench
 from fused_norm.cli import main
@@ -62,11 +62,11 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = tmp_path / "first"
     chosen = ["--providers", "stock,fused", "--variants", "stock,fused"]
-    for part, rows in (("kernels", "norm 8x64"), ("models", "tiny-qwen3*")):
+    for part, rows in (("kernels", "norm 8x64"), ("models", "tiny-qwen3 1x16")):
         assert main(["bench", part, "--quick", "--rows", rows, *chosen, "--out", str(out / part)]) == 0
         printed = capsys.readouterr()
         assert "THESE TIMES MEAN NOTHING" in printed.out
-        assert rows.rstrip("*") in printed.out
+        assert rows in printed.out
         assert " s] " in printed.err
     results = Results.load(out / "kernels" / "results.json")
     assert {(row.case, row.provider, row.verdict) for row in results.kernels} == {
@@ -76,6 +76,10 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
     assert torch.__version__.startswith(results.environment["torch"])
     assert len(results.copies) == 4, "one at each end, and one for each direction"
     assert (out / "kernels" / "bandwidth-dark.png").exists()
+    steps = (out / "models" / "steps.md").read_text(encoding="utf-8").splitlines()
+    assert (steps[0], steps[2].partition(" | ")[0]) == ("| | stock | fused |", "| tiny-qwen3 1x16")
+    facts = Results.load(out / "models" / "results.json").environment
+    assert {"clocks at first", "clocks at last", "LIGER_KERNEL_IMPL"} <= facts.keys()
 
     again = tmp_path / "again"
     assert main(["bench", "--plot", str(out / "kernels" / "results.json"), "--out", str(again)]) == 0
@@ -83,11 +87,28 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
         assert (again / name).read_bytes() == (out / "kernels" / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rows", "variants"),
+    [
+        ([], ["tiny-qwen3 1x16", "tiny-gemma3_text 1x16"], list(model_variants.DEFAULT)),
+        (["--rows", "* lora *,* generate 1*"], ["tiny-qwen3 lora 1x16", "tiny-qwen3 generate 1x2"], None),
+        (["--variants", "fused-compile,stock"], None, ["stock", "fused-compile"]),
+    ],
+)
+def test_of_models_most_rows_and_variants_are_measured_by_name_alone(arguments, rows, variants, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(models, "measure", lambda run, cases, variants, dtype: asked.append((cases, variants)))
+    assert main(["bench", "models", "--quick", "--out", str(tmp_path), *arguments]) == 0
+    ((cases, found),) = asked
+    assert rows is None or [case.name for case in cases] == rows
+    assert found == (variants or list(model_variants.DEFAULT))
+
+
 def test_help_names_every_variant(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     help_text = re.sub(r"\s+", " ", re.sub(r"-\s+", "-", capsys.readouterr().out))
-    for part, variants in (("models", models.VARIANTS), ("features", features.VARIANTS)):
+    for part, variants in (("models", model_variants.VARIANTS), ("features", features.VARIANTS)):
         listed = re.search(rf"of {part}: ([^;]*?)( \(default|;)", help_text)[1]
         assert [re.sub(r" \(.*", "", name) for name in listed.split(", ")] == list(variants)
 
@@ -119,7 +140,7 @@ def test_features_are_measured_and_a_wrong_one_fails_the_run(tmp_path, capsys, m
     assert "tiny-qwen3 generate 1x2" in capsys.readouterr().out
     rows = Results.load(tmp_path / "results.json").features
     assert [(row.variant, row.verdict) for row in rows] == [("all", "ok"), ("stock", "ok")]
-    monkeypatch.setattr(models, "ALLOWED_ERROR", -1.0)
+    monkeypatch.setattr(model_steps, "ALLOWED_ERROR", -1.0)
     assert main(["bench", "features", "--quick", *chosen]) == 1
 
 

@@ -13,9 +13,9 @@ import torch
 
 from fused_norm.bench import features
 from fused_norm.bench.features import BASE, QUICK, VARIANTS
-from fused_norm.bench.models import ModelCase
+from fused_norm.bench.model_cases import ModelCase
 from fused_norm.bench.results import Results
-from fused_norm.bench.timing import Timing
+from fused_norm.bench.timing import PeakMemory, Timing
 
 LLAMA = ModelCase("llama", None, 1, 4)
 
@@ -202,7 +202,7 @@ def test_no_time_is_left_out_in_words(run):
 
 def test_peak_memory_is_that_of_what_is_timed(run, calls, monkeypatch):
     found = []
-    monkeypatch.setattr(features, "peak_memory", lambda call, device: found.append(call) or 2**30)
+    monkeypatch.setattr(features, "peak_memory", lambda call, device: found.append(call) or PeakMemory(2**30, 2**31))
     monkeypatch.setattr(features, "synchronized_time", lambda call, calls, device: found.append(call) or 1.0)
     features.measure(run, [LLAMA], [], torch.float32)
     assert by_variant(run)[BASE].peak_bytes == 2**30

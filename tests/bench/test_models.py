@@ -1,75 +1,68 @@
-"""Variants of a model are measured one after the other, and each leaves the model as it was."""
+"""The variants of a row are held against stock, their memory is measured, and then they take turns."""
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import types
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fused_norm.bench import models
-from fused_norm.bench.models import CASES, COMPILED, VARIANTS, BenchmarkedModel, ModelCase, prepare, replaced_norms
+from fused_norm.bench.model_cases import QUICK, QUICK_BY_NAME, ModelCase
+from fused_norm.bench.model_steps import ALLOWED_ERROR, BenchmarkedModel
+from fused_norm.bench.model_variants import COMPILED, UNLIKE_STOCK, VARIANTS, Patched, RefusedError, replaced_norms
 from fused_norm.bench.providers import PROVIDERS
-from fused_norm.bench.timing import Timing
-from fused_norm.model_configs import FAMILIES
+from fused_norm.bench.results import Results
+from fused_norm.bench.timing import PeakMemory
 
-TINY = ModelCase("gemma3_text", None, 1, 16)
-
-
-def test_rows_have_the_sizes_of_published_models():
-    for case in CASES:
-        config = case.config()
-        shape = next(shape for shape in FAMILIES[case.model_type].shapes if shape.name == case.shape)
-        assert (config.hidden_size, config.num_hidden_layers) == (shape.hidden_size, shape.num_hidden_layers)
-        assert (config.head_dim, config.intermediate_size) == (shape.head_dim, shape.intermediate_size)
-    assert CASES[0].name == "Qwen3-0.6B 4x4096"
+TINY = ModelCase("llama", None, 1, 16)
 
 
-def test_a_shape_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match=r"no shape 'Qwen/Qwen3-5B' of qwen3; there are Qwen/Qwen3-0\.6B"):
-        ModelCase("qwen3", "Qwen/Qwen3-5B", 1, 1).config()
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock instead of the real one: keeps the variant that ran, and lets a call take 1 s, half of it the host's."""
+    timed = []
+
+    def host_and_step_time(call, calls, device):
+        call()
+        timed.append((call.args[0], calls))
+        return 0.5, 1.0
+
+    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    return timed
+
+
+def results_of(run):
+    return {result.variant: result for result in run.results.steps}
 
 
 @pytest.mark.slow
-def test_every_variant_that_is_here_is_right_and_timed(run):
-    models.measure(run, [TINY, ModelCase("qwen3", None, 1, 16)], VARIANTS, torch.float32)
+@pytest.mark.parametrize(
+    "case",
+    [QUICK[1], *(case for case in QUICK_BY_NAME if not case.in_processes_of_its_own)],
+    ids=lambda case: case.name,
+)
+def test_every_variant_that_is_here_is_right_and_timed(case, run, monkeypatch):
+    recompute = "fused-recompute"
+    if not case.generates:
+        monkeypatch.setitem(VARIANTS, recompute, VARIANTS["fused"])  # Whether it may be asked for is tested apart.
+    autocast = case.step == "autocast"
+    models.measure(run, [case], VARIANTS, torch.bfloat16 if autocast else torch.float32)
+    assert run.results.steps
     for result in run.results.steps:
+        if (result.variant, result.verdict) == (recompute, "refused") and case.generates:
+            continue
         assert (result.verdict, result.detail) == ("ok", None)
         assert result.timing is not None
-        if result.variant not in ("stock", "identity", "identity-no-rope"):
-            assert result.error < 1e-3
-    measured = {result.variant for result in run.results.steps}
+        assert 0 < result.host.median <= result.timing.median
+        if result.variant not in UNLIKE_STOCK:
+            assert result.error < (0.1 if autocast else 1e-3)
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in run.results.left_out}
-    assert {"stock", "fused", "torch", "identity", "identity-no-rope"} <= measured
-    assert measured | left_out == set(VARIANTS)
-
-
-@pytest.mark.parametrize("variant", ["fused", "torch", "identity", "identity-no-rope"])
-def test_a_variant_changes_the_norms_and_puts_them_back(variant):
-    benchmarked = prepare(TINY, torch.float32, torch.device("cpu"))
-    names = [name for name, _ in benchmarked.model.named_modules()]
-    before = {name: (type(module), dict(vars(module))) for name, module in benchmarked.model.named_modules()}
-    weights = {name: weight.clone() for name, weight in benchmarked.model.state_dict().items()}
-    norm = benchmarked.model.layers[0].self_attn.q_norm
-    with VARIANTS[variant](benchmarked) as model:
-        changed = (type(norm), vars(norm).get("forward")) != (before["layers.0.self_attn.q_norm"][0], None)
-        assert changed
-        assert model is benchmarked.model
-        benchmarked.step()
-    assert names == [name for name, _ in benchmarked.model.named_modules()]
-    for name, module in benchmarked.model.named_modules():
-        assert type(module) is before[name][0]
-        assert vars(module).keys() == before[name][1].keys()
-    assert all(torch.equal(weight, weights[name]) for name, weight in benchmarked.model.state_dict().items())
-
-
-def test_norm_weights_are_away_from_their_initial_values():
-    benchmarked = prepare(TINY, torch.float32, torch.device("cpu"))
-    assert len(benchmarked.norms) == FAMILIES["gemma3_text"].sites()["norm"] + FAMILIES["gemma3_text"].sites()["qk"]
-    for path in benchmarked.norms:
-        assert benchmarked.model.get_submodule(path).weight.std() > 0.1
+    assert {"stock", "fused", recompute, "torch", "identity", "identity-no-rope"} <= set(results_of(run))
+    assert set(results_of(run)) | left_out == set(VARIANTS)
 
 
 def test_a_variant_that_computes_something_else_is_not_timed(run, monkeypatch):
@@ -80,65 +73,138 @@ def test_a_variant_that_computes_something_else_is_not_timed(run, monkeypatch):
     models.measure(run, [TINY], ["torch", "stock"], torch.float32)
     wrong, stock = run.results.steps
     assert (wrong.verdict, wrong.timing, stock.verdict) == ("wrong", None, "ok")
-    assert wrong.error > models.ALLOWED_ERROR
+    assert wrong.error > ALLOWED_ERROR
+    assert Results.load(run.path) == run.results
 
 
-def test_a_variant_that_raises_is_reported(run, monkeypatch):
+def test_a_variant_that_raises_is_reported_and_one_that_there_is_not_is_refused(run, monkeypatch):
     def broken(module, spec):
         raise RuntimeError("no such kernel")
 
+    def refused(step):
+        raise RefusedError("there is no such patch")
+
     monkeypatch.setitem(VARIANTS, "torch", replaced_norms(broken))
-    models.measure(run, [TINY], ["torch", "stock"], torch.float32)
+    monkeypatch.setitem(VARIANTS, "identity", refused)
+    models.measure(run, [TINY], ["torch", "identity", "stock"], torch.float32)
     assert [(row.verdict, row.detail) for row in run.results.steps] == [
         ("failed", "RuntimeError: no such kernel"),
+        ("refused", "there is no such patch"),
         ("ok", None),
     ]
 
 
-def test_peak_memory_is_that_of_a_whole_step(run, monkeypatch):
+def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock):
+    run.quick = False
+    models.measure(run, [TINY], ["stock", "torch", "identity"], torch.float32)
+    rounds = clock[1:]  # The first says how many calls a sample has.
+    assert {calls for _, calls in rounds} == {1}
+    turns = [tuple(id(model) for model, _ in rounds[start : start + 3]) for start in range(0, len(rounds), 3)]
+    assert len(turns) == 15
+    assert all(len(set(turn)) == 3 for turn in turns)
+    assert len(set(turns)) > 2
+    for result in run.results.steps:
+        assert (result.timing.median, result.timing.samples) == (1.0, 15)
+        assert (result.host.median, result.host.samples) == (0.5, 15)
+
+
+def test_a_short_step_is_timed_several_times_in_a_sample(run, monkeypatch):
+    run.quick = False
+    series = []
+    monkeypatch.setattr(models, "host_and_step_time", lambda call, calls, device: series.append(calls) or (0.01, 0.07))
+    models.measure(run, [TINY], ["stock"], torch.float32)
+    assert set(series[1:]) == {2}
+
+
+def test_the_time_of_a_generation_is_that_of_a_token(run, clock):
+    models.measure(run, [ModelCase("qwen3", None, 1, 4, step="generate")], ["stock"], torch.float32)
+    (result,) = run.results.steps
+    assert (result.timing.median, result.host.median) == (0.25, 0.125)
+
+
+def test_a_variant_runs_in_its_context_when_it_is_checked_and_timed(run, clock, monkeypatch):
+    inside = Counter()
+    running = []
+
+    @contextlib.contextmanager
+    def context():
+        running.append(1)
+        yield
+        running.pop()
+
+    forward_backward = BenchmarkedModel.forward_backward
+
+    def watched(step, model=None):
+        if model is not None:
+            inside[len(running)] += 1
+        return forward_backward(step, model)
+
+    monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
+    monkeypatch.setitem(VARIANTS, "stock", lambda step: Patched(step.model, context))
+    models.measure(run, [TINY], ["stock"], torch.float32)
+    assert inside == {1: 1 + 2 * 2}, "a check, and a warm-up and a sample in each round"
+    assert not running
+
+
+def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, monkeypatch):
+    taken = Counter()
+
+    def host_and_step_time(call, calls, device):
+        identity = "forward" in vars(call.args[0].norm)
+        taken[identity] += 1
+        if identity:
+            raise RuntimeError("out of memory")
+        return 0.5, 1.0
+
+    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    models.measure(run, [TINY], ["stock", "identity"], torch.float32)
+    results = results_of(run)
+    assert (results["identity"].verdict, results["identity"].detail) == ("failed", "RuntimeError: out of memory")
+    assert results["identity"].timing is None
+    assert results["stock"].timing.samples == 2
+    assert taken == {True: 1, False: 2}
+
+
+def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypatch):
+    held = iter([100, 100, 107, 107])
+
     def peak_memory(call, device):
-        benchmarked = call.func.__self__
+        step = call.func.__self__
         call()
-        assert all(parameter.grad is None for parameter in benchmarked.model.parameters()), "none is kept for the next"
-        return 2**30
+        assert all(parameter.grad is None for parameter in step.model.parameters()), "none is kept for the next"
+        return PeakMemory(1000, 2000)
 
     monkeypatch.setattr(models, "peak_memory", peak_memory)
-    models.measure(run, [TINY], ["stock"], torch.float32)
-    (row,) = run.results.steps
-    assert (row.verdict, row.detail, row.peak_bytes) == ("ok", None, 2**30)
+    monkeypatch.setattr(models, "_allocated", lambda device: next(held))
+    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
+    assert [(row.peak_bytes, row.reserved_bytes) for row in run.results.steps] == [(1000, 2000), (993, 1993)]
 
 
-def test_gradients_do_not_add_up_over_steps(run, monkeypatch):
+def test_gradients_do_not_add_up_over_steps(run, clock, monkeypatch):
     before = []
     forward_backward = BenchmarkedModel.forward_backward
 
-    def watched(benchmarked, model=None):
-        before.append([parameter.grad for parameter in benchmarked.model.parameters()])
-        return forward_backward(benchmarked, model)
-
-    def step_time(step, device, *, seconds):
-        step()
-        step.func.__self__.forward_backward()
-        raise RuntimeError("out of memory")
+    def watched(step, model=None):
+        before.append([parameter.grad for parameter in step.model.parameters()])
+        return forward_backward(step, model)
 
     monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
-    monkeypatch.setattr(models, "step_time", step_time)
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert len(before) == 1 + 2 * 3, "stock's own, then the outputs, the step and what fails"
+    assert len(before) == 1 + 2 * (1 + 2 * 2), "stock's own, then for each a check, two warm-ups and two samples"
     assert all(gradient is None for gradients in before for gradient in gradients)
 
 
-def test_the_budget_is_asked_before_every_model_and_variant(run, monkeypatch):
+def test_the_budget_is_asked_before_every_row_and_variant(run, clock, monkeypatch):
     run.budget = 5.0
 
-    def step_time(step, device, *, seconds):
+    def slow(step):
         run.began -= 6
-        return Timing.of([1.0], "wall")
+        return Patched(step.model)
 
     def too_late(*arguments):
         raise AssertionError("a model is built after the budget")
 
-    monkeypatch.setattr(models, "step_time", step_time)
+    monkeypatch.setitem(VARIANTS, "stock", slow)
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
     monkeypatch.setattr(models, "prepare", too_late)
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
@@ -146,78 +212,71 @@ def test_the_budget_is_asked_before_every_model_and_variant(run, monkeypatch):
     assert run.results.left_out == [f"{TINY.name} torch: after 5 s", f"{TINY.name} stock, torch: after 5 s"]
 
 
-def test_without_rope_nothing_is_rotated_and_the_rotation_comes_back():
-    benchmarked = prepare(TINY, torch.float32, torch.device("cpu"))
-    modelling = sys.modules[type(benchmarked.model).__module__]
-    stock = modelling.apply_rotary_pos_emb
-    with VARIANTS["identity-no-rope"](benchmarked):
-        q, k = torch.randn(2, 1, 2, 3, 4)
-        assert modelling.apply_rotary_pos_emb(q, k, None, None, unsqueeze_dim=1) == (q, k)
-        first = benchmarked.forward_backward()
-        benchmarked.model.rotary_emb.forward = lambda x, *_: (torch.full((1, 16, 16), float("nan")),) * 2
-        assert torch.equal(benchmarked.forward_backward(), first), "the angles have no part in it"
-    assert modelling.apply_rotary_pos_emb is stock
+def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypatch):
+    config = torch._dynamo.config
+    before = config.recompile_limit, config.fail_on_recompile_limit_hit
+    found = []
+
+    def variant(step):
+        found.append((config.recompile_limit, config.fail_on_recompile_limit_hit))
+        return Patched(step.model)
+
+    monkeypatch.setitem(VARIANTS, "stock", variant)
+    models.measure(run, [TINY], ["stock"], torch.float32)
+    assert found == [(256, True)]
+    assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
+
+
+def test_a_sharded_step_is_timed_by_the_same_calls_in_every_process(run, clock):
+    step = types.SimpleNamespace(shares_weights=False)
+    run.quick = False
+    assert models._calls_in_a_sample(run, step, None) == 1
+    assert not clock
+
+
+def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measured(run, clock, monkeypatch):
+    outputs = BenchmarkedModel.outputs_and_gradients
+
+    def too_large(step, model=None):
+        if step.tokens.shape[1] > 16:
+            raise RuntimeError("out of memory")
+        return outputs(step, model)
+
+    monkeypatch.setattr(BenchmarkedModel, "outputs_and_gradients", too_large)
+    models.measure(run, [replace(TINY, length=32), TINY], ["stock"], torch.float32)
+    assert [row.row for row in run.results.steps] == [TINY.name]
+    assert run.results.left_out == ["tiny-llama 1x32: RuntimeError: out of memory"]
+
+
+def test_rows_in_processes_of_their_own_are_left_to_them(run, monkeypatch):
+    handed = []
+    monkeypatch.setattr(models.child_processes, "measure", lambda *given: handed.append(given))
+    case = replace(TINY, step="cold start")
+    models.measure(run, [case], ["stock"], torch.float32)
+    assert handed == [(run, case, ["stock"], torch.float32)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", COMPILED)
-def test_under_torch_compile_the_compiled_model_is_what_is_timed(variant, run, monkeypatch):
-    ran, compiled = [], []
+def test_taking_turns_compiles_nothing_again(run, monkeypatch):
+    graphs, while_timed = [], []
 
     def backend(graph, example_inputs):
-        compiled.append(graph)
+        graphs.append(graph)
+        return graph.forward
 
-        def run(*inputs):
-            ran.append(graph)
-            return graph.forward(*inputs)
-
-        return run
-
-    timed = []
-
-    def step_time(step, device, *, seconds):
-        before = len(ran)
-        step()
-        timed.append(len(ran) - before)
-        return Timing.of([1.0], "wall")
+    def host_and_step_time(call, calls, device):
+        call()
+        while_timed.append(len(graphs))
+        return 0.5, 1.0
 
     compile_model = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_model(model, backend=backend, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda model, *, dynamic, mode=None: compile_model(model, backend=backend, dynamic=dynamic)
+    )
     monkeypatch.setitem(PROVIDERS, "compile", replace(PROVIDERS["compile"], on_cpu=True))
-    monkeypatch.setattr(models, "step_time", step_time)
-    models.measure(run, [TINY], [variant], torch.float32)
-    (result,) = run.results.steps
-    assert (result.verdict, result.detail) == ("ok", None)
-    assert result.error < 1e-3
-    assert timed[0] >= 1
-    assert len(compiled) == timed[0], "compiled once"
-    # Dynamo keeps the two halves of an autograd function in graphs inside the graph.
-    inner = [part for graph in compiled for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-    called = {str(node.target) for part in inner for node in part.graph.nodes}
-    assert any("fused_norm" in name for name in called) == (variant == "fused-compile")
-
-
-def test_a_backward_that_writes_into_its_gradient_gets_a_copy_in_every_step():
-    class InPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            return y.view_as(y)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy.mul_(2)
-
-    linear = torch.nn.Linear(4, 4)
-    embedding = torch.nn.Embedding(3, 4)
-    gradient = torch.randn(1, 2, 4)
-
-    def model(input_ids, use_cache):
-        return types.SimpleNamespace(last_hidden_state=InPlace.apply(linear(embedding(input_ids))))
-
-    benchmarked = BenchmarkedModel(linear, torch.tensor([[0, 2]]), gradient, {})
-    found = []
-    for _ in range(2):
-        benchmarked.drop_gradients()
-        benchmarked.forward_backward(model)
-        found.append(linear.weight.grad)
-    assert torch.equal(*found)
+    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    variants = ["stock", "fused", *sorted(COMPILED), "identity-no-rope"]
+    models.measure(run, [ModelCase("qwen3", None, 1, 16)], variants, torch.float32)
+    assert [(row.variant, row.detail) for row in run.results.steps] == [(variant, None) for variant in variants]
+    assert len(while_timed) == 2 * len(variants)
+    assert set(while_timed) == {len(graphs)}

@@ -92,4 +92,4 @@ def test_what_is_missing_is_said():
 
 
 def test_versions_name_the_peers():
-    assert set(providers.peer_versions()) == {"liger-kernel", "quack-kernels"}
+    assert set(providers.peer_versions()) == {"liger-kernel", "quack-kernels", "LIGER_KERNEL_IMPL"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_norm.bench import plots, tables
-from fused_norm.bench.models import VARIANTS
+from fused_norm.bench.model_variants import VARIANTS
 from fused_norm.bench.operator_cases import DIRECTIONS, OperatorCase
 from fused_norm.bench.paired_ratio import PairedRatio
 from fused_norm.bench.results import CopyResult, FeatureResult, HostResult, KernelResult, Results, StepResult
@@ -69,8 +69,17 @@ def results():
         ],
         host=[HostResult("norm", "torch", chain, seconds(9e-6), seconds(42e-6)) for chain in (1, 32)],
         steps=[
-            StepResult("Qwen3-0.6B 4x4096", "stock", "ok", timing=seconds(0.2956), peak_bytes=32 * 2**30),
+            StepResult(
+                "Qwen3-0.6B 4x4096",
+                "stock",
+                "ok",
+                timing=seconds(0.2956),
+                host=seconds(0.02),
+                peak_bytes=32 * 2**30,
+                reserved_bytes=33 * 2**30,
+            ),
             StepResult("Qwen3-0.6B 4x4096", "fused", "ok", timing=seconds(0.2), peak_bytes=20 * 2**30),
+            StepResult("Qwen3-0.6B 4x4096", "liger", "refused", "no such patch"),
             *(StepResult("Qwen3-4B 2x4096", variant, "ok", timing=seconds(0.5)) for variant in VARIANTS),
         ],
         features=[
@@ -168,8 +177,52 @@ def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
 
 def test_steps_and_host_time_have_their_tables(results):
     text = tables.describe(results)
-    assert "295.6, 32.0  200.0, 20.0" in line(text, "Qwen3-0.6B 4x4096")
+    assert re.split(r"\s{2,}", line(text, "Qwen3-0.6B 4x4096")) == [
+        "Qwen3-0.6B 4x4096", "stock", "295.6", "292.6 to 298.6", "20.0", "19.8 to 20.2", "32.0", "33.0", "9",
+    ]  # fmt: skip
+    assert re.split(r"\s{2,}", line(text, r"  +fused").strip())[:3] == ["fused", "*200.0", "198.0 to 202.0"]
     assert line(text, "torch").split("  ")[1].strip() == "9.0 / 42.0"
+    assert "Qwen3-0.6B 4x4096 liger: refused, no such patch" in text
+
+
+def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_others(results):
+    results.kernels = []
+
+    def marked(fused, *others):
+        results.steps = [StepResult("row", "fused", "ok", timing=fused)]
+        results.steps += [StepResult("row", name, "ok", timing=timing) for name, timing in others]
+        page, text = tables.steps_in_markdown(results), tables.describe(results)
+        found = re.findall(r"\*\*([\d.]+)\*\*", page), re.findall(r"\s\*([\d.]+)", text)
+        assert found[0] == found[1]
+        return found[0]
+
+    fused = Timing(0.1, 0.09, 0.11, 15, "wall")
+    assert marked(fused, ("stock", Timing(0.13, 0.12, 0.14, 15, "wall"))) == ["100.0"]
+    assert marked(fused, ("stock", Timing(0.13, 0.105, 0.14, 15, "wall"))) == []
+    assert marked(fused, ("stock", Timing(0.08, 0.07, 0.085, 15, "wall"))) == ["80.0"], "whoever it is"
+    apart, near = Timing(0.12, 0.115, 0.13, 15, "wall"), Timing(0.13, 0.105, 0.14, 15, "wall")
+    assert marked(fused, ("stock", apart), ("liger", near)) == [], "also from one that is third"
+    assert marked(fused, ("stock", apart), ("identity", Timing(0.08, 0.07, 0.085, 15, "wall"))) == ["100.0"]
+    assert marked(Timing.of([0.1], "wall"), ("stock", Timing.of([0.2], "wall"))) == [], "one sample has no quartiles"
+    assert marked(fused) == [], "alone it is not faster than any"
+
+
+def test_the_page_has_a_line_for_each_row_and_a_column_for_each_variant(results):
+    results.steps = [row for row in results.steps if row.row == "Qwen3-0.6B 4x4096"]
+    results.steps.append(StepResult("Qwen3-0.6B generate 1x32", "stock", "wrong"))
+    assert tables.steps_in_markdown(results).splitlines() == [
+        "| | stock | fused | liger |",
+        "|---|---|---|---|",
+        "| Qwen3-0.6B 4x4096 | 295.6, 32.0 | **200.0**, 20.0 | - |",
+        "| Qwen3-0.6B generate 1x32 | wrong |  |  |",
+    ]
+    assert tables.steps_in_markdown(Results({})) is None
+
+
+def test_the_copy_is_held_against_the_data_sheet_of_a_gpu_that_is_known(results):
+    assert "data sheet" not in tables.describe(results)
+    results.environment["GPU 0"] = "NVIDIA H200, capability 9.0, 140 GiB"
+    assert "data sheet, TB/s: 4.80; fractions of the copy's bandwidth times .83 are" in tables.describe(results)
 
 
 def test_features_have_a_table_with_interval_and_verdict(results):

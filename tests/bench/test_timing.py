@@ -133,17 +133,6 @@ def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
     assert "not permitted" in caplog.text
 
 
-def test_steps_are_timed_one_by_one(gpu):
-    lengths = iter([9.0, 9.0, 9.0, *[0.3, 0.5, 0.4] * 40])
-
-    def step():
-        gpu.now += next(lengths)
-
-    found = timing.step_time(step, GPU, seconds=45.0)
-    assert found.samples == 5
-    assert found.median == pytest.approx(0.4)
-
-
 def test_the_profiler_counts_kernels_and_nothing_else(gpu, monkeypatch):
     def event(name, device_type, microseconds, annotation=False):
         span = types.SimpleNamespace(elapsed_us=lambda: microseconds)
@@ -220,16 +209,32 @@ def test_synchronized_time_is_of_one_call():
     assert gc.isenabled()
 
 
+def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def wait_for(kind):
+        def wait(*device):
+            now[0] += kind
+
+        return wait
+
+    monkeypatch.setattr(timing, "_synchronize", wait_for(10.0))
+    assert timing.host_and_step_time(wait_for(1.0), 4, CPU) == (1.0, 3.5)
+
+
 def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
-    counters = {"allocated": 10, "peak": 10}
+    counters = {"allocated": 10, "peak": 10, "reserved": 900}
     needed = [500, 70]
 
     def call():
         counters["peak"] = max(counters["peak"], counters["allocated"] + needed.pop(0))
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=10))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counters.update(reserved=90))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters["peak"])
-    assert timing.peak_memory(call, GPU) == 80
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["reserved"])
+    assert timing.peak_memory(call, GPU) == (80, 90), "what the first call reserved is given back"
     assert timing.peak_memory(call, CPU) is None
 
 

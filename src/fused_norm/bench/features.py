@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..patcher import apply_fused_norm, remove_fused_norm
 from .benchmark_run import BenchmarkRun, in_a_line
-from .models import ModelCase, build, error_detail, prepare, randomize_norm_weights, relative_error, release_memory
+from .model_cases import GEMMA_1B, LLAMA_1B, QWEN3_06B, ModelCase
+from .model_steps import BenchmarkedModel, error_detail, prepare, relative_error, release_memory
 from .paired_ratio import PairedRatio
 from .results import FeatureResult
-from .timing import Call, Timing, peak_memory, synchronized_time
+from .timing import Timing, peak_memory, synchronized_time
 
 BASE = "all"
 """The variant that the others are compared with."""
@@ -35,7 +36,6 @@ _ROUNDS = (8, 100)
 _QUICK_ROUNDS = (2, 2)
 _SAMPLE_SECONDS = 0.15  # Of one sample, by several calls where they are short.
 _MOST_CALLS = 8
-_PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -67,41 +67,16 @@ switches off those that follow it: ``without qk`` is without rope too, ``without
 ``without norms`` leaves the norms of queries and keys."""
 
 
-class GenerationCase(ModelCase):
-    """Greedy generation of ``length`` tokens after a short prompt, with a dynamic cache."""
-
-    @property
-    def name(self) -> str:
-        """The name in tables and for ``--rows``, such as ``Qwen3-0.6B generate 1x32``."""
-        return f"{self.model_name} generate {self.batch}x{self.length}"
-
-
-_ANCHORS = (
-    ("qwen3", "Qwen/Qwen3-0.6B"),
-    ("gemma3_text", "google/gemma-3-1b-pt"),
-    ("llama", "meta-llama/Llama-3.2-1B"),
-)
+_ANCHORS = (QWEN3_06B, GEMMA_1B, LLAMA_1B)
 CASES: tuple[ModelCase, ...] = (
     *(ModelCase(*anchor, 4, 4096) for anchor in _ANCHORS),
     *(ModelCase(*anchor, 1, 512) for anchor in _ANCHORS),
-    GenerationCase("qwen3", "Qwen/Qwen3-0.6B", 1, 32),
+    ModelCase(*QWEN3_06B, 1, 32, step="generate"),
 )
-QUICK: tuple[ModelCase, ...] = (ModelCase("gemma3_text", None, 1, 8), GenerationCase("qwen3", None, 1, 2))
-
-
-@dataclass(frozen=True)
-class _Workload:
-    """A model and the call that is timed.
-
-    Attributes:
-        model: to be switched between variants.
-        call: one training step or one generation.
-        outputs: compute vectors to be compared with stock's.
-    """
-
-    model: Any
-    call: Call
-    outputs: Callable[[], list[Tensor]]
+QUICK: tuple[ModelCase, ...] = (
+    ModelCase("gemma3_text", None, 1, 8),
+    ModelCase("qwen3", None, 1, 2, step="generate"),
+)
 
 
 def measure(run: BenchmarkRun, cases: Sequence[ModelCase], variants: Sequence[str], dtype: torch.dtype) -> None:
@@ -109,7 +84,7 @@ def measure(run: BenchmarkRun, cases: Sequence[ModelCase], variants: Sequence[st
 
     Args:
         run: gives the device and the time left, and takes the results.
-        cases: training steps, and generations for every ``GenerationCase``.
+        cases: training steps and generations.
         variants: of ``VARIANTS``; ``all`` is always measured, and those that change nothing in a model are left out.
         dtype: of the weights.
     """
@@ -117,12 +92,12 @@ def measure(run: BenchmarkRun, cases: Sequence[ModelCase], variants: Sequence[st
     for case in cases:
         if run.out_of_time(f"features of {case.name}"):
             continue
-        workload = (_generation if isinstance(case, GenerationCase) else _training)(case, dtype, run.device)
-        results = _measure_case(run, case, workload, names)
+        step = prepare(case, dtype, run.device)
+        results = _measure_case(run, case, step, names)
         run.results.features += results
         run.save()
         run.say(f"features of {case.name}: {'; '.join(map(_in_words, results))}")
-        del workload
+        del step
         release_memory(run.device)
 
 
@@ -141,52 +116,17 @@ def native_replay_switch() -> Callable[[bool], None] | None:
     return switch
 
 
-def _training(case: ModelCase, dtype: torch.dtype, device: torch.device) -> _Workload:
-    benchmarked = prepare(case, dtype, device)
-    return _Workload(benchmarked.model, benchmarked.step, benchmarked.outputs_and_gradients)
-
-
-def _generation(case: ModelCase, dtype: torch.dtype, device: torch.device) -> _Workload:
-    from transformers import AutoModelForCausalLM
-
-    model = build(case, dtype, device, AutoModelForCausalLM).eval()
-    generator = torch.Generator(device).manual_seed(1)
-    randomize_norm_weights(model, generator)
-    model.generation_config.eos_token_id = None  # Every generation has the same length.
-    model.generation_config.pad_token_id = 0
-    shape = (case.batch, _PROMPT_TOKENS + case.length)
-    tokens = torch.randint(1, model.config.vocab_size, shape, generator=generator, device=device)
-    prompt, continuation = tokens.split((_PROMPT_TOKENS, case.length), dim=1)
-
-    def generate() -> None:
-        with torch.no_grad():
-            found = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=case.length, do_sample=False
-            )
-        assert found.shape == shape
-
-    def logits() -> list[Tensor]:
-        """The logits of given tokens, one by one: generated ones may differ after a single rounding."""
-        found, cache = [], None
-        with torch.no_grad():
-            for part in (prompt, *continuation.split(1, dim=1)):
-                output = model(input_ids=part, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                found.append(output.logits.flatten())
-        return [torch.cat(found).float().cpu()]
-
-    return _Workload(model, generate, logits)
-
-
-def _measure_case(run: BenchmarkRun, case: ModelCase, workload: _Workload, names: Sequence[str]) -> list[FeatureResult]:
+def _measure_case(
+    run: BenchmarkRun, case: ModelCase, step: BenchmarkedModel, names: Sequence[str]
+) -> list[FeatureResult]:
     switch = native_replay_switch()
-    stock = workload.outputs()
+    stock = step.outputs_and_gradients()
     results: dict[str, FeatureResult] = {}
     for name in names:
-        result = _check(run, case, workload, name, switch, stock)
+        result = _check(run, case, step, name, switch, stock)
         if result is not None:
             results[name] = result
-    seconds = _take_turns(run, workload, results, switch)
+    seconds = _take_turns(run, step, results, switch)
     for name, samples in seconds.items():
         if results[name].verdict == "ok":
             timing = Timing.of(samples, "wall")
@@ -233,31 +173,31 @@ def _fused_sites(model: Any, options: Mapping[str, Any]) -> set[tuple[str, str]]
 def _check(
     run: BenchmarkRun,
     case: ModelCase,
-    workload: _Workload,
+    step: BenchmarkedModel,
     name: str,
     switch: Callable[[bool], None] | None,
     stock: Sequence[Tensor],
 ) -> FeatureResult | None:
     """Hold a variant against stock and measure its peak of memory; None where there is nothing to compare."""
     try:
-        why = _why_left_out(workload.model, VARIANTS[name], switch)
+        why = _why_left_out(step.model, VARIANTS[name], switch)
         if why is not None:
             run.leave_out(f"features of {case.name}, {name}", why)
             return None
-        with _switched_to(VARIANTS[name], workload.model, switch):
-            error = relative_error(workload.outputs(), stock)
+        with _switched_to(VARIANTS[name], step.model, switch):
+            error = relative_error(step.outputs_and_gradients(), stock)
             wrong = error_detail(error)
             if wrong is not None:
                 return FeatureResult(case.name, name, "wrong", wrong, error if math.isfinite(error) else None)
-            peak = peak_memory(workload.call, run.device)
-            return FeatureResult(case.name, name, "ok", error=error, peak_bytes=peak)
+            peak = peak_memory(step.step, run.device)
+            return FeatureResult(case.name, name, "ok", error=error, peak_bytes=peak.allocated if peak else None)
     except Exception as failure:  # Of whatever kind: the others are measured all the same.
         return FeatureResult(case.name, name, "failed", in_a_line(failure))
 
 
 def _take_turns(
     run: BenchmarkRun,
-    workload: _Workload,
+    step: BenchmarkedModel,
     results: dict[str, FeatureResult],
     switch: Callable[[bool], None] | None,
 ) -> dict[str, list[float]]:
@@ -270,7 +210,7 @@ def _take_turns(
     seconds: dict[str, list[float]] = {name: [] for name in order}
     fewest, most = _QUICK_ROUNDS if run.quick else _ROUNDS
     shuffle = random.Random(0).shuffle
-    calls = _calls_in_a_sample(run, workload) if order else 1
+    calls = _calls_in_a_sample(run, step) if order else 1
     until = time.perf_counter() + min(CASE_SECONDS, run.remaining())
     for done in range(most):
         if done >= fewest and time.perf_counter() >= until:
@@ -278,20 +218,20 @@ def _take_turns(
         shuffle(order)
         for name in list(order):
             try:
-                with _switched_to(VARIANTS[name], workload.model, switch):
-                    synchronized_time(workload.call, calls, run.device)  # Warm-up after the switch.
-                    seconds[name].append(synchronized_time(workload.call, calls, run.device))
+                with _switched_to(VARIANTS[name], step.model, switch):
+                    synchronized_time(step.step, calls, run.device)  # Warm-up after the switch.
+                    seconds[name].append(synchronized_time(step.step, calls, run.device))
             except Exception as failure:  # Of whatever kind: the others are measured all the same.
                 results[name] = replace(results[name], verdict="failed", detail=in_a_line(failure))
                 order.remove(name)
     return seconds
 
 
-def _calls_in_a_sample(run: BenchmarkRun, workload: _Workload) -> int:
+def _calls_in_a_sample(run: BenchmarkRun, step: BenchmarkedModel) -> int:
     if run.quick:
         return 1
-    synchronized_time(workload.call, 1, run.device)
-    once = synchronized_time(workload.call, 1, run.device)
+    synchronized_time(step.step, 1, run.device)
+    once = synchronized_time(step.step, 1, run.device)
     return min(max(int(_SAMPLE_SECONDS / once), 1), _MOST_CALLS)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .models import VARIANTS
+from .model_variants import VARIANTS
 from .operator_cases import DIRECTIONS, Direction
 from .providers import FUSED, PROVIDERS
 from .results import KernelResult, Results
@@ -19,12 +19,17 @@ _THEMES: Mapping[str, Mapping[str, str]] = {
 # lighter or darker shade of one colour.
 _COLOURS = {
     "fused": "#ee6677",
+    "fused-recompute": "#f5a3ad",
+    "fused-compile-layers": "#c9505f",
     "fused-compile": "#a84853",
     "stock": "#999999",
     "torch": "#4477aa",
     "compile": "#ccbb44",
+    "compile-layers": "#e0d68a",
+    "compile-layers-max": "#a39536",
     "liger": "#228833",
-    "liger-rope": "#7ab885",
+    "liger-norms": "#7ab885",
+    "liger-fused": "#b5d9bc",
     "quack": "#aa3377",
     "identity": "#66ccee",
     "identity-no-rope": "#b3e5f6",
@@ -147,7 +152,7 @@ def _step_time(results: Results, theme: Mapping[str, str]) -> Any:
     spans = {
         (row.row, row.variant): (1e3 * row.timing.low, 1e3 * row.timing.high) for row in results.steps if row.timing
     }
-    return _bars(values, theme, "training step, ms", spans)
+    return _bars(values, theme, "step, ms", spans)
 
 
 def _memory(results: Results, theme: Mapping[str, str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -175,10 +176,11 @@ FUSED_MODES = (
 )
 
 PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
+_LIGER_IMPLEMENTATION = "LIGER_KERNEL_IMPL"  # Liger reads it at its import and at calls: a choice for a whole run.
 
 
 def peer_versions() -> dict[str, str]:
-    """The installed versions of the peers, by distribution."""
+    """The installed versions of the peers, by distribution, and the implementation that Liger is asked for."""
     found = {}
     for package, distribution in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
@@ -188,4 +190,4 @@ def peer_versions() -> dict[str, str]:
             found[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:  # A folder on the path, without metadata.
             found[distribution] = "of unknown version"
-    return found
+    return found | {_LIGER_IMPLEMENTATION: os.environ.get(_LIGER_IMPLEMENTATION, "not set")}

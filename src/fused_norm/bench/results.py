@@ -98,16 +98,18 @@ class HostResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Training steps of a whole model.
+    """Steps of a whole model.
 
     Attributes:
-        row: model, batch and length.
-        variant: see ``models.VARIANTS``.
+        row: model, kind of step, batch and length.
+        variant: see ``model_variants.VARIANTS``.
         verdict: see ``Verdict``.
-        detail: what is wrong, or was raised.
-        error: relative, of the last hidden state and of the norm weights' gradients to the stock model's.
-        timing: of a step; None unless the verdict is ``ok``.
-        peak_bytes: of GPU memory during a step, weights included; None on a CPU.
+        detail: what is wrong, or was raised, or why there is no such variant.
+        error: relative, of the output and of gradients to the stock model's.
+        timing: of a step, or of a token of a generation; None unless the verdict is ``ok``.
+        host: the part of it until the host has launched everything.
+        peak_bytes: of allocated GPU memory during a step, weights included; None on a CPU.
+        reserved_bytes: the same of the memory that PyTorch's allocator held.
     """
 
     row: str
@@ -116,7 +118,9 @@ class StepResult:
     detail: str | None = None
     error: float | None = None
     timing: Timing | None = None
+    host: Timing | None = None
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)

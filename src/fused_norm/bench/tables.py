@@ -7,11 +7,16 @@ from collections.abc import Iterable, Sequence
 
 from ..kernels import MODES
 from .features import BASE
+from .model_variants import UNLIKE_STOCK
 from .operator_cases import DIRECTIONS, Direction
 from .providers import FUSED, PROVIDERS
-from .results import FeatureResult, KernelResult, Results
+from .results import FeatureResult, KernelResult, Results, StepResult
+from .timing import Timing
 
 _GROUPS = ("norm", "gemma", "add", "post", "sandwich", "qk", "rope")
+_DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
+"""Bytes per second of the memory of a GPU, as its maker gives them."""
+
 _SMALL = 3e-6  # Cases whose bytes a copy moves in less time are in microseconds: they are bound by launches.
 
 
@@ -25,6 +30,7 @@ def describe(results: Results) -> str:
     if copy:
         parts.append(
             f"copy bandwidth, TB/s: {copy / 1e12:.2f}, of the fastest of {len(results.copies)} copies in the run"
+            f"{_beside_data_sheet(results, copy)}"
         )
         for dtype in dict.fromkeys(row.dtype for row in results.kernels):
             rows = [row for row in results.kernels if row.dtype == dtype]
@@ -47,6 +53,16 @@ def describe(results: Results) -> str:
     if results.left_out:
         parts.append("Left out:\n" + "\n".join(f"  {line}" for line in results.left_out))
     return "\n\n".join(parts)
+
+
+def _beside_data_sheet(results: Results, copy: float) -> str:
+    sheet = _DATA_SHEETS.get(results.environment.get("GPU 0", "").partition(",")[0])
+    if sheet is None:
+        return ""
+    share = _fraction(copy / sheet)
+    return (
+        f"\ndata sheet, TB/s: {sheet / 1e12:.2f}; fractions of the copy's bandwidth times {share} are fractions of it"
+    )
 
 
 def _kernel_tables(rows: Sequence[KernelResult], copy: float, results: Results, dtype: str) -> list[str]:
@@ -117,22 +133,74 @@ def _host_table(results: Results) -> str | None:
 def _step_table(results: Results) -> str | None:
     if not results.steps:
         return None
-    found = {(row.row, row.variant): row for row in results.steps}
-    variants = list(dict.fromkeys(row.variant for row in results.steps))
-    body = []
-    for name in dict.fromkeys(row.row for row in results.steps):
-        cells = [name]
-        for variant in variants:
-            row = found.get((name, variant))
-            if row is None or row.timing is None:
-                cells.append(row.verdict if row else "")
-            else:
-                memory = f", {row.peak_bytes / 2**30:.1f}" if row.peak_bytes else ""
-                cells.append(f"{1e3 * row.timing.median:.1f}{memory}")
-        body.append(cells)
+    rows = [("", "", "ms", "quartiles", "host, ms", "quartiles", "GiB", "reserved", "samples")]
+    for row_name in dict.fromkeys(row.row for row in results.steps):
+        steps = [row for row in results.steps if row.row == row_name]
+        best = _clearly_best(steps)
+        for index, step in enumerate(steps):
+            mark = "*" if step is best else ""
+            rows.append(
+                (
+                    "" if index else row_name,
+                    step.variant,
+                    f"{mark}{1e3 * step.timing.median:.1f}" if step.timing else step.verdict,
+                    _quartiles(step.timing),
+                    f"{1e3 * step.host.median:.1f}" if step.host else "",
+                    _quartiles(step.host),
+                    _gibibytes(step.peak_bytes),
+                    _gibibytes(step.reserved_bytes),
+                    str(step.timing.samples) if step.timing else "",
+                )
+            )
+    return (
+        "Steps, and tokens of generations: time, the part of it until the host has launched everything, peak memory; "
+        f"* is the fastest where its quartiles are apart from all others'\n{table(rows)}{_step_notes(results)}"
+    )
+
+
+def steps_in_markdown(results: Results) -> str | None:
+    """The table of steps for a page: a line for each row, a column for each variant; None without steps."""
+    if not results.steps:
+        return None
+    names = dict.fromkeys(row.variant for row in results.steps)
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for row_name in dict.fromkeys(row.row for row in results.steps):
+        steps = {row.variant: row for row in results.steps if row.row == row_name}
+        best = _clearly_best(list(steps.values()))
+        cells: list[str] = []
+        for name in names:
+            step = steps.get(name)
+            if step is None or step.timing is None:
+                cells.append("" if step is None else "-" if step.verdict == "refused" else step.verdict)
+                continue
+            time = f"{1e3 * step.timing.median:.1f}"
+            memory = f", {_gibibytes(step.peak_bytes)}" if step.peak_bytes else ""
+            cells.append(f"**{time}**{memory}" if step is best else f"{time}{memory}")
+        lines.append(f"| {row_name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _clearly_best(steps: Sequence[StepResult]) -> StepResult | None:
+    """The fastest of the steps of a row, if its quartiles are apart from those of every other; bounds do not count."""
+    timed = [step for step in steps if step.timing and step.timing.samples > 1 and step.variant not in UNLIKE_STOCK]
+    timed.sort(key=lambda step: step.timing.median if step.timing else 0.0)
+    if len(timed) < 2 or timed[0].timing is None:
+        return None
+    high = timed[0].timing.high
+    return timed[0] if all(step.timing and high < step.timing.low for step in timed[1:]) else None
+
+
+def _step_notes(results: Results) -> str:
     bad = [row for row in results.steps if row.detail]
-    notes = "".join(f"\n  {row.row} {row.variant}: {row.verdict}, {row.detail}" for row in bad)
-    return f"Training step, ms and peak GiB\n{table([['', *variants], *body])}{notes}"
+    return "".join(f"\n  {row.row} {row.variant}: {row.verdict}, {row.detail}" for row in bad)
+
+
+def _quartiles(timing: Timing | None) -> str:
+    return f"{1e3 * timing.low:.1f} to {1e3 * timing.high:.1f}" if timing and timing.samples > 1 else ""
+
+
+def _gibibytes(count: int | None) -> str:
+    return f"{count / 2**30:.1f}" if count else ""
 
 
 def _feature_table(results: Results) -> str | None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -197,16 +197,12 @@ def host_time(run: Call, calls: int, device: torch.device, *, seconds: float = 0
     return Timing.of(samples, "wall")
 
 
-def step_time(step: Call, device: torch.device, *, seconds: float = 1.5) -> Timing:
-    """Time from one step to the next of an unbroken run of steps, whatever bounds them, GPU or host."""
-    if device.type == "cpu":
-        return Timing.of([_wall([step])], "wall")
-    once = _between_events([step])[0]
-    return Timing.of(_between_events([step] * min(max(round(seconds / once), 5), 40)), "events")
+def host_and_step_time(call: Call, calls: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one of ``calls`` calls in a row, from an idle device.
 
-
-def synchronized_time(call: Call, calls: int, device: torch.device) -> float:
-    """Seconds of one of ``calls`` calls in a row, from an idle device until it is idle again."""
+    Returns:
+        The time until the last call has returned, which is the host's, and the time until the device is idle again.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -214,24 +210,45 @@ def synchronized_time(call: Call, calls: int, device: torch.device) -> float:
         began = time.perf_counter()
         for _ in range(calls):
             call()
+        returned = time.perf_counter()
         _synchronize(device)
-        return (time.perf_counter() - began) / calls
+        return (returned - began) / calls, (time.perf_counter() - began) / calls
     finally:
         if collecting:
             gc.enable()
 
 
-def peak_memory(call: Call, device: torch.device) -> int | None:
-    """The peak of allocated GPU memory during a call, in bytes; None on a CPU.
+def synchronized_time(call: Call, calls: int, device: torch.device) -> float:
+    """Seconds of one of ``calls`` calls in a row, from an idle device until it is idle again."""
+    return host_and_step_time(call, calls, device)[1]
 
-    The call runs once before: memory that only the first call needs, such as that of compiling, does not count.
+
+class PeakMemory(NamedTuple):
+    """The most GPU memory during a call, in bytes.
+
+    Attributes:
+        allocated: by tensors.
+        reserved: by PyTorch's allocator, for them and between them.
+    """
+
+    allocated: int
+    reserved: int
+
+
+def peak_memory(call: Call, device: torch.device) -> PeakMemory | None:
+    """The peak of GPU memory during a call; None on a CPU.
+
+    The call runs once before: memory that only the first call needs, such as that of compiling, does not count. What
+    was reserved for it and for others is given back before the call that counts.
     """
     if device.type == "cpu":
         return None
     call()
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    return torch.cuda.max_memory_allocated(device)
+    return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 
 
 def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .common import UsageError, interpret_without_gpu, results_folder, writing_to
-from .env_command import environment
+from .env_command import clocks, environment
 
 if TYPE_CHECKING:
     from ..bench.benchmark_run import BenchmarkRun
@@ -24,24 +24,29 @@ T = TypeVar("T")
 _PARTS = ("host", "models", "features", "kernels", "modes")
 _DTYPES = ("bfloat16", "float16", "float32")
 _VARIANTS = (
-    "of models: stock, fused, liger, liger-rope, torch (F.rms_norm), identity (no norms), identity-no-rope, compile, "
-    "fused-compile; of features: all, all again (a control), without rope, without qk, without residual, "
-    "without sandwich, without norms, without native replay, stock (default: all of them)"
+    "of models: stock, fused, fused-recompute, liger, liger-fused, compile-layers, fused-compile-layers, "
+    "compile-layers-max, compile, fused-compile, liger-norms, torch (F.rms_norm), identity (no norms), "
+    "identity-no-rope (default: the first seven); of features: all, all again (a control), without rope, without qk, "
+    "without residual, without sandwich, without norms, without native replay, stock (default: all of them)"
 )
 _MOST_JOBS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "host: the Python time of a call. models: training steps of whole models, beside peers. features: what each "
-        "option of apply_fused_norm saves on whole models, in interleaved rounds. kernels: GPU time of every operator, "
-        "beside peers. modes: the modes of the forward. NAMES are separated by commas. Results, tables and charts are "
-        "written to the folder of --out."
+        "host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of "
+        "apply_fused_norm saves on whole models. kernels: GPU time of every operator, beside peers. modes: the modes "
+        "of the forward. NAMES are separated by commas. Results, tables and charts are written to the folder of --out."
     )
     parser.add_argument(
         "part", nargs="?", choices=(*_PARTS, "all"), default="all", help="what to measure (default: all)"
     )
-    parser.add_argument("--rows", type=_names, metavar="NAMES", help="only these, such as 'add *,Qwen3-0.6B*'")
+    parser.add_argument(
+        "--rows",
+        type=_names,
+        metavar="NAMES",
+        help="only these, such as 'add *,Qwen3-0.6B*'; of models there are more than are measured without it",
+    )
     parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host (default: all)")
     parser.add_argument("--variants", type=_names, metavar="NAMES", help=_VARIANTS)
     parser.add_argument(
@@ -71,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "draws the results of another machine"
         )
     # After the lines above, because these import the kernels.
-    from ..bench import providers
+    from ..bench import model_variants, providers
     from ..bench.benchmark_run import BenchmarkRun
     from ..bench.results import Results
 
@@ -91,16 +96,18 @@ def run(args: argparse.Namespace) -> int:
             return _tune(benchmark_run, args)
         measurements = _measurements(benchmark_run, args)
         benchmark_run.measure_copy()
+        facts["clocks at first"] = clocks()
         for measure in measurements:
             measure()
         benchmark_run.measure_copy()
+        facts["clocks at last"] = clocks()
         benchmark_run.save()
         _report(benchmark_run.results, args.out)
     results = benchmark_run.results
     verdicts = [row.verdict for row in results.kernels if row.provider == providers.FUSED.name]
-    verdicts += [row.verdict for row in results.steps if row.variant in ("fused", "fused-compile")]
+    verdicts += [row.verdict for row in results.steps if row.variant in model_variants.OURS]
     verdicts += [row.verdict for row in results.features]
-    return int(any(verdict != "ok" for verdict in verdicts))
+    return int(any(verdict in ("wrong", "failed") for verdict in verdicts))
 
 
 def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[[], None]]:
@@ -111,10 +118,20 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
     """
     import torch
 
-    from ..bench import features, host, models, operator_cases, operator_timings, precompile, providers
+    from ..bench import (
+        features,
+        host,
+        model_cases,
+        model_variants,
+        models,
+        operator_cases,
+        operator_timings,
+        precompile,
+        providers,
+    )
 
     peers = _named(providers.PROVIDERS, args.providers, "provider")
-    variants = _named({name: name for name in (*models.VARIANTS, *features.VARIANTS)}, args.variants, "variant")
+    variants = _named({name: name for name in (*model_variants.VARIANTS, *features.VARIANTS)}, args.variants, "variant")
     every_dtype = {name: getattr(torch, name) for name in _DTYPES}
     dtypes = _named(every_dtype, args.dtype or ["bfloat16"], "dtype")
     wanted = _PARTS if args.part == "all" else (args.part,)
@@ -122,10 +139,12 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
     every_row = {
         "kernels": operator_cases.QUICK if quick else operator_cases.CASES,
         "modes": operator_cases.QUICK_MODES if quick else operator_cases.MODES,
-        "models": models.QUICK if quick else models.CASES,
+        "models": (*model_cases.QUICK, *model_cases.QUICK_BY_NAME) if quick else model_cases.CASES,
         "features": features.QUICK if quick else features.CASES,
     }
     rows = _matching({part: every_row[part] for part in wanted if part in every_row}, args.rows)
+    if args.rows is None:
+        rows["models"] = list(model_cases.QUICK if quick else model_cases.DEFAULT)
     mode_dtypes = dtypes if args.dtype else list(every_dtype.values())
     operators: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
         "host": (host.CASES, [torch.bfloat16], peers),
@@ -140,19 +159,20 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
     def measure_operators(part: Part, profile: bool) -> None:
         operator_timings.measure(benchmark_run, part, *operators[part], profile=profile)
 
-    def measure_models(compiled: bool) -> None:
-        chosen = [name for name in variants if name in models.VARIANTS and (name in models.COMPILED) == compiled]
-        models.measure(benchmark_run, rows["models"], chosen, dtypes[0])
+    def measure_models() -> None:
+        default = model_variants.DEFAULT if args.variants is None else variants
+        models.measure(
+            benchmark_run, rows["models"], [name for name in default if name in model_variants.VARIANTS], dtypes[0]
+        )
 
     def measure_features() -> None:
         chosen = [name for name in variants if name in features.VARIANTS]
         features.measure(benchmark_run, rows["features"], chosen, dtypes[0])
 
-    # In the order of _PARTS: after torch.profiler was used, launches may cost more host time. Compiled models are last,
-    # because they take longest.
+    # In the order of _PARTS: after torch.profiler was used, launches may cost more host time.
     measurements: dict[str, Callable[[], None]] = {
         "host": lambda: host.measure(benchmark_run, peers),
-        "models": lambda: measure_models(False),
+        "models": measure_models,
         "features": measure_features,
         "kernels": lambda: measure_operators("kernels", not args.no_profiler),
         "modes": lambda: measure_operators("modes", False),
@@ -160,7 +180,6 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
     return [
         lambda: precompile.precompile(benchmark_run, tasks, jobs),
         *(measurements[part] for part in wanted),
-        *([lambda: measure_models(True)] if "models" in wanted else []),
     ]
 
 
@@ -225,8 +244,11 @@ def _report(results: Results, folder: Path) -> None:
     written = "no charts: they need matplotlib, pip install 'fused-norm[plots]'"
     if importlib.util.find_spec("matplotlib"):
         written = ", ".join(path.name for path in plots.draw(results, folder)) or "no charts"
+    steps = tables.steps_in_markdown(results)
+    if steps:
+        (folder / "steps.md").write_text(steps + "\n", encoding="utf-8")
     print(text)
-    print(f"\nin {folder}: report.txt, {written}")
+    print(f"\nin {folder}: report.txt, {'steps.md, ' if steps else ''}{written}")
 
 
 def _names(text: str) -> list[str]:

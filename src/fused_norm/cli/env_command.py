@@ -60,12 +60,22 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def clocks() -> str:
+    """The clocks, temperature and power of every GPU at this moment, as nvidia-smi gives them."""
+    return _ask_nvidia_smi("clocks.sm,clocks.mem,temperature.gpu,power.draw").replace("\n", "; ")
+
+
 def _driver() -> str:
+    return _ask_nvidia_smi("driver_version").partition("\n")[0]
+
+
+def _ask_nvidia_smi(query: str) -> str:
+    """The values of a query, a line for each GPU, or why there are none."""
     if not shutil.which("nvidia-smi"):
         return "no nvidia-smi"
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi failed: {error}"
-    return found.stdout.split("\n")[0].strip() or f"nvidia-smi failed: {found.stderr.strip()}"
+    return found.stdout.strip() or f"nvidia-smi failed: {found.stderr.strip()}"

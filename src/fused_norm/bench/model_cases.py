@@ -1,0 +1,136 @@
+"""The rows of ``fused-norm bench models``: a model of a published shape, a kind of step and a size of batch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..model_configs import FAMILIES, tiny_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+StepKind = Literal[
+    "body",
+    "train",
+    "autocast",
+    "checkpointing",
+    "lora",
+    "packed",
+    "generate",
+    "generate static",
+    "cold start",
+    "fsdp2",
+]
+"""``body``: forward and backward without a head, from a fixed gradient of the last hidden state. ``train``: with head,
+loss and fused AdamW. ``autocast``: ``body`` with fp32 weights under autocast. ``checkpointing``: ``body`` with gradient
+checkpointing. ``lora``: ``body`` with adapters on every linear layer and all else frozen. ``packed``: ``body`` of
+sequences packed one behind the other into a row, with positions that start again. ``generate``: greedy generation with
+a dynamic cache, ``generate static`` with a static one. ``cold start``: the first ``body`` step of a new process with
+empty caches. ``fsdp2``: ``body`` of a model sharded over two GPUs."""
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model, one kind of step and one size of batch.
+
+    Attributes:
+        model_type: the family.
+        shape: name of one of the family's published models; None for its tiny model.
+        batch: sequences.
+        length: tokens in each; generated ones for a generation.
+        step: see ``StepKind``.
+        layers: of the published ones only so many, for a model whose whole does not fit; None for all of them.
+    """
+
+    model_type: str
+    shape: str | None
+    batch: int
+    length: int
+    step: StepKind = "body"
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in tables and for ``--rows``, such as ``Qwen3-0.6B 4x4096`` or ``Qwen3-0.6B train 4x4096``."""
+        kind = "" if self.step == "body" else f"{self.step} "
+        return f"{self.model_name} {kind}{self.batch}x{self.length}"
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model alone, such as ``Qwen3-0.6B``, ``Qwen3-8B (8 layers)`` or ``tiny-qwen3``."""
+        name = self.shape.partition("/")[2] if self.shape else f"tiny-{self.model_type}"
+        return name if self.layers is None else f"{name} ({self.layers} layers)"
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are generated instead of trained on."""
+        return self.step in ("generate", "generate static")
+
+    @property
+    def in_processes_of_its_own(self) -> bool:
+        """Whether the step cannot be taken in the process that asks for it."""
+        return self.step in ("cold start", "fsdp2")
+
+    def config(self) -> PreTrainedConfig:
+        """The config of the model.
+
+        Raises:
+            ValueError: the family has no such shape.
+        """
+        if self.shape is None:
+            return tiny_config(self.model_type)
+        from transformers import AutoConfig
+
+        shapes = {shape.name: shape for shape in FAMILIES[self.model_type].shapes}
+        if self.shape not in shapes:
+            raise ValueError(f"no shape {self.shape!r} of {self.model_type}; there are {', '.join(shapes)}")
+        sizes = {key: value for key, value in asdict(shapes[self.shape]).items() if key != "name"}
+        if self.layers is not None:
+            sizes["num_hidden_layers"] = self.layers
+        return AutoConfig.for_model(self.model_type, **sizes)
+
+
+QWEN3_06B = ("qwen3", "Qwen/Qwen3-0.6B")
+LLAMA_1B = ("llama", "meta-llama/Llama-3.2-1B")
+GEMMA_1B = ("gemma3_text", "google/gemma-3-1b-pt")
+_QWEN3_4B = ("qwen3", "Qwen/Qwen3-4B")
+_QWEN3_8B = ("qwen3", "Qwen/Qwen3-8B")
+_LLAMA_8B = ("llama", "meta-llama/Llama-3.1-8B")
+_SMALL = (QWEN3_06B, LLAMA_1B, GEMMA_1B)
+
+DEFAULT: tuple[ModelCase, ...] = (*(ModelCase(*model, 4, 4096) for model in _SMALL), ModelCase(*QWEN3_06B, 1, 512))
+"""What is measured where no rows are named: with the default variants nine minutes on an H200."""
+
+CASES: tuple[ModelCase, ...] = (
+    *DEFAULT,
+    ModelCase(*_QWEN3_4B, 4, 4096),
+    *(ModelCase(*model, 1, 512) for model in (LLAMA_1B, GEMMA_1B, _QWEN3_4B)),
+    *(ModelCase(*model, 1, 16384) for model in (*_SMALL, _QWEN3_4B)),
+    *(ModelCase(*model, 4, 4096, layers=8) for model in (_QWEN3_8B, _LLAMA_8B)),
+    *(ModelCase(*model, 4, 4096, step="train") for model in _SMALL),
+    *(ModelCase(*model, 4, 4096, step="autocast") for model in _SMALL),
+    *(ModelCase(*model, 4, 4096, step="checkpointing") for model in _SMALL),
+    *(ModelCase(*model, 4, 4096, step="lora") for model in _SMALL),
+    *(ModelCase(*model, 1, 16384, step="packed") for model in _SMALL),
+    *(ModelCase(*QWEN3_06B, batch, 32, step="generate") for batch in (1, 32)),
+    *(ModelCase(*QWEN3_06B, batch, 32, step="generate static") for batch in (1, 32)),
+    ModelCase(*QWEN3_06B, 4, 4096, step="cold start"),
+    *(ModelCase(*model, 4, 4096, step="fsdp2") for model in (QWEN3_06B, LLAMA_1B)),
+)
+
+QUICK: tuple[ModelCase, ...] = (ModelCase("qwen3", None, 1, 16), ModelCase("gemma3_text", None, 1, 16))
+"""Tiny models, which show on a CPU that the measurements run."""
+
+QUICK_BY_NAME: tuple[ModelCase, ...] = (
+    ModelCase("qwen3", None, 1, 16, step="train"),
+    ModelCase("qwen3", None, 1, 16, step="autocast"),
+    ModelCase("qwen3", None, 1, 16, step="checkpointing"),
+    ModelCase("qwen3", None, 1, 16, step="lora"),
+    ModelCase("qwen3", None, 1, 16, step="packed"),
+    ModelCase("qwen3", None, 1, 2, step="generate"),
+    ModelCase("qwen3", None, 2, 2, step="generate static"),
+    ModelCase("qwen3", None, 1, 16, step="cold start"),
+    ModelCase("qwen3", None, 1, 16, step="fsdp2"),
+)
+"""A tiny model for every other kind of step."""
