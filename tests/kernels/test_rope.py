@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fused_norm.kernels import rope
 from fused_norm.kernels.triton.memory import empty_rows_like
+from fused_norm.kernels.triton.qk_launch import launch_qk_forward
 
 from .conftest import Launched
-from .numerics import BF16, FP16, FP32, Norm, far_apart, floor
+from .numerics import BF16, FP16, FP32, Guarded, Norm, far_apart, floor
 from .test_qk_norm import LAYOUTS, Inputs, _steps, make_inputs, rotate_part, rotate_whole
 from .test_qk_norm import Heads as NormedHeads
 
@@ -160,6 +161,18 @@ def test_one_launch_each_way_that_keeps_cos_and_sin_alone(launches: list[Launche
     assert len(launches) == 2
     present = {t.data_ptr() for t in launches[1].tensors if t is not None}
     assert not present & {t.data_ptr() for t in (q, k, *outputs)}
+
+
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_nothing_is_written_outside(rotary: int, device: str) -> None:
+    i, guarded = make_inputs(Heads(rotary), 16, device), Guarded()
+    expected = run(Heads(rotary).fused, i)
+    found = {name: guarded(value) for name, value in expected.items()}
+    sides = (i.q, i.k, None, None, i.cos, i.sin), (i.dq, i.dk, None, None, i.cos, i.sin)
+    launch_qk_forward(None, sides[0], (found["q_out"], found["k_out"]), 1)
+    launch_qk_forward(None, sides[1], (found["dq"], found["dk"]), 1, inverse=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert guarded.intact()
 
 
 @pytest.mark.parametrize("used", ["q", "k"])
