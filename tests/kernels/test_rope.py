@@ -66,7 +66,7 @@ def _slow(*values: object) -> list[object]:
 
 
 @pytest.mark.parametrize("angles", ["its own", FP32], ids=str)
-@pytest.mark.parametrize("x", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("x", [BF16, FP32, *_slow(FP16)], ids=str)
 def test_outputs_have_the_bits_of_stock_and_gradients_are_as_accurate(
     x: torch.dtype, angles: object, device: str
 ) -> None:
@@ -79,13 +79,13 @@ def test_outputs_have_the_bits_of_stock_and_gradients_are_as_accurate(
 def test_gradients_are_rounded_once(device: str) -> None:
     for rotary in (16, 8):
         heads = Heads(rotary)
-        inputs = make_inputs(heads, 16, device, tokens=40)
+        inputs = make_inputs(heads, 16, device, tokens=20)
         ours, truth = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
         for name in ("dq", "dk"):
-            assert (ours[name] != truth[name].to(BF16)).double().mean() < 1e-3
+            assert (ours[name] != truth[name].to(BF16)).double().mean() < 2e-3
 
 
-@pytest.mark.parametrize("width", [2, 80, *_slow(6, 64, 130, 256, 6000)])
+@pytest.mark.parametrize("width", [80, *_slow(2, 6, 64, 130, 256, 6000)])
 def test_every_width(width: int, device: str) -> None:
     for rotary in {width, max(2, width // 4 * 2 - 2)}:
         heads = Heads(rotary)
@@ -97,7 +97,7 @@ def test_every_width(width: int, device: str) -> None:
     [
         (37, 1),
         (2, 5),
-        *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 40), (19, 5), (5, 14), (2, 40))),
+        *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((37, 1), (1, 40), (19, 5), (5, 14), (2, 40))),
     ],
 )
 def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) -> None:
@@ -107,7 +107,14 @@ def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) ->
 
 
 @pytest.mark.parametrize("arguments", [("q", "dk"), pytest.param(("k", "dq"), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("layout", ["half of a chunk", "columns first", *_slow(*LAYOUTS)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "half of a chunk",
+        "columns first",
+        *_slow(*(name for name in LAYOUTS if name not in ("half of a chunk", "columns first"))),
+    ],
+)
 def test_heads_are_read_in_any_layout(layout: str, arguments: tuple[str, ...], device: str) -> None:
     for heads in (Heads(16), Heads(8)):
         inputs = make_inputs(heads, 16, device, q_heads=2, tokens=3)
@@ -175,7 +182,7 @@ def test_nothing_is_written_outside(rotary: int, device: str) -> None:
     assert guarded.intact()
 
 
-@pytest.mark.parametrize("used", ["q", "k"])
+@pytest.mark.parametrize("used", ["k", *_slow("q")])
 def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launched], device: str) -> None:
     for rotary in (16, 8):
         heads = Heads(rotary)
