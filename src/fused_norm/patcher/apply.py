@@ -29,12 +29,13 @@ def apply_fused_norm(
     rope: bool | None = None,
     residual: bool | None = None,
     sandwich: bool | None = None,
+    mlp: bool | None = None,
     modules: ModuleFilter | None = None,
     strict: bool = True,
 ) -> PatchReport:
-    """Make the RMSNorms, q/k norms and residual-add+norm blocks of ``model`` run as fused kernels, in place.
+    """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
 
-    Norms are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
+    They are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
     code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are.
 
     Applied again it makes of the model what it would make of the stock one: the options are those of the last call, the
@@ -44,9 +45,10 @@ def apply_fused_norm(
         model: a transformers model, or any module that holds one; on any device, meta included.
         norms: fuse the RMSNorms that are not q or k norms; None is on.
         qk: fuse the norms of queries and keys; None is on.
-        rope: compute the q and k norms together with the rotary embedding after them; None follows ``qk``.
+        rope: fuse the rotary embedding, with the q and k norms where they come before it; None follows ``qk``.
         residual: fuse a residual add with the norm after it in the layer; None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
+        mlp: fuse the activation of a gated MLP with the product after it; None is on.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
@@ -60,7 +62,7 @@ def apply_fused_norm(
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(
-        norms=norms, qk=qk, rope=rope, residual=residual, sandwich=sandwich, modules=modules, strict=strict
+        norms=norms, qk=qk, rope=rope, residual=residual, sandwich=sandwich, mlp=mlp, modules=modules, strict=strict
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
