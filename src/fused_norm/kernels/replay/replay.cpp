@@ -527,7 +527,8 @@ Pointer new_node(Arguments&&... arguments) {
 
 // ---- Calls from Python ----
 
-// A call has the meaning of the norm, which is told apart by its address, then tensors, then other values.
+// A call has the meaning of the norm, which is told apart by its address (None where there is no norm), then tensors, then
+// other values.
 std::shared_ptr<Signature> record(Operation* self, PyObject* const* arguments, bool differentiable) {
   const Py_ssize_t count = 1 + self->tensors + self->values;
   Owned packed = own(PyTuple_New(count));
