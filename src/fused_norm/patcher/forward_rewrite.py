@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .activation_recognition import Activation
-from .forward_source import compiled, definition_of, global_of, self_name
+from .forward_source import SourceError, compiled, definition_of, global_of, self_name
 from .gates import Gate, GateRewrite, PlacedGate, find_gates, fuse_gate
 from .norm_recognition import UnrecognisedError
 from .query_key_norms import Pair, PairRewrite, PlacedPair, find_pairs, fuse_pair
@@ -46,12 +46,18 @@ def patterns_of(layer: Any) -> Patterns:
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
     """
-    return _patterns_of(layer, layer.forward)
+    patterns = _patterns_of(layer, layer.forward)
+    if isinstance(patterns, SourceError):
+        raise type(patterns)(str(patterns))
+    return patterns
 
 
 @cache
-def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns:
-    definition, function, _ = definition_of(layer)
+def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns | SourceError:
+    try:
+        definition, function, _ = definition_of(layer)
+    except SourceError as error:
+        return error.with_traceback(None)
     places = _places_in(definition, self_name(function))
     return Patterns(
         adds=tuple(place.add for place in places.adds),
