@@ -26,7 +26,7 @@ from fused_norm.patcher import apply
 from fused_norm.spec import KINDS
 
 SITES = FAMILIES["qwen3"].sites()
-SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['rope']} rope, {SITES['residual']} residual"
+SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['rope']} rope, {SITES['residual']} residual, {SITES['mlp']} mlp"
 
 
 def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -399,7 +399,7 @@ def test_run_covers_processes_that_the_script_spawns(script, capfd):
         main(["run", "--no-rope", str(path)])
     assert end.value.code == 0
     error = capfd.readouterr().err
-    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual" in error
+    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual, {SITES['mlp']} mlp" in error
 
 
 @pytest.mark.slow
@@ -478,7 +478,7 @@ def test_run_says_where_processes_would_ignore_what_it_tells_them(strict, script
 def test_run_fuses_only_what_it_is_told(script, capsys):
     assert main(["run", "--no-qk", str(script(LOAD))]) == 0
     error = capsys.readouterr().err
-    assert f"{SITES['norm']} norm, {SITES['residual']} residual" in error
+    assert f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp" in error
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,13 @@ def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
     return counts(**FAMILIES[model_type].sites(layers))
 
 
+def experts(model_type: str) -> set[str]:
+    """The paths of the experts in a family's tiny model, which are kept."""
+    family = FAMILIES[model_type]
+    sparse = range(family.tiny["num_hidden_layers"]) if family.dense_layers is not None else ()
+    return {f"model.layers.{layer}.mlp.experts" for layer in sparse if layer not in family.dense_layers}
+
+
 def counts(**fused: int) -> dict[Kind, int]:
     """The counts of a report: these, and none of the other kinds."""
     return dict.fromkeys(KINDS, 0) | fused

@@ -140,9 +140,10 @@ def test_a_rotation_replaced_in_its_module_is_called(device: str, monkeypatch, l
     assert launches.count("qk_norm") == 2
     assert "qk_norm_rope" not in launches
     fresh = copy.deepcopy(stock)
-    report = fused_norm.apply_fused_norm(fresh, strict=False)
+    report = fused_norm.apply_fused_norm(fresh)
     assert report.counts == {**sites("qwen3"), "rope": 0}
-    assert {site.reason for site in report.kept} == {"rotate does not compute the half rotation of q and k"}
+    assert {(site.kind, site.cause) for site in report.kept} == {("rope", "owner")}
+    assert all("apply_rotary_pos_emb was replaced, by" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, fresh, tokens(device))
 
 

@@ -10,10 +10,10 @@ from torch import nn
 from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter
 from ..spec import FusedNormError, Kind
-from .class_swap import change_class, origin_of
+from .class_swap import change_class, class_forward_replaced, origin_of, stock_class
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
-from .patch_report import PatchReport
+from .patch_report import PatchReport, Site
 from .survey import ClassChange, survey
 
 logger = logging.getLogger("fused_norm")
@@ -67,6 +67,7 @@ def apply_fused_norm(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     sites, changes = survey(model, options)
+    sites = [*sites, *_sites_of_others(model, sites)]
     report = PatchReport(
         model=type(model).__name__,
         model_type=getattr(getattr(model, "config", None), "model_type", None),
@@ -111,6 +112,32 @@ def _check(model: nn.Module, report: PatchReport) -> None:
             f"{type(model).__name__} lacks sites that its family is known to have; "
             "pass strict=False to fuse the others\n  " + "\n  ".join(missing[:_LISTED]) + more
         )
+
+
+def _sites_of_others(model: nn.Module, sites: list[Site]) -> Iterator[Site]:
+    """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is found."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = {(site.kind, path) for site in sites for path in _ancestors(site.path)}
+    for prefix, decoder, family in _known_decoders(model):
+        layer_class = stock_class(getattr(decoder, family.layers)[0])
+        for expected, kind in _expected_sites(prefix, decoder, family):
+            path = _first_path(model, expected, paths)
+            if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
+                continue
+            found.add((kind, path))
+            origin = stock_class(model.get_submodule(path))
+            reason = class_forward_replaced(origin)
+            if reason is None and origin.__module__ != layer_class.__module__:
+                reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
+            if reason is not None:
+                yield Site(path, kind, origin.__name__, reason=reason, cause="owner")
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """A path and those of the modules around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _known_decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
