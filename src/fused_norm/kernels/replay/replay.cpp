@@ -633,7 +633,11 @@ PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, 
       }
       NodePointer node = new_node<NodePointer>(self, signature, std::move(edges));
       for (Tensor& output : outputs) {
-        torch::autograd::create_gradient_edge(output, node);
+        if (output.defined()) {
+          torch::autograd::create_gradient_edge(output, node);
+        } else {
+          node->add_input_metadata(Node::undefined_input());
+        }
       }
       auto& saved = static_cast<ReplayNode*>(node.get())->saved;
       saved.reserve(program.saved.size());

@@ -1,13 +1,15 @@
 """The gate of an MLP in Triton, ``act(gate) * up``, forward and backward: kernels and their launchers.
 
-``share`` is the factor of every activation here: ``act(gate) = gate * share``. Tensors whose rows follow each other are
-one long row (FLAT), tiles of which are cut without regard to rows; elsewhere a tile is ROWS by BLOCK columns of rows at
-one stride each. PACKED: up lies behind gate in the same row, and so do their gradients. ``dy``, ``dgate`` and ``dup``
-are gradients.
+``share`` is the factor that makes an activation of its argument, ``act(x) = x * share``; ``dy``, ``dgate`` and ``dup``
+are gradients. Without a pointer to up it lies behind gate in the same row, as dup then does behind dgate.
+
+Rows that follow each other in all tensors are one long row, which tiles cut anywhere: M counts its grains of GRAIN
+elements, so that the compiler knows how wide a load may be. Elsewhere GRAIN is 0, and tiles are ROWS by BLOCK columns.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -22,15 +24,15 @@ from .memory import INT32_LIMIT, dtypes_of, empty_rows_like, promoted, same_rows
 
 
 @triton.jit
-def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr):
-    """This program's rows [ROWS] and columns [BLOCK], and what of them there is; M counts elements if FLAT."""
+def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr):
+    """This program's rows [ROWS] and columns [BLOCK], and what of them there is."""
     program = tl.program_id(0)
     if LONG:
-        program = program.to(tl.int64)
-    if FLAT:
+        program, M = program.to(tl.int64), M.to(tl.int64)
+    if GRAIN:
         row = tl.zeros([1], tl.int32)
         col = program * BLOCK + tl.arange(0, BLOCK)
-        live = (col < M)[None, :]
+        live = (col < M * GRAIN)[None, :]
     else:
         blocks = tl.cdiv(N, BLOCK)
         row = program // blocks * ROWS + tl.arange(0, ROWS)
@@ -52,7 +54,7 @@ def _tanh_argument(x):
 
 @triton.jit
 def _share(x, ACTIVATION: tl.constexpr):
-    """What x is multiplied by."""
+    """``share`` with the rounding that it has in PyTorch, where one is added to what may be nearly -1."""
     if ACTIVATION == "silu":
         return 1.0 / (1.0 + tl.exp(-x))
     if ACTIVATION == "gelu":
@@ -64,14 +66,22 @@ def _share(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, share, ACTIVATION: tl.constexpr):
-    """The derivative of the activation."""
-    if ACTIVATION == "silu":
-        return share * (1.0 + x * (1.0 - share))
+def _share_and_slope(x, ACTIVATION: tl.constexpr):
+    """``share`` and the derivative of the activation."""
     if ACTIVATION == "gelu":
-        return share + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
-    inner = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * (x * x))
-    return share * (1.0 + x * (1.0 - share) * inner)
+        share = _share(x, ACTIVATION)
+        return share, share + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    # share is the logistic function of z. Of the two parts of one the smaller comes first, not from a difference.
+    z = x
+    change = 1.0
+    if ACTIVATION == "gelu_tanh":
+        z = 2.0 * _tanh_argument(x)
+        change = 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
+    power = tl.exp(-tl.abs(z))
+    less = power / (1.0 + power)
+    more = 1.0 - less
+    share = tl.where(z < 0.0, less, more)
+    return share, share + x * (less * more) * change
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -81,9 +91,9 @@ def _glu_forward_kernel(
     y_ptr,  # [M, N]
     M,
     N, gate_stride, up_stride, y_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, col, live = _tile(M, N, ROWS, BLOCK, FLAT, LONG)
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
     up = (gate_ptr + N, gate_stride)
     if up_ptr is not None:
         up = (up_ptr, up_stride)
@@ -102,12 +112,12 @@ def _glu_backward_kernel(
     dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
     M,
     N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, col, live = _tile(M, N, ROWS, BLOCK, FLAT, LONG)
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
     dy = _load((dy_ptr, dy_stride), row, col, live)
     gate = _load((gate_ptr, gate_stride), row, col, live)
-    share = _share(gate, ACTIVATION)
+    share, slope = _share_and_slope(gate, ACTIVATION)
     if up_ptr is None or dup_ptr is not None:
         activated = round_to(gate * share, gate_ptr.dtype.element_ty)
         if up_ptr is None:
@@ -119,7 +129,7 @@ def _glu_backward_kernel(
             up = _load((gate_ptr + N, gate_stride), row, col, live)
         else:
             up = _load((up_ptr, up_stride), row, col, live)
-        store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * _slope(gate, share, ACTIVATION))
+        store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
 
 
 def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -152,19 +162,19 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], activation: str, li
     lead, *others = tensors
     assert lead is not None
     arranged, spacing = same_rows(lead, *others)
-    rows = size // width
-    flat = all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True))
+    rows, grain = size // width, 0
+    if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
+        grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
-    block_width = None if flat else width
-    key = kernel, like.device, dtypes_of(*arranged), activation, block_width, long
+    key = kernel, like.device, dtypes_of(*arranged), activation, grain or -width, long
     planned = _planned.get(key)
     if planned is None:
-        plan = glu_plan(block_width, kernel is _glu_backward_kernel, facts_of(like.device))
-        constants = {"ROWS": plan.rows, "BLOCK": plan.block, "FLAT": flat, "LONG": long, "ACTIVATION": activation}
+        plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, facts_of(like.device))
+        constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
         planned = _planned[key] = plan, Launch(kernel, plan.warps, constants, fuse=False)
     plan, launch = planned
-    if flat:
-        launch((-(-size // plan.block), 1), tuple(arranged), (size,), (0,) * (1 + len(spacing)))
+    if grain:
+        launch((-(-size // plan.block), 1), tuple(arranged), (size // grain,), (0,) * (1 + len(spacing)))
     else:
         tiles = -(-rows // plan.rows) * -(-width // plan.block)
         launch((tiles, 1), tuple(arranged), (rows,), (width, *spacing))

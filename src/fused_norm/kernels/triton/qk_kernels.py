@@ -80,12 +80,13 @@ def _normed(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """n, rounded to its dtype, of columns that are loaded."""
-    if SPEC is None:
-        return x
-    n = normalised(x, rstd, x_dtype, SPEC)
-    if w_ptr is not None:
-        n = n * _gamma_at(w_ptr, start, col, end, SPEC)
-    return round_to(n, NORMED)
+    n = x
+    if SPEC is not None:
+        n = normalised(x, rstd, x_dtype, SPEC)
+        if w_ptr is not None:
+            n = n * _gamma_at(w_ptr, start, col, end, SPEC)
+        n = round_to(n, NORMED)
+    return n
 
 
 @triton.jit
