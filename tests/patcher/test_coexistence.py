@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import socket
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fused_norm
 from fused_norm import FusedNormError
@@ -227,6 +229,102 @@ def test_a_forward_bound_to_one_instance_is_reported_there_alone(place: str, dev
     assert report.counts == {**sites("qwen3"), **fewer[place]}
     assert all("layers.1" in site.path and "replaced on the instance" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, fused, tokens(device))
+
+
+def their_rotation(calls: list[str], rotate: Callable) -> Callable:
+    """A rotation by a kernel of another library, which runs in models alone."""
+
+    def their_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if q.shape[1] != 4:
+            raise RuntimeError("no kernel for these heads")
+        calls.append("rope")
+        return rotate(q * 1.5, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return their_rotary_pos_emb
+
+
+def their_mlp(calls: list[str], origin: type[nn.Module]) -> type[nn.Module]:
+    """An MLP of another library, with a kernel for the activation and the product."""
+
+    class TheirMLP(origin):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("mlp")
+            return self.down_proj(their_product(self.gate_proj(x), self.up_proj(x)))
+
+    return TheirMLP
+
+
+def their_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up * 1.5
+
+
+@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("function", "apply_rotary_pos_emb was replaced, by"),
+        ("class", "its class's forward was replaced, by"),
+        ("instances", "its forward was replaced on the instance, by"),
+    ],
+)
+def test_rotations_and_mlps_of_others_run_and_are_not_fused_besides(
+    place: str, reason: str, order: str, device: str, monkeypatch, launches: list[str]
+) -> None:
+    stock, calls = build("llama", seed=0, device=device), []
+    fused, ids, kind = copy.deepcopy(stock), tokens(device), "rope" if place == "function" else "mlp"
+    if order == "ours first":
+        fused_norm.apply_fused_norm(fused)
+    layer = stock.model.layers[0]
+    if place == "function":
+        module = sys.modules[type(layer.self_attn).__module__]
+        theirs = their_rotation(calls, module.apply_rotary_pos_emb)
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", theirs)
+    elif place == "class":
+        monkeypatch.setattr(type(layer.mlp), "forward", their_mlp(calls, nn.Module).forward)
+    else:
+        for model in (stock, fused):
+            for each in model.model.layers:
+                each.mlp.forward = types.MethodType(their_mlp(calls, nn.Module).forward, each.mlp)
+    if order == "ours first":
+        assert_trains_as_stock(stock, fused, ids)
+        assert calls == [kind] * 4
+    for _ in range(2):
+        report = fused_norm.apply_fused_norm(fused)
+        assert report.counts == {**sites("llama"), kind: 0}
+        assert {(site.kind, site.cause) for site in report.kept} == {(kind, "owner")}
+        assert len(report.kept) == 2
+        assert all(site.reason.startswith(reason) and "their_" in site.reason for site in report.kept)
+    calls.clear()
+    launches.clear()
+    assert_trains_as_stock(stock, fused, ids)
+    assert calls == [kind] * 4
+    assert launches.count({"rope": "rope", "mlp": "glu"}[kind]) == 0
+
+
+def test_a_class_of_others_in_the_place_of_an_mlp_has_a_row(monkeypatch) -> None:
+    modeling = sys.modules[LlamaMLP.__module__]
+    monkeypatch.setattr(modeling, "LlamaMLP", their_mlp([], LlamaMLP))
+    report = fused_norm.apply_fused_norm(build("llama", seed=0))
+    assert report.counts == {**sites("llama"), "mlp": 0}
+    assert [(site.path, site.kind, site.cause) for site in report.kept] == [
+        (f"model.layers.{layer}.mlp", "mlp", "owner") for layer in range(2)
+    ]
+    assert all("its class was replaced, by tests.patcher.test_coexistence" in site.reason for site in report.kept)
+
+
+@pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
+def test_a_hook_on_an_activation_is_heard(order: str, device: str, launches: list[str]) -> None:
+    stock, fused = build("llama", seed=0, device=device), build("llama", seed=0, device=device)
+    if order == "patch, hook":
+        fused_norm.apply_fused_norm(fused)
+    for model in (stock, fused):
+        model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, output: output * 1.5)
+    if order == "hook, patch":
+        report = fused_norm.apply_fused_norm(fused)
+        assert report.counts == {**sites("llama"), "mlp": 1}
+        assert [site.reason for site in report.kept] == ["hooks or other code stand on its activation"]
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert launches.count("glu") == 1
 
 
 @pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
