@@ -161,16 +161,16 @@ def _qk_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     return x + (q * k).tanh().transpose(1, 2).flatten(2)
 
 
-def _rope(block: Block, x: Tensor, w: Tensor, _: Tensor) -> Tensor:
+def _rope(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     q, k = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in (x.sin(), x))
     angles = x[..., : q.shape[-1]].detach()
     q, k = rope(q, k, angles.cos(), angles.sin())
     q, _ = rope(q, None, angles[..., :4].cos(), angles[..., :4].sin())
-    return x + (q * k).tanh().transpose(1, 2).flatten(2)
+    return x + (q * k).tanh().transpose(1, 2).flatten(2) * w + other
 
 
-def _glu(block: Block, x: Tensor, w: Tensor, _: Tensor) -> Tensor:
-    return x + glu(torch.cat((glu(x.sin(), x), w.expand_as(x)), dim=-1), activation="gelu_tanh")
+def _glu(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    return other + glu(torch.cat((glu(x.sin(), x), w.expand_as(x)), dim=-1), activation="gelu_tanh")
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {

@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from fused_norm.kernels import add_rms_norm, norm_add_norm, qk_norm_rope, reference, replay, rms_norm
+from fused_norm.kernels import add_rms_norm, glu, norm_add_norm, qk_norm_rope, reference, replay, rms_norm, rope
 from fused_norm.kernels.operator import norm_spec, set_executor
 from fused_norm.kernels.replay import recorder
 from fused_norm.kernels.replay.build import load
 from fused_norm.kernels.replay.executor import ReplayExecutor
 from fused_norm.kernels.replay.recorder import NotRecordableError, Recorder
 
-from . import fuzz_replay, replay_on_cpu, sandwich, test_qk_norm
+from . import fuzz_replay, replay_on_cpu, sandwich, test_glu, test_qk_norm, test_rope
 from .conftest import OPERATORS, Halves, replayed_natively
 from .numerics import BF16, FP16, FP32, Norm, make_inputs, run
 
@@ -51,6 +51,27 @@ def _sandwich(case: sandwich.Sandwich, **options: Any) -> Callable[[str], Result
 
 def _heads(heads: test_qk_norm.Heads, frozen: tuple[str, ...] = ()) -> Callable[[str], Results]:
     return lambda device: test_qk_norm.run(heads.fused, test_qk_norm.make_inputs(heads, 16, device), frozen)
+
+
+def _turned(heads: test_rope.Heads, used: str = "qk") -> Callable[[str], Results]:
+    return lambda device: test_rope.run(heads.fused, test_qk_norm.make_inputs(heads, 16, device), used)
+
+
+def _turned_alone(device: str) -> Results:
+    inputs = test_qk_norm.make_inputs(test_rope.Heads(8), 16, device)
+    q = inputs.q.requires_grad_()
+    y, nothing = rope(q, None, inputs.cos, inputs.sin)
+    assert nothing is None
+    return {"y": y.detach(), "dq": torch.autograd.grad(y, q, inputs.dq)[0]}
+
+
+def _gate(activation: str, up: torch.dtype | None = BF16, gate: torch.dtype = BF16) -> Callable[[str], Results]:
+    def results(device: str) -> Results:
+        torch.manual_seed(0)
+        given = test_glu.inputs(device, 3, 5, 40, gate=gate, up=up)
+        return dict(zip(("y", "dgate", "dup"), test_glu.run(glu, *given, activation), strict=False))
+
+    return results
 
 
 GEMMA_SANDWICH = sandwich.Sandwich("gemma", True, BF16, BF16, BF16, BF16)
@@ -90,6 +111,16 @@ CASES = {
         _heads(test_qk_norm.Heads(QK), ("q", "k_weight")),
         _heads(test_qk_norm.Heads(QK, 16, BF16)),
         _heads(test_qk_norm.Heads(Norm("gemma", True, x=BF16, w=BF16), 8, FP32)),
+    ],
+    "rope": [
+        _turned(test_rope.Heads()),
+        _turned(test_rope.Heads(8, BF16, FP32), "k"),
+        _turned_alone,
+    ],
+    "glu": [
+        _gate("silu"),
+        _gate("gelu", FP32),
+        _gate("gelu_tanh", None),
     ],
 }
 

@@ -52,9 +52,9 @@ class Glu(Operator):
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
-        dup = empty_rows_like(up) if need_dup else None
+        dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            launch_glu_backward(dy, gate, up, dgate, dup, call.facts[0])
+            launch_glu_backward(gate, up, dy, dgate, dup, call.facts[0])
         return dgate, dup
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:

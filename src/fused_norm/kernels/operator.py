@@ -177,7 +177,8 @@ class Operator(ABC):
         """``forward``, in the way that fits the tensors."""
         if _is_plain(arguments[: self.tensor_count]):
             return self.forward(spec, *arguments, training=training)
-        return self._forward_op(*_values(spec), *arguments, training)
+        results = self._forward_op(*_values(spec), *arguments, training)
+        return (results,) if isinstance(results, Tensor) else results
 
     def only_outputs(self, results: Sequence[Any]) -> Any:
         """The part of a forward's results that a call returns."""

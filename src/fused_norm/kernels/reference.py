@@ -121,7 +121,9 @@ def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
     gate, up = _halves(gate, up)
     if activation == "silu":
-        return torch.nn.functional.silu(gate) * up
+        # PyTorch's own silu has no tangents of its gradient.
+        x = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return (x * torch.sigmoid(x)).to(gate.dtype) * up
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 

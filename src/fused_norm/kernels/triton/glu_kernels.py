@@ -105,13 +105,13 @@ def _glu_forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _glu_backward_kernel(
-    dy_ptr,  # [M, N]
     gate_ptr,  # [M, N]
     up_ptr,  # [M, N] or None: behind gate
+    dy_ptr,  # [M, N]
     dgate_ptr,  # [M, N] or None
     dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
     M,
-    N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    N, gate_stride, up_stride, dy_stride, dgate_stride, dup_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
@@ -148,20 +148,21 @@ def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: s
 
 
 def launch_glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None, activation: str
+    gate: Tensor, up: Tensor | None, dy: Tensor, dgate: Tensor | None, dup: Tensor | None, activation: str
 ) -> None:
-    """Write the gradients that are there, from ``empty_rows_like`` of gate and up; one of them is."""
-    _launch(_glu_backward_kernel, (dy, gate, up, dgate, dup), activation, dy)
+    """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is."""
+    _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation, dy)
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], activation: str, like: Tensor) -> None:
-    """Launch a kernel on rows that are as many and, but for packed ones, as wide as those of ``like``."""
+def _launch(kernel: Any, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], activation: str, like: Tensor) -> None:
+    """Launch a kernel on rows in the order of the first tensor, as many and, but for packed ones, as wide as ``like``.
+
+    What it writes lies in that order; what it reads is copied where it does not.
+    """
     size, width = like.numel(), like.shape[-1]
     if size == 0:
         return
-    lead, *others = tensors
-    assert lead is not None
-    arranged, spacing = same_rows(lead, *others)
+    arranged, spacing = same_rows(*tensors)
     rows, grain = size // width, 0
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)

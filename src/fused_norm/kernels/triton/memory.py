@@ -87,9 +87,13 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def memory_order(x: Tensor) -> list[int]:
     """The leading dimensions from the slowest to the fastest in memory."""
-    if x.is_contiguous():
-        return list(range(x.dim() - 1))
-    return sorted(range(x.dim() - 1), key=x.stride, reverse=True)
+    order: list[int] = []
+    for dim in range(x.dim() - 1):
+        place = len(order)
+        while place and x.stride(order[place - 1]) < x.stride(dim):  # Dynamo sorts no symbols, but compares them
+            place -= 1
+        order.insert(place, dim)
+    return order
 
 
 def against_heads(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[int]]:

@@ -1,0 +1,247 @@
+"""rope: outputs bit for bit those of transformers, gradients, strides, and what is kept for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels import rope
+from fused_norm.kernels.triton.memory import empty_rows_like
+
+from .conftest import Launched
+from .numerics import BF16, FP16, FP32, Norm, far_apart, floor
+from .test_qk_norm import LAYOUTS, Inputs, _steps, make_inputs, rotate_part, rotate_whole
+from .test_qk_norm import Heads as NormedHeads
+
+
+class Heads(NormedHeads):
+    """q and k that are rotated alone."""
+
+    def __init__(self, rotary: int = 16, x: torch.dtype = BF16, angles: torch.dtype = BF16) -> None:
+        super().__init__(Norm("llama", x=x, w=None), rotary, angles)
+
+    def fused(self, i: Inputs) -> tuple[Tensor, Tensor]:
+        return rope(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim)
+
+    def stock(self, i: Inputs) -> tuple[Tensor, Tensor]:
+        """transformers' own RoPE."""
+        rotate = rotate_whole if i.cos.shape[-1] == i.q.shape[-1] else rotate_part
+        return rotate(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim)
+
+
+def run(function: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, used: str = "qk") -> dict[str, Tensor]:
+    """Outputs and, of those that are used, gradients."""
+    leaves = {side: getattr(inputs, side).detach().requires_grad_() for side in "qk"}
+    outputs = dict(zip("qk", function(replace(inputs, **leaves)), strict=True))
+    incoming = {"q": inputs.dq, "k": inputs.dk}
+    grads = torch.autograd.grad([outputs[s] for s in used], [leaves[s] for s in used], [incoming[s] for s in used])
+    found = {f"{side}_out": output.detach() for side, output in outputs.items()}
+    return found | {f"d{side}": grad for side, grad in zip(used, grads, strict=True)}
+
+
+def assert_right(heads: Heads, inputs: Inputs) -> dict[str, Tensor]:
+    """Outputs have stock's bits and strides; gradients are as near to float64 as stock's, and lie as q and k do."""
+    ours, stock = run(heads.fused, inputs), run(heads.stock, inputs)
+    truth = run(heads.stock, inputs.mapped(Tensor.double))
+    for name in ("q_out", "k_out"):
+        assert ours[name].dtype == stock[name].dtype
+        assert torch.equal(ours[name], stock[name]), name
+        assert _steps(ours[name]) == _steps(stock[name]), name
+    for name, x, d in (("dq", inputs.q, inputs.dq), ("dk", inputs.k, inputs.dk)):
+        assert ours[name].dtype == x.dtype
+        assert _steps(ours[name]) == _steps(empty_rows_like(x)), name
+        unit = d.double().abs().amax(-1, keepdim=True).clamp_min(1e-30)
+        error, allowed = ((r[name].double() - truth[name]).abs().div(unit).amax().item() for r in (ours, stock))
+        assert error <= allowed + floor(x.dtype), f"{name}: error {error:.3g}, the stock code's is {allowed:.3g}"
+    return ours
+
+
+def _slow(*values: object) -> list[object]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("angles", ["its own", FP32], ids=str)
+@pytest.mark.parametrize("x", [BF16, FP16, FP32], ids=str)
+def test_outputs_have_the_bits_of_stock_and_gradients_are_as_accurate(
+    x: torch.dtype, angles: object, device: str
+) -> None:
+    angles = x if angles == "its own" else FP32
+    for rotary in (16, 8):
+        heads = Heads(rotary, x, angles)
+        assert_right(heads, make_inputs(heads, 16, device))
+
+
+def test_gradients_are_rounded_once(device: str) -> None:
+    for rotary in (16, 8):
+        heads = Heads(rotary)
+        inputs = make_inputs(heads, 16, device, tokens=40)
+        ours, truth = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
+        for name in ("dq", "dk"):
+            assert (ours[name] != truth[name].to(BF16)).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("width", [2, 80, *_slow(6, 64, 130, 256, 6000)])
+def test_every_width(width: int, device: str) -> None:
+    for rotary in {width, max(2, width // 4 * 2 - 2)}:
+        heads = Heads(rotary)
+        assert_right(heads, make_inputs(heads, width, device, batch=1, tokens=2 if width > 256 else 5))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads"),
+    [
+        (37, 1),
+        (2, 5),
+        *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 40), (19, 5), (5, 14), (2, 40))),
+    ],
+)
+def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) -> None:
+    """Blocks of heads and of tokens end in the middle of a tile."""
+    for case in (Heads(16), Heads(8)):
+        assert_right(case, make_inputs(case, 16, device, 3, q_heads=heads, k_heads=1, tokens=tokens))
+
+
+@pytest.mark.parametrize("arguments", [("q", "dk"), pytest.param(("k", "dq"), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("layout", ["half of a chunk", "columns first", *_slow(*LAYOUTS)])
+def test_heads_are_read_in_any_layout(layout: str, arguments: tuple[str, ...], device: str) -> None:
+    for heads in (Heads(16), Heads(8)):
+        inputs = make_inputs(heads, 16, device, q_heads=2, tokens=3)
+        inputs = replace(inputs, **{name: LAYOUTS[layout](getattr(inputs, name)) for name in arguments})
+        if layout == "columns first":  # whose rows stock leaves scattered
+            ours, stock = run(heads.fused, inputs), run(heads.stock, inputs)
+            assert all(torch.equal(ours[name], stock[name]) for name in ("q_out", "k_out"))
+        else:
+            assert_right(heads, inputs)
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("shape", ["table", "strided", *_slow("one batch", "one token")])
+def test_cos_of_any_shape_that_broadcasts(shape: str, unsqueeze_dim: int, device: str) -> None:
+    heads = Heads(8)
+    inputs = make_inputs(heads, 16, device)
+    if unsqueeze_dim == 2:
+        inputs = inputs.mapped(lambda x: x.transpose(1, 2) if x.dim() == 4 else x)
+    inputs.unsqueeze_dim = unsqueeze_dim
+    shaped: Callable[[Tensor], Tensor] = {
+        "one batch": lambda x: x[:1],
+        "table": lambda x: x[0],
+        "one token": lambda x: x.unsqueeze(unsqueeze_dim)[:, :1, :1],
+        "strided": lambda x: x.new_full((2, 5, 16), float("nan"))[..., ::2].copy_(x),
+    }[shape]
+    inputs = replace(inputs, cos=shaped(inputs.cos), sin=shaped(inputs.sin))
+    ours = run(heads.fused, inputs)
+    stock = inputs
+    if inputs.cos.dim() == 2:
+        stock = replace(inputs, cos=inputs.cos[None], sin=inputs.sin[None])
+    elif inputs.cos.dim() == 4:
+        stock = replace(inputs, cos=inputs.cos.squeeze(unsqueeze_dim), sin=inputs.sin.squeeze(unsqueeze_dim))
+    expected = run(heads.stock, stock)
+    for name in ("q_out", "k_out"):
+        assert torch.equal(ours[name], expected[name])
+    for name in ("dq", "dk"):
+        torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=2**-5)
+
+
+@pytest.mark.usefixtures("without_replay")
+def test_one_launch_each_way_that_keeps_cos_and_sin_alone(launches: list[Launched], device: str) -> None:
+    heads = Heads()
+    inputs = make_inputs(heads, 16, device)
+    kept: list[Tensor] = []
+    q, k = (x.detach().requires_grad_() for x in (inputs.q, inputs.k))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        outputs = rope(q, k, inputs.cos, inputs.sin)
+    assert [t.data_ptr() for t in kept] == [inputs.cos.data_ptr(), inputs.sin.data_ptr()]
+    assert len(launches) == 1
+    torch.autograd.grad(outputs, (q, k), (inputs.dq, inputs.dk))
+    assert len(launches) == 2
+    present = {t.data_ptr() for t in launches[1].tensors if t is not None}
+    assert not present & {t.data_ptr() for t in (q, k, *outputs)}
+
+
+@pytest.mark.parametrize("used", ["q", "k"])
+def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launched], device: str) -> None:
+    for rotary in (16, 8):
+        heads = Heads(rotary)
+        inputs = make_inputs(heads, 16, device)
+        both = run(heads.fused, inputs)
+        launches.clear()
+        alone = run(heads.fused, inputs, used)
+        assert torch.equal(alone[f"d{used}"], both[f"d{used}"])
+        forward, backward = launches
+        assert sum(t is not None for t in backward.tensors) == 4  # cos, sin and one side's two
+        assert backward.grid[0] < forward.grid[0]
+
+
+def test_a_frozen_side_gets_no_gradient(launches: list[Launched], device: str) -> None:
+    inputs = make_inputs(Heads(), 16, device)
+    k = inputs.k.detach().requires_grad_()
+    outputs = rope(inputs.q, k, inputs.cos, inputs.sin)
+    torch.autograd.backward(outputs, (inputs.dq, inputs.dk))
+    assert torch.equal(k.grad, run(Heads().fused, inputs)["dk"])
+    assert sum(t is not None for t in launches[1].tensors) == 4
+
+
+def test_one_tensor_at_a_time(device: str) -> None:
+    for rotary in (16, 8):
+        heads = Heads(rotary)
+        inputs = make_inputs(heads, 16, device)
+        both = run(heads.fused, inputs)
+        for side, d in (("q", inputs.dq), ("k", inputs.dk)):
+            x = getattr(inputs, side).detach().requires_grad_()
+            y, nothing = rope(x, None, inputs.cos, inputs.sin)
+            assert nothing is None
+            assert torch.equal(y, both[f"{side}_out"])
+            assert torch.equal(torch.autograd.grad(y, x, d)[0], both[f"d{side}"])
+            with torch.no_grad():
+                assert torch.equal(rope(x, None, inputs.cos, inputs.sin)[0], y)
+
+
+def test_q_and_k_of_two_dtypes(device: str) -> None:
+    inputs = make_inputs(Heads(), 16, device)
+    inputs = replace(inputs, k=inputs.k.float(), dk=inputs.dk.float())
+    ours = assert_right(Heads(), inputs)
+    assert (ours["q_out"].dtype, ours["k_out"].dtype) == (BF16, FP32)
+
+
+def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(launches: list[Launched], device: str) -> None:
+    heads = Heads(16, FP32, FP32)
+    inputs = make_inputs(heads, 16, device)
+    cos, sin = (x.clone().requires_grad_() for x in (inputs.cos, inputs.sin))
+    found = torch.autograd.grad(rope(inputs.q, inputs.k, cos, sin), (cos, sin), (inputs.dq, inputs.dk))
+    expected = torch.autograd.grad(rotate_whole(inputs.q, inputs.k, cos, sin), (cos, sin), (inputs.dq, inputs.dk))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    own = inputs.cos[:, None] * torch.tensor([1.0, 0.5, 0.25], device=device)[:, None, None]
+    y, _ = rope(inputs.q, None, own, own)
+    assert torch.equal(y[:, :1], rope(inputs.q[:, :1], None, inputs.cos, inputs.cos)[0])
+    assert torch.equal(y[:, 1:2], rope(inputs.q[:, 1:2], None, inputs.cos / 2, inputs.cos / 2)[0])
+    assert len(launches) == 2
+
+
+def test_float64_and_empty_tensors(launches: list[Launched], device: str) -> None:
+    inputs = make_inputs(Heads(), 16, device).mapped(Tensor.double)
+    assert_right(Heads(), inputs)
+    assert not launches
+    for shape in ((0, 3, 5, 16), (2, 0, 5, 16), (2, 3, 0, 16)):
+        x = torch.ones(shape, device=device, requires_grad=True)
+        angles = torch.ones(shape[2], 16, device=device)
+        outputs = rope(x, x, angles, angles)
+        assert all(y.shape == shape for y in outputs)
+        assert torch.autograd.grad(outputs, x, [torch.ones_like(y) for y in outputs])[0].shape == shape
+
+
+@pytest.mark.parametrize("far", ["q", "k", "cos"])
+def test_rows_beyond_32_bits(far: str, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("a GPU's memory is not made of untouched pages")
+    heads = Heads(8)
+    inputs = make_inputs(heads, 16, device, batch=3, q_heads=1, k_heads=1, tokens=2)
+    expected = run(heads.fused, inputs)
+    spread = {name: far_apart(getattr(inputs, name)) for name in ((far, f"d{far}") if far != "cos" else ("cos", "sin"))}
+    ours = run(heads.fused, replace(inputs, **spread))
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
