@@ -365,7 +365,7 @@ def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm(monkeypatch) -> None:
 @pytest.mark.parametrize("first", ["peft", "fused_norm"])
 def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
     torch.manual_seed(3)
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj"], init_lora_weights=False)
     stock = peft.get_peft_model(build("qwen3", seed=0, device=device), config)
     fused = copy.deepcopy(stock)
     if first == "peft":

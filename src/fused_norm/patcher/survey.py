@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -403,7 +403,8 @@ def _names_rotation(origin: Any, forward: Callable[..., Any]) -> bool:
 
 def _names_activation(module: nn.Module) -> bool:
     """Return whether the forward of a module uses the name of an activation that it holds."""
-    held = [(name, child) for name, child in vars(module).items() if isinstance(child, FunctionType)]
+    functions = (FunctionType, BuiltinFunctionType)
+    held = [(name, child) for name, child in vars(module).items() if isinstance(child, functions)]
     held += [(name, child) for name, child in module._modules.items() if child is not None]
     names = names_in(stock_class(module)) if held else ()
     return any(name in names and _looks_like_activation(name, child) for name, child in held)
