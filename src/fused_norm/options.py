@@ -78,8 +78,8 @@ class FuseOptions:
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict must be True or False, not {self.strict!r}")
         for switch in SWITCHES.values():
-            needed = _first_followed(switch)
-            if needed is not switch and not switch.alone and getattr(self, switch.option) and getattr(self, needed.option) is False:
+            needed = switch if switch.alone else _first_followed(switch)
+            if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:
                 raise ValueError(f"{switch.option}=True contradicts {needed.option}=False")
         if not any(self.wants(switch.kind) for switch in SWITCHES.values()):
             choices = " and ".join(f"{switch.option}=False" for switch in SWITCHES.values() if switch.follows is None)

@@ -26,7 +26,7 @@ from fused_norm.patcher import apply
 from fused_norm.spec import KINDS
 
 SITES = FAMILIES["qwen3"].sites()
-SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['rope']} rope, {SITES['residual']} residual, {SITES['mlp']} mlp"
+SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "residual", "mlp"))
 
 
 def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

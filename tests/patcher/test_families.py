@@ -34,7 +34,10 @@ POST_NORM = counts(norm=5, qk=4, sandwich=4, mlp=2)
 FAMILIES = {
     "glm4": ({}, counts(norm=9, residual=2, sandwich=4, mlp=2)),
     "olmo2": ({}, {**POST_NORM, "rope": 2}),
-    "exaone4": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, {**POST_NORM, "rope": 2}),
+    "exaone4": (
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        {**POST_NORM, "rope": 2},
+    ),
     "granite": ({"residual_multiplier": 0.22}, counts(norm=5, rope=2, residual=2, mlp=2)),
     "glm4_moe": (
         {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},

@@ -289,7 +289,7 @@ ANGLES = ("plain", "of each batch", "wider", "other dtype", "of another dimensio
 
 @pytest.mark.parametrize("case", [*ANGLES, "k of another dtype", "a subclass as k", "other heads", "float64"])
 def test_a_rotation_by_itself_gives_what_stock_gives(case: str, device: str, launches: list[str]) -> None:
-    stock, fused = twins("llama", device)
+    _, fused = twins("llama", device)
     attention, rotate = fused.model.layers[0].self_attn, sys.modules[LlamaAttention.__module__].apply_rotary_pos_emb
     dtype = {"other dtype": torch.bfloat16, "float64": torch.float64}.get(case, torch.float32)
     q, k = (torch.randn(2, 5, heads, 18, device=device).to(dtype).transpose(1, 2) for heads in (4, 2))
@@ -314,7 +314,9 @@ def test_a_rotation_by_itself_gives_what_stock_gives(case: str, device: str, lau
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_gradients_reach_what_goes_into_an_mlp_and_an_attention(model_type: str, dtype: torch.dtype, device: str) -> None:
+def test_gradients_reach_the_inputs_of_an_mlp_and_an_attention(
+    model_type: str, dtype: torch.dtype, device: str
+) -> None:
     stock, fused = twins(model_type, device, dtype=dtype)
     x = torch.randn(2, 5, 72, device=device, dtype=dtype)
     width = stock.model.layers[0].self_attn.head_dim

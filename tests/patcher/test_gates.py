@@ -176,7 +176,9 @@ class Adds(Recorder):
 
 
 @pytest.mark.parametrize(
-    "mlp", [ReadsTheActivationTwice, ReplacesTheActivation, WritesBetween, Scales, Later, Adds], ids=lambda mlp: mlp.__name__
+    "mlp",
+    [ReadsTheActivationTwice, ReplacesTheActivation, WritesBetween, Scales, Later, Adds],
+    ids=lambda mlp: mlp.__name__,
 )
 def test_what_only_resembles_a_gate_is_left_alone(mlp) -> None:
     assert not [gate for gate in patterns_of(mlp).gates if gate.act == "act"]

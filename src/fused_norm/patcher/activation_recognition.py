@@ -82,9 +82,7 @@ def recognise_activation(value: Any) -> Activation:
     return _known(type(value).forward, type(value), settings)
 
 
-def _known(
-    function: Callable[..., Any], kind: type[nn.Module] | None, settings: tuple[tuple[str, Any], ...]
-) -> Activation:
+def _known(function: Callable[..., Any], kind: Any, settings: tuple[tuple[str, Any], ...]) -> Activation:
     formula = _formula_of(function, kind, settings)
     if formula is None:
         name = function.__name__ if kind is None else kind.__name__
@@ -100,9 +98,7 @@ def _setting(value: Any) -> Any:
 
 
 @cache
-def _formula_of(
-    function: Callable[..., Any], kind: type[nn.Module] | None, settings: tuple[tuple[str, Any], ...]
-) -> Formula | None:
+def _formula_of(function: Callable[..., Any], kind: Any, settings: tuple[tuple[str, Any], ...]) -> Formula | None:
     call: Callable[..., Any] = function
     if kind is not None:
         shadow: nn.Module = object.__new__(kind)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, Kind
+from .activation_recognition import recognise_activation
 from .class_swap import (
     built_upon,
     class_forward_replaced,
@@ -24,7 +25,6 @@ from .class_swap import (
     origin_of,
     stock_class,
 )
-from .activation_recognition import recognise_activation
 from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
 from .forward_source import SourceError, WrappedError, global_of, names_in
 from .fused_block import FusedBlock
@@ -193,7 +193,8 @@ class _BlockSurvey:
         """The kinds of sites in a module whose forward is not to be read, by what was fused and by what it names."""
         rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
         holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
-        if holds_heads or _names_rotation(self._origin, self._origin.forward) or any(isinstance(one, (PairRewrite, RotationRewrite)) for one in rewrites):
+        rotated = any(isinstance(one, (PairRewrite, RotationRewrite)) for one in rewrites)
+        if holds_heads or rotated or _names_rotation(self._origin, self._origin.forward):
             yield "rope"
         if _names_activation(self.module) or any(isinstance(one, GateRewrite) for one in rewrites):
             yield "mlp"
@@ -217,7 +218,7 @@ class _BlockSurvey:
 
     def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
         """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""
-        with_norms = {}
+        with_norms: dict[int | None, Site] = {}
         for index, pair in enumerate(patterns.pairs):
             row = self._survey_pair(index, pair)
             if row is not None and row.reason is None:
@@ -260,11 +261,9 @@ class _BlockSurvey:
         try:
             rotation_of(self._origin, rotate, tensors)
         except UnrecognisedError as error:
-            value = global_of(self._origin, rotate)
-            place = getattr(value, "__module__", None) or type(value).__module__
-            theirs = place.partition(".")[0] != self._origin.__module__.partition(".")[0]
-            reason = f"{rotate} was replaced, by {place}.{getattr(value, '__qualname__', value)}" if theirs else str(error)
-            return replace(row, reason=reason, cause="owner" if theirs else "formula")
+            owner = _owner_of(global_of(self._origin, rotate), self._origin)
+            reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"
+            return replace(row, reason=reason, cause="formula" if owner is None else "owner")
         return row
 
     def _survey_gates(self, gates: tuple[Gate, ...]) -> Iterator[Site]:
@@ -388,11 +387,21 @@ def _kind_of(path: str) -> Kind:
     return "norm"
 
 
+def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
+    """The name of a function of another package than that of the class which calls it; None for one of its own."""
+    if not isinstance(function, FunctionType):
+        return None
+    if function.__module__.partition(".")[0] == origin.__module__.partition(".")[0]:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def _may_rotate_or_gate(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
     if isinstance(module, FusedBlock):
         return True
-    return _names_rotation(type(module), type(module).forward) or _names_activation(module)
+    origin: Any = type(module)
+    return _names_rotation(origin, origin.forward) or _names_activation(module)
 
 
 @cache
@@ -404,7 +413,9 @@ def _names_rotation(origin: Any, forward: Callable[..., Any]) -> bool:
 def _names_activation(module: nn.Module) -> bool:
     """Return whether the forward of a module uses the name of an activation that it holds."""
     functions = (FunctionType, BuiltinFunctionType)
-    held = [(name, child) for name, child in vars(module).items() if isinstance(child, functions)]
+    held: list[tuple[str, Any]] = [
+        (name, child) for name, child in vars(module).items() if isinstance(child, functions)
+    ]
     held += [(name, child) for name, child in module._modules.items() if child is not None]
     names = names_in(stock_class(module)) if held else ()
     return any(name in names and _looks_like_activation(name, child) for name, child in held)
