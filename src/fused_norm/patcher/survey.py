@@ -71,8 +71,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         changes += change
     rows = list(norm_sites.values())
     known = _Model(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
-    for path in dict.fromkeys([*_holders(model, known), *blocks]):
-        block = _BlockSurvey(path, known)
+    holders = _holders(model, known)
+    for path in dict.fromkeys([*holders, *blocks]):
+        block = _BlockSurvey(path, known, is_layer=path in holders and path.rpartition(".")[2].isdigit())
         rows += block.rows()
         changes += block.changes
     return rows, changes
@@ -137,13 +138,13 @@ class _Model:
 
 
 class _BlockSurvey:
-    """The survey of one module whose forward may be rewritten: a layer or an attention."""
+    """The survey of one module whose forward may be rewritten: a layer, an attention or an MLP."""
 
-    def __init__(self, path: str, model: _Model) -> None:
+    def __init__(self, path: str, model: _Model, *, is_layer: bool) -> None:
         self.path, self.model = path, model
         self.module = model.modules[path]
         self.changes: list[ClassChange] = []
-        self._is_layer = path.rpartition(".")[2].isdigit()
+        self._is_layer = is_layer
         self._origin: Any = stock_class(self.module)
         self._owner = foreign_forward(self.module)
         self._fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
@@ -434,7 +435,7 @@ def _looks_like_activation(name: str, act: Any) -> bool:
     return True
 
 
-def _holders(model: nn.Module, known: _Model) -> list[str]:
+def _holders(model: nn.Module, known: _Model) -> dict[str, None]:
     """The paths of modules that hold a recognised norm, directly or in a wrapper of up to two levels."""
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[str, None] = {}
@@ -447,4 +448,4 @@ def _holders(model: nn.Module, known: _Model) -> list[str]:
                 break
             path = path.rpartition(".")[0]
             holders[known.paths[id(modules[path])]] = None
-    return list(holders)
+    return holders
