@@ -18,6 +18,8 @@ from fused_norm.bench.operator_cases import CASES, GEMMA, QUICK, OperatorCase, f
         (OperatorCase("add", 8192, 2048), 4, 4),
         (OperatorCase("post", 8192, 4096), 3, 3),
         (OperatorCase("sandwich", 8192, 3840, GEMMA), 4, 6),
+        (OperatorCase("swiglu", 8192, 3072), 3, 5),
+        (OperatorCase("geglu", 8192, 6912), 3, 5),
     ],
 )
 def test_least_bytes_count_each_activation_once(case, forward, backward):
@@ -30,6 +32,11 @@ def test_all_heads_are_moved(operator):
     assert (
         OperatorCase(operator, 16384, 128, heads=(32, 8)).bytes("backward", torch.bfloat16) == 3 * 16384 * 40 * 128 * 2
     )
+
+
+def test_a_rotation_reads_and_writes_each_way():
+    case = OperatorCase("rotate", 16384, 64, heads=(32, 8))
+    assert {case.bytes(direction, torch.bfloat16) for direction in ("forward", "backward")} == {2 * 16384 * 40 * 64 * 2}
 
 
 def test_names_are_unique_and_say_what_is_measured():
@@ -73,8 +80,13 @@ def test_truth_is_the_formula_in_float64(case):
         turned = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in (q, k)]
         return tuple(torch.cat((x.real, x.imag), dim=-1).transpose(1, 2) for x in turned)
 
+    def gate(x, up):
+        """The logistic function; of tanh, half its argument and half of it makes that too."""
+        z = x if case.operator == "swiglu" else (8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+        return x * up / (1 + torch.exp(-z))
+
     angles = [angle.double() for angle in inputs.angles]
-    outputs = operator_cases.compose_operator(case.operator, norm, add_norm, rotate)(*arguments, *angles)
+    outputs = operator_cases.compose_operator(case.operator, norm, add_norm, rotate, gate)(*arguments, *angles)
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
     for found, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):
         torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)

@@ -5,6 +5,7 @@ import torch
 
 from fused_norm import apply_fused_norm
 from fused_norm.convergence.mutations import MUTATIONS
+from fused_norm.kernels import glu, rope
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.operator import Operator, _operators
 from fused_norm.model_configs import build
@@ -53,6 +54,52 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in _operators:
         mine = {name.removeprefix(f"{operator.name}-") for name in MUTATIONS if name.startswith(f"{operator.name}-")}
-        assert {"casting", "centering", "eps", "size", "last-row", "nan", "no-grad", "shape", "in-place"} <= mine
+        assert {"size", "last-row", "nan", "no-grad", "shape", "in-place"} <= mine
+        assert not operator.has_norm or {"casting", "centering", "eps"} <= mine
         if type(operator).backward is not Operator.backward:
-            assert {"dx-size", "dx-cut", "dw-size", "dw", "dw-tile", "dw-share", "frozen", "ds-in-place"} <= mine
+            assert {"dx-size", "dx-cut", "ds-in-place"} <= mine
+            assert not operator.has_norm or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
+
+
+def _rotated(x):
+    angles = torch.linspace(0, 3, 36 * 8, device=x.device).view(1, 36, 8)
+    return torch.cat(rope(x, 2 * x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)))
+
+
+def _gated(x):
+    return torch.cat((glu(x, x.flip(-1)), glu(torch.cat((2 * x, x.flip(-1)), dim=-1), None, "gelu")))
+
+
+OF_ROTATIONS_AND_GATES = [name for name in MUTATIONS if name.partition("-")[0] in ("rope", "glu")]
+SOME = ("rope-back", "rope-half", "glu-swapped", "glu-unrounded")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in OF_ROTATIONS_AND_GATES]
+)
+def test_faults_of_rotations_and_gates_show_while_they_are_planted(name, dtype):
+    call = _rotated if name.startswith("rope-") else _gated
+    x = torch.randn(2, 1, 36, 8).to(dtype)
+    spoilt = x.clone()
+    spoilt[-1, -1, -1, -1] = torch.nan
+
+    def results():
+        given = x.clone().requires_grad_()
+        with torch.no_grad():
+            silent = [call(given), call(given[:1]), call(spoilt.clone())]
+        y = call(given)
+        dy = y.detach().cos()
+        handed = dy.clone()
+        (dx,) = torch.autograd.grad(y, given, handed)
+        return [one.nan_to_num(1e4) for one in (*silent, y.detach(), dx, given.detach(), handed)]
+
+    before = results()
+    with MUTATIONS[name].planted(torch.nn.Module()) as planted:
+        during = results()
+    assert planted.calls > 0
+    changed = [not torch.equal(*pair) for pair in zip(before, during, strict=True)]
+    hidden = MUTATIONS[name].hidden and dtype == torch.float32
+    assert any(changed) != bool(hidden)
+    assert (planted.share > 0) != bool(hidden)
+    assert all(map(torch.equal, results(), before))

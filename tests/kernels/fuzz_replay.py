@@ -28,13 +28,16 @@ from torch import Tensor
 from fused_norm.kernels import (
     MODES,
     add_rms_norm,
+    glu,
     norm_add,
     norm_add_norm,
     qk_norm,
     qk_norm_rope,
     replay,
     rms_norm,
+    rope,
 )
+from fused_norm.kernels.arguments import ACTIVATIONS
 
 from .conftest import Halves, replayed_natively
 
@@ -239,13 +242,15 @@ class Program:
             meaning["eps"] = pick((0.5, 1e-3))
         if self._random.random() < 0.15 and not meaning.get("zero_centered"):
             a = b = None
-        heads = (qk_norm, qk_norm_rope) if x.dim() == 4 else (qk_norm,)
-        operator: Callable[..., Any] = pick((rms_norm, add_rms_norm, norm_add, norm_add_norm, pick(heads)))
+        heads = (qk_norm, qk_norm_rope, rope) if x.dim() == 4 else (qk_norm,)
+        operator: Callable[..., Any] = pick((rms_norm, add_rms_norm, norm_add, norm_add_norm, glu, pick(heads)))
         arguments = (
             [x, a] if operator is rms_norm else [x, r, a] if operator in (add_rms_norm, norm_add) else [x, r, a, b]
         )
+        if operator in (glu, rope):
+            arguments, meaning = [x, None if operator is rope and pick((True, False)) else r], {}
         meaning |= self._options(operator)
-        if operator is qk_norm_rope:
+        if operator in (qk_norm_rope, rope):
             shape, dtype = (1, x.shape[3 - meaning["unsqueeze_dim"]], pick((4, 8))), pick(self._dtypes)
             arguments += [self._laid_out(shape, dtype) for _ in "cs"]
         return operator, arguments, meaning
@@ -256,7 +261,9 @@ class Program:
             return {"mode": pick((None, None, *MODES))}
         if operator is add_rms_norm:
             return {"scale": pick((1.0, 1.0, 0.5, 2))}
-        return {"unsqueeze_dim": pick((1, 1, 2))} if operator is qk_norm_rope else {}
+        if operator is glu:
+            return {"activation": pick(ACTIVATIONS)}
+        return {"unsqueeze_dim": pick((1, 1, 2))} if operator in (qk_norm_rope, rope) else {}
 
     def _like_the_last(self) -> Call:
         """The last call with other tensors of the same kind, one of them in the place of another, or another option."""
@@ -270,7 +277,7 @@ class Program:
                 continue
             if chance < 0.7:
                 swapped[index] = other = one.detach().neg().requires_grad_(one.requires_grad)
-                if one.shape[-1] == 8 and index < 4:
+                if one.shape[-1] == 8 and index < (2 if operator is rope else 4):
                     self._add(other)
             else:
                 swapped[index] = self._random.choice([o for o in arguments if o is not None and o.shape == one.shape])
@@ -287,7 +294,7 @@ class Program:
                 self._guard("an argument", argument)
         with context():
             outputs = operator(*arguments, **meaning)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        outputs = [outputs] if isinstance(outputs, Tensor) else [output for output in outputs if output is not None]
         self._see_all("output", outputs)
         if context is not torch.inference_mode:
             for output in outputs:

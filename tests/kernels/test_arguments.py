@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm
+from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
 
 X = torch.ones(2, 3, 8)
 W = torch.ones(8)
@@ -101,6 +101,26 @@ BAD_ANGLES = {
     "other tokens": (lambda: qk_norm_rope(H, H, W, W, C[:, :3], C[:, :3]), ValueError, "broadcast against q of shape"),
     "heads behind": (lambda: qk_norm_rope(H, H, W, W, C, C, unsqueeze_dim=2), ValueError, "dimension of the heads"),
 }
+BAD_ROTATIONS = {
+    "heads of two sizes": (lambda: rope(H, H[..., :4], C[..., :2], C[..., :2]), ValueError, "not 8 and 4; call rope"),
+    "k elsewhere": (lambda: rope(H, H.to("meta"), C, C), ValueError, "k is on meta and q on cpu"),
+    "integer q": (lambda: rope(H.int(), None, C, C), TypeError, "q must be .*, not torch.int32"),
+    "integer k": (lambda: rope(H, H.int(), C, C), TypeError, "k must be .*, not torch.int32"),
+    "three dimensions": (lambda: rope(H[0], None, C, C), ValueError, "q must have 4 dimensions"),
+    "other tokens": (lambda: rope(H, None, C[:, :3], C[:, :3]), ValueError, "broadcast against q of shape"),
+    "other tokens of k": (lambda: rope(H, H[:, :, :3], C, C), ValueError, "broadcast against k of shape"),
+    "odd angles": (lambda: rope(H, H, C[..., :7], C[..., :7]), ValueError, "even last dimension.*not 7"),
+    "elsewhere": (lambda: rope(H, H, C, C, unsqueeze_dim=0), ValueError, "unsqueeze_dim must be .*, not 0"),
+}
+BAD_GATES = {
+    "unknown activation": (lambda: glu(X, X, "relu"), ValueError, "one of silu, gelu, gelu_tanh, not 'relu'"),
+    "no dimension": (lambda: glu(X[0, 0, 0], None), ValueError, "at least one dimension"),
+    "odd halves": (lambda: glu(X[..., :7]), ValueError, r"even last dimension.*not shape \(2, 3, 7\)"),
+    "integer gate": (lambda: glu(X.int(), X), TypeError, "gate must be .*, not torch.int32"),
+    "integer up": (lambda: glu(X, X.int()), TypeError, "up must be .*, not torch.int32"),
+    "other shape": (lambda: glu(X, X[:1]), ValueError, r"gate's shape \(2, 3, 8\), not \(1, 3, 8\); expand it"),
+    "up elsewhere": (lambda: glu(X, X.to("meta")), ValueError, "up is on meta and gate on cpu"),
+}
 BAD = {
     (name, case): call
     for name, cases in (
@@ -110,6 +130,8 @@ BAD = {
         ("norm_add", BAD_NORM_ADDS),
         ("qk_norm", BAD_HEADS),
         ("qk_norm_rope", BAD_ANGLES),
+        ("rope", BAD_ROTATIONS),
+        ("glu", BAD_GATES),
     )
     for case, call in cases.items()
 }

@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels import reference
 from ..spec import NormSpec
 
-OperatorName = Literal["norm", "add", "post", "sandwich", "qk", "rope"]
+OperatorName = Literal["norm", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu"]
 Direction = Literal["forward", "backward"]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -20,6 +21,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 NormFunction = Callable[[Tensor, Tensor], Tensor]
 AddNormFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 RotaryFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+GateFunction = Callable[[Tensor, Tensor], Tensor]
 OperatorFunction = Callable[..., tuple[Tensor, ...]]
 
 
@@ -48,6 +50,9 @@ _TENSOR_COUNTS: dict[OperatorName, _TensorCounts] = {
     "sandwich": _TensorCounts((4, 6), 2, 2, 2),
     "qk": _TensorCounts((2, 3), 2, 2, 2),
     "rope": _TensorCounts((2, 3), 2, 2, 2),
+    "rotate": _TensorCounts((2, 2), 2, 2, 0),
+    "swiglu": _TensorCounts((3, 5), 2, 1, 0),
+    "geglu": _TensorCounts((3, 5), 2, 1, 0),
 }
 
 LLAMA = NormSpec("llama")
@@ -61,11 +66,13 @@ class OperatorCase:
     Attributes:
         operator: ``norm``: y = norm(x). ``add``: s = r + x, y = norm(s). ``post``: y = r + norm(x). ``sandwich``:
             s = r + norm1(x), y = norm2(s). ``qk``: the norms of queries and keys. ``rope``: these, and then the rotary
-            embedding, from [1, rows, heads, width] to [1, heads, rows, width], the layout of attention.
-        rows: rows of the activations; tokens, for ``qk`` and ``rope``.
+            embedding, from [1, rows, heads, width] to [1, heads, rows, width], the layout of attention. ``rotate``: the
+            rotary embedding alone, in the same layouts. ``swiglu``: y = silu(gate) * up. ``geglu``: y = gelu(gate) *
+            up, by tanh.
+        rows: rows of the activations; tokens, for ``qk``, ``rope`` and ``rotate``.
         width: length of a row.
         spec: what the norms compute.
-        heads: numbers of query and of key heads; (0, 0) for operators other than ``qk`` and ``rope``.
+        heads: numbers of query and of key heads; (0, 0) for operators other than ``qk``, ``rope`` and ``rotate``.
         backward: measure the backward too.
     """
 
@@ -110,7 +117,7 @@ class OperatorCase:
         arguments = [*(random(*shape) for shape in shapes), *(weight() for _ in range(counts.weights))]
         gradients = [random(*shape) for shape in shapes[: counts.outputs]]
         angles: tuple[Tensor, ...] = ()
-        if self.operator == "rope":
+        if self.operator in ("rope", "rotate"):
             gradients = [gradient.transpose(1, 2) for gradient in gradients]
             half = 2 * torch.pi * torch.rand(1, self.rows, self.width // 2, generator=generator, device=device)
             whole = torch.cat((half, half), dim=-1)
@@ -124,8 +131,9 @@ class OperatorInputs:
 
     Attributes:
         arguments: activations, then weights; all of them require a gradient.
-        gradients: of the outputs, with their shapes; those of ``rope`` are transposed views of [1, rows, heads, width].
-        angles: cos and sin, [1, rows, width] each, the last arguments of ``rope``; empty for other operators.
+        gradients: of the outputs, with their shapes; those of ``rope`` and ``rotate`` are transposed views of
+            [1, rows, heads, width].
+        angles: cos and sin, [1, rows, width] each, the last arguments of ``rope`` and ``rotate``; empty for others.
     """
 
     arguments: tuple[Tensor, ...]
@@ -162,10 +170,22 @@ def rotate_eagerly(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return rotated(q.transpose(1, 2)), rotated(k.transpose(1, 2))
 
 
+def gate_eagerly(operator: OperatorName) -> GateFunction:
+    """The gate of an MLP as in modelling code: the activation, and then the product."""
+    if operator == "geglu":
+        return lambda gate, up: functional.gelu(gate, approximate="tanh") * up
+    return lambda gate, up: functional.silu(gate) * up
+
+
 def compose_operator(
-    operator: OperatorName, norm: NormFunction, add_norm: AddNormFunction, rotate: RotaryFunction = rotate_eagerly
+    operator: OperatorName,
+    norm: NormFunction,
+    add_norm: AddNormFunction,
+    rotate: RotaryFunction = rotate_eagerly,
+    gate: GateFunction | None = None,
 ) -> OperatorFunction:
-    """Build an operator from a norm, an add + norm that returns ``(y, s)``, and a rotary embedding."""
+    """Build an operator from a norm, an add + norm that returns ``(y, s)``, a rotary embedding, and a gate."""
+    gated = gate or gate_eagerly(operator)
     operators: dict[OperatorName, OperatorFunction] = {
         "norm": lambda x, w: (norm(x, w),),
         "add": add_norm,
@@ -173,6 +193,9 @@ def compose_operator(
         "sandwich": lambda x, r, w1, w2: add_norm(norm(x, w1), r, w2),
         "qk": lambda q, k, q_weight, k_weight: (norm(q, q_weight), norm(k, k_weight)),
         "rope": lambda q, k, q_weight, k_weight, *angles: rotate(norm(q, q_weight), norm(k, k_weight), *angles),
+        "rotate": rotate,
+        "swiglu": lambda gate, up: (gated(gate, up),),
+        "geglu": lambda gate, up: (gated(gate, up),),
     }
     return operators[operator]
 
@@ -221,6 +244,8 @@ TRAINING: tuple[OperatorCase, ...] = (
     OperatorCase("add", 8192, 4096),
     OperatorCase("qk", 16384, 128, heads=(32, 8)),
     OperatorCase("rope", 16384, 128, heads=(32, 8)),
+    OperatorCase("swiglu", 16384, 8192),
+    OperatorCase("rotate", 16384, 64, heads=(32, 8)),
     OperatorCase("norm", 8192, 2048),
     OperatorCase("add", 8192, 2048),
     OperatorCase("norm", 8192, 2560, GEMMA),
@@ -237,6 +262,11 @@ TRAINING: tuple[OperatorCase, ...] = (
     OperatorCase("post", 8192, 4096),
     OperatorCase("qk", 4096, 64, heads=(32, 8)),
     OperatorCase("rope", 4096, 64, heads=(32, 8)),
+    OperatorCase("rotate", 16384, 128, heads=(32, 8)),
+    OperatorCase("rotate", 16384, 256, heads=(8, 4)),
+    OperatorCase("swiglu", 16384, 3072),
+    OperatorCase("swiglu", 8192, 14336),
+    OperatorCase("geglu", 16384, 6912),
     OperatorCase("norm", 8192, 5120),
     OperatorCase("norm", 8192, 8192),
     OperatorCase("add", 8192, 8192),
@@ -274,6 +304,9 @@ QUICK: tuple[OperatorCase, ...] = (
     OperatorCase("sandwich", 8, 80, GEMMA),
     OperatorCase("qk", 4, 64, heads=(4, 2)),
     OperatorCase("rope", 4, 64, heads=(4, 2)),
+    OperatorCase("rotate", 4, 64, heads=(4, 2)),
+    OperatorCase("swiglu", 8, 64),
+    OperatorCase("geglu", 8, 64),
     OperatorCase("norm", 1, 128, backward=False),
 )
 """Tiny cases of every operator, for ``--quick``."""

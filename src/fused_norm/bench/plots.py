@@ -30,7 +30,7 @@ _COLOURS = {
     "identity-no-rope": "#b3e5f6",
 }
 _GROUPS = {"norm": "RMSNorm", "add": "residual add + RMSNorm"}
-_BLOCKS = ("post", "sandwich", "qk", "rope")
+_BLOCKS = ("post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:

@@ -72,6 +72,8 @@ def _compile(arguments: tuple[OperatorCase, torch.dtype, str, str]) -> str | Non
         if device.type != "cpu":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
+    except _PROVIDERS_AND_MODES[name].refuses:
+        return None
     except Exception as error:  # The measurement meets it again and reports it.
         return f"{name} {case.name}: {type(error).__name__}"
     return None

@@ -71,7 +71,14 @@ def _stock(case: OperatorCase) -> OperatorFunction:
     return compose_operator(case.operator, norm, add_norm)
 
 
+def _refuse_others(name: str, case: OperatorCase, *operators: OperatorName) -> None:
+    """Raises NotImplementedError for a case that its provider would leave to eager steps, those of ``stock``."""
+    if case.operator in operators:
+        raise NotImplementedError(f"{name} has no operator of its own for {case.operator}")
+
+
 def _torch(case: OperatorCase) -> OperatorFunction:
+    _refuse_others("torch", case, "rotate", "swiglu", "geglu")
     eps, centered = case.spec.eps, case.spec.zero_centered
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -90,7 +97,13 @@ def _compile(case: OperatorCase) -> OperatorFunction:
 
 
 def _liger(case: OperatorCase) -> OperatorFunction:
-    from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction, LigerRopeFunction
+    from liger_kernel.ops import (
+        LigerFusedAddRMSNormFunction,
+        LigerGELUMulFunction,
+        LigerRMSNormFunction,
+        LigerRopeFunction,
+        LigerSiLUMulFunction,
+    )
 
     spec, offset = case.spec, float(case.spec.zero_centered)
     # As Liger patches models: in place, which is fastest, unless the gradient that it is given is needed again.
@@ -102,15 +115,34 @@ def _liger(case: OperatorCase) -> OperatorFunction:
     def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return LigerFusedAddRMSNormFunction.apply(x, r, w, spec.eps, offset, spec.casting, False)
 
+    copies: dict[int, Tensor] = {}
+
+    def own(x: Tensor) -> Tensor:
+        """A copy to write over, made before anything is timed: by the first forward, or the one of a backward."""
+        if torch.is_grad_enabled():
+            return x.clone()
+        if x.data_ptr() not in copies:
+            copies[x.data_ptr()] = x.clone()
+        return copies[x.data_ptr()]
+
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if case.operator == "rotate":  # in place, where there is no norm in front
+            q, k = own(q), own(k)
         return LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
-    return compose_operator(case.operator, norm, add_norm, rotate)
+    def gate(gate: Tensor, up: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # the backward writes its gradients over both
+            gate, up = own(gate), own(up)
+        function = LigerGELUMulFunction if case.operator == "geglu" else LigerSiLUMulFunction
+        return function.apply(gate, up)
+
+    return compose_operator(case.operator, norm, add_norm, rotate, gate)
 
 
 def _quack(case: OperatorCase) -> OperatorFunction:
     from quack.rmsnorm import rmsnorm
 
+    _refuse_others("quack", case, "swiglu", "geglu")
     eps, offset = case.spec.eps, float(case.spec.zero_centered)
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -142,6 +174,9 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "sandwich": partial(kernels.norm_add_norm, **semantics),
         "qk": partial(kernels.qk_norm, **semantics),
         "rope": lambda q, k, *rest: kernels.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *rest, **semantics),
+        "rotate": lambda q, k, *angles: kernels.rope(q.transpose(1, 2), k.transpose(1, 2), *angles),
+        "swiglu": lambda gate, up: (kernels.glu(gate, up, "silu"),),
+        "geglu": lambda gate, up: (kernels.glu(gate, up, "gelu_tanh"),),
     }
     return operators[case.operator]
 
@@ -161,10 +196,10 @@ def _in_mode(mode: str) -> Callable[[OperatorCase], OperatorFunction]:
 FUSED = Provider("fused", _fused, compiles=True)
 PEERS = (
     Provider("stock", _stock),
-    Provider("torch", _torch),
+    Provider("torch", _torch, refuses=(NotImplementedError,)),
     Provider("compile", _compile, on_cpu=False, compiles=True),
     Provider("liger", _liger, "liger_kernel", on_cpu=False, compiles=True, overwrites_gradients=True),
-    Provider("quack", _quack, "quack", on_cpu=False, compiles=True),
+    Provider("quack", _quack, "quack", on_cpu=False, compiles=True, refuses=(NotImplementedError,)),
 )
 PROVIDERS = {provider.name: provider for provider in (*PEERS, FUSED)}
 """In the order of tables."""

@@ -11,7 +11,7 @@ from .operator_cases import DIRECTIONS, Direction
 from .providers import FUSED, PROVIDERS
 from .results import FeatureResult, KernelResult, Results
 
-_GROUPS = ("norm", "gemma", "add", "post", "sandwich", "qk", "rope")
+_GROUPS = ("norm", "gemma", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu")
 _SMALL = 3e-6  # Cases whose bytes a copy moves in less time are in microseconds: they are bound by launches.
 
 

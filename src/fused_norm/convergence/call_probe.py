@@ -23,21 +23,36 @@ from ..kernels.operator import Operator
 from ..patcher import Site, disabled
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedNorm
-from ..spec import Kind
 
-_BLOCK_METHODS = ("fused_norm_add", "fused_norm_onto", "fused_norm_pair", "fused_norm_rotated")
+_METHODS_OF: Mapping[str, frozenset[str]] = {
+    "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
+    "mlp": frozenset({"fused_norm_gate", "fused_norm_gate_packed"}),
+}
+"""The methods of blocks that stand for a site which is the block; sites of other kinds are norms."""
+
+_BLOCK_METHODS = tuple(
+    name
+    for name in (
+        "fused_norm_add",
+        "fused_norm_onto",
+        "fused_norm_pair",
+        *sorted(frozenset().union(*_METHODS_OF.values())),
+    )
+    if hasattr(FusedBlock, name)
+)
 
 _LOSS_SCALE = 2.0**12
 
 FAR = 1 / 64
 """More than roundings make of a number, one in the rstd of its row among them; less than a row in another's place."""
 
-_OPERATORS_OF: Mapping[Kind, frozenset[str]] = {
+_OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm"}),
     "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),
     "residual": frozenset({"add_rms_norm", "norm_add_norm"}),
     "sandwich": frozenset({"norm_add", "norm_add_norm"}),
-    "rope": frozenset({"qk_norm_rope"}),
+    "rope": frozenset({"qk_norm_rope", "rope"}),
+    "mlp": frozenset({"glu"}),
 }
 """The operators that make a site of each kind fused."""
 
@@ -157,7 +172,10 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[s
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind."""
     missing = []
     for site in sites:
-        mine = [call for call in calls if site.path in ((call.path,) if site.kind == "rope" else call.norms)]
+        if site.kind in _METHODS_OF:
+            mine = [c for c in calls if c.path == site.path and c.method.__name__ in _METHODS_OF[site.kind]]
+        else:
+            mine = [c for c in calls if site.path in c.norms]
         if not mine or any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine):
             missing.append(f"{site.path} ({site.kind})")
     return tuple(missing)

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from ..kernels import replay
 from ..kernels.add_rms_norm import ADD_RMS_NORM
+from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
 from ..kernels.operator import BackwardCall, Operator
 from ..kernels.qk_norm import QK_NORM
 from ..kernels.rms_norm import RMS_NORM
+from ..kernels.rope import ROPE
 from ..patcher import fused_block
 from ..patcher.fused_block import FusedBlock
 from ..spec import Casting, NormSpec
@@ -32,9 +34,11 @@ SOUND = "none"
 
 Results = tuple[Tensor | None, ...]
 
-_EVERY = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
+_NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
+_EVERY = (*_NORMED, ROPE, GLU)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 _WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM)  # norm_add has that of rms_norm
+_EVERY_BACKWARD = (*_WITH_BACKWARD, ROPE, GLU)
 _16_BITS = "nothing is rounded in fp32"
 _MIXED = "no stream is wider than what is added to it"
 
@@ -71,7 +75,7 @@ class Forward:
     """
 
     operator: Operator
-    spec: NormSpec
+    spec: NormSpec | None
     arguments: tuple[Any, ...]
     training: bool
     right: Callable[..., Results]
@@ -97,7 +101,7 @@ class Backward:
     """A backward of an operator that may go wrong; attributes as in ``Forward`` and ``Operator.backward``."""
 
     operator: Operator
-    spec: NormSpec
+    spec: NormSpec | None
     call: BackwardCall
     right: Callable[..., Results]
 
@@ -135,7 +139,7 @@ def _in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor |
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state, right = PlantedFault(), operator.forward
 
-        def forward(spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> Results:
+        def forward(spec: NormSpec | None, *arguments: Any, training: bool, launch: bool = True) -> Results:
             if not launch:
                 return right(spec, *arguments, training=training, launch=False)
             before = [_copy(one) for one in arguments]
@@ -156,7 +160,7 @@ def _in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state, right = PlantedFault(), operator.backward
 
-        def backward(spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> Results:
+        def backward(spec: NormSpec | None, call: BackwardCall, *, launch: bool = True) -> Results:
             if not launch:
                 return right(spec, call, launch=False)
             before = [_copy(one) for one in call.incoming]
@@ -198,6 +202,7 @@ def _share_changed(one: Tensor, other: Any) -> float:
 
 
 def _other_casting(call: Forward) -> Sequence[Tensor | None]:
+    assert call.spec is not None
     casting: Casting = "gemma" if call.spec.casting == "llama" else "llama"
     wrong, right = call.results(spec=replace(call.spec, casting=casting)), call.results()
     return [
@@ -206,10 +211,12 @@ def _other_casting(call: Forward) -> Sequence[Tensor | None]:
 
 
 def _other_centering(call: Forward) -> Sequence[Tensor | None]:
+    assert call.spec is not None
     return call.results(spec=replace(call.spec, zero_centered=not call.spec.zero_centered))
 
 
 def _larger_eps(call: Forward) -> Sequence[Tensor | None]:
+    assert call.spec is not None
     return call.results(spec=replace(call.spec, eps=10 * call.spec.eps))
 
 
@@ -287,7 +294,45 @@ def _rotated_by_a_neighbour(call: Forward) -> Sequence[Tensor | None]:
     return call.results(arguments=(*others, *late, dim))
 
 
+def _half_of_it_rotated_the_other_way(call: Forward) -> Sequence[Tensor | None]:
+    """The partner of the first half is added instead of taken off."""
+    rotary = call.arguments[-2].shape[-1]
+
+    def mixed(right: Tensor | None, wrong: Tensor | None) -> Tensor | None:
+        if right is None or wrong is None:
+            return right
+        return torch.where(torch.arange(right.shape[-1], device=right.device) < rotary // 2, wrong, right)
+
+    return [mixed(*pair) for pair in zip(call.results(), _rotated_the_other_way(call), strict=True)]
+
+
+def _activation_unrounded(call: Forward) -> Sequence[Tensor | None]:
+    gate, up, activation = call.arguments
+    (right,) = call.results()
+    assert right is not None
+    (exact,) = call.results(arguments=(gate.float(), up, activation))
+    assert exact is not None
+    return [exact.to(right.dtype)]
+
+
+def _other_activation(call: Forward) -> Sequence[Tensor | None]:
+    *tensors, activation = call.arguments
+    return call.results(arguments=(*tensors, "gelu" if activation == "gelu_tanh" else "gelu_tanh"))
+
+
 # ---- Faults of backwards ----
+
+
+def _turned_on(call: Backward) -> Sequence[Tensor | None]:
+    cos, sin = call.call.saved
+    return call.right(call.spec, call.call._replace(saved=(cos, -sin)))
+
+
+def _gradients_swapped(call: Backward) -> Sequence[Tensor | None]:
+    dgate, dup = call.right(call.spec, call.call)
+    if dgate is not None and call.call.saved[1] is None:
+        return torch.cat(dgate.chunk(2, dim=-1)[::-1], dim=-1), None
+    return (dup, dgate) if dgate is not None and dup is not None else (dgate, dup)
 
 
 def _truncated(gradient: Tensor) -> Tensor:
@@ -350,7 +395,7 @@ def _in_compiled_backward(operator: Operator) -> Any:
     return planted
 
 
-_INPUTS = ("dx", "dr", "dq", "dk")
+_INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight")
 
 
@@ -407,9 +452,9 @@ def _mutations() -> Iterator[Mutation]:
         for operator in operators:
             yield Mutation(f"{operator.name}-{name}", what, _in_backward(operator, wrong), hidden)
 
-    yield from forward("casting", "x_hat is rounded elsewhere than stock rounds it", _EVERY, _other_casting, _16_BITS)
-    yield from forward("centering", "the + 1 of gamma is missing, or one too many", _EVERY, _other_centering)
-    yield from forward("eps", "eps is ten times too large", _EVERY, _larger_eps, "eps all but vanishes in a rounding")
+    yield from forward("casting", "x_hat is rounded elsewhere than stock rounds it", _NORMED, _other_casting, _16_BITS)
+    yield from forward("centering", "the + 1 of gamma is missing, or one too many", _NORMED, _other_centering)
+    yield from forward("eps", "eps is ten times too large", _NORMED, _larger_eps, "eps all but vanishes in a rounding")
     yield from forward("size", "y is .3 % too large", _EVERY, _too_large)
     yield from forward("last-row", "the last row is that before it", _EVERY, _last_row_copied)
     yield from forward("nan", "NaN becomes 0", _EVERY, _nan_to_zero)
@@ -423,17 +468,28 @@ def _mutations() -> Iterator[Mutation]:
     yield from forward("stream", "an fp32 sum is rounded to bf16", _SUMMED, _narrow_stream, "no sum is in fp32")
     yield from forward("residual", "the residual never arrives in the sum", _SUMMED, _no_residual)
     yield from forward("scale", "the branch is not scaled", (ADD_RMS_NORM,), _no_scale, "no branch is scaled")
-    yield from forward("rotation", "rotated the wrong way", (QK_NORM,), _rotated_the_other_way)
+    yield from forward("rotation", "rotated the wrong way", (QK_NORM, ROPE), _rotated_the_other_way)
     yield from forward(
-        "position", "rotated by a neighbour's angles from position 32 on", (QK_NORM,), _rotated_by_a_neighbour
+        "position", "rotated by a neighbour's angles from position 32 on", (QK_NORM, ROPE), _rotated_by_a_neighbour
     )
+    yield from forward("half", "the first half is rotated the wrong way", (ROPE,), _half_of_it_rotated_the_other_way)
+    yield from forward(
+        "unrounded", "the activation is not rounded before the product", (GLU,), _activation_unrounded, _16_BITS
+    )
+    yield from forward("activation", "another activation", (GLU,), _other_activation)
 
+    yield from backward("back", "the gradient is rotated on instead of back", (ROPE,), _turned_on)
     yield from backward(
-        "dx-size", "the gradient of the input is 1 % too small", _WITH_BACKWARD,
+        "dgate", "the gradient of the gate is .3 % too large", (GLU,),
+        lambda call: call.edited(lambda dgate: dgate * 1.003, "dgate"),
+    )  # fmt: skip
+    yield from backward("swapped", "the gradients of gate and up are swapped", (GLU,), _gradients_swapped)
+    yield from backward(
+        "dx-size", "the gradient of the input is 1 % too small", _EVERY_BACKWARD,
         lambda call: call.edited(lambda dx: dx * 0.99, *_INPUTS),
     )  # fmt: skip
     yield from backward(
-        "dx-cut", "the gradient of the input is cut off instead of rounded", _WITH_BACKWARD,
+        "dx-cut", "the gradient of the input is cut off instead of rounded", _EVERY_BACKWARD,
         lambda call: call.edited(_truncated, *_INPUTS), _16_BITS,
     )  # fmt: skip
     yield from backward(
@@ -455,7 +511,7 @@ def _mutations() -> Iterator[Mutation]:
         "frozen", "dx is wrong where the weight is frozen", _WITH_BACKWARD, _dx_where_the_weight_is_frozen
     )
     yield from backward(
-        "ds-in-place", "a gradient handed to it is written over", _WITH_BACKWARD, _writes_over_a_gradient
+        "ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient
     )
 
     for operator in (RMS_NORM, ADD_RMS_NORM):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -91,6 +91,10 @@ class Rope(Operator):
 ROPE = Rope()
 
 
+@overload
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(q: Tensor, k: None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, None]: ...
 def rope(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor | None]:
