@@ -36,6 +36,8 @@ def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     assert {(site.path, site.kind) for site in report.kept} == {(path, "mlp") for path in experts(model_type)}
     with_norms = [site for site in report.fused if site.kind not in ("rope", "mlp")]
     assert {site.spec for site in with_norms} == {FAMILIES[model_type].spec}
+    family = FAMILIES[model_type]
+    assert {site.spec for site in report.fused if site.kind == "rope"} == {family.spec if family.qk_norms else None}
     gates = {site.activation for site in report.fused if site.kind == "mlp"}
     assert gates == {"gelu_tanh" if model_type.startswith("gemma") else "silu"}
     assert len({(site.path, site.kind) for site in report.fused}) == len(report.fused)
