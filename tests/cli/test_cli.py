@@ -136,7 +136,7 @@ def test_inspect_takes_a_model_type(capsys):
 
 
 def test_inspect_fuses_only_what_it_is_told(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual"]) == 0
+    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual", "--no-mlp"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {site["kind"] for site in report["fused"]} == {"norm"}
 
@@ -219,7 +219,7 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     ("options", "says"),
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
-        ("--no-norms --no-qk", "--no-norms and --no-qk leave nothing to fuse"),
+        ("--no-norms --no-qk --no-mlp", "--no-norms and --no-qk and --no-mlp leave nothing to fuse"),
     ],
 )
 def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):

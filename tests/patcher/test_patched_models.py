@@ -154,7 +154,9 @@ def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
     ("model_type", "expected"),
     [
         ("qwen3", {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "glu": 2}),
-        pytest.param("gemma2", {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2, "rope": 2, "glu": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "gemma2", {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2, "rope": 2, "glu": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.parametrize("trained", [True, False])

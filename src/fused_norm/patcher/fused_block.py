@@ -1,4 +1,4 @@
-"""The methods that rewritten forwards of layers and attentions call: several modules' work in one kernel.
+"""The methods that rewritten forwards of layers, attentions and MLPs call: several modules' work in one kernel.
 
 A kernel replaces the call of a module only where no hook, wrapper, sharding or offloading would be skipped
 (``may_be_bypassed``), and where it takes the module's input. Elsewhere the modules are called one after the other, as
