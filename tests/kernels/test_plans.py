@@ -20,6 +20,7 @@ from fused_norm.kernels.plans import (
     Mode,
     backward_plan,
     forward_plan,
+    glu_plan,
     heads_backward_plan,
     heads_forward_plan,
     next_power_of_2,
@@ -164,6 +165,15 @@ def test_tiles_of_heads_waste_little(heads: int, tile: HeadsTile) -> None:
 def test_stages_of_heads_are_cut_where_shared_memory_is_short() -> None:
     assert heads_backward_plan(32, 8, 128, 128, 4, 4, H200).stages == 3
     assert heads_backward_plan(32, 8, 128, 128, 16, 16, WIDE_WARPS).stages == 1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("width", [None, 1, 7, 64, 1000, 14336])
+def test_tiles_of_a_gate_have_as_many_elements_in_every_width(width: int | None, backward: bool) -> None:
+    plan = glu_plan(width, backward)
+    assert plan.rows * plan.block == (1024 if backward else 2048)
+    assert width is not None or plan.rows == 1
+    assert glu_plan(width, backward, Device(warp_size=64)).warps * 64 == plan.warps * 32
 
 
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fused_norm.kernels import rope
 from fused_norm.kernels.triton.memory import empty_rows_like
+from fused_norm.kernels.triton.qk_launch import launch_qk_forward
 
 from .conftest import Launched
-from .numerics import BF16, FP16, FP32, Norm, far_apart, floor
+from .numerics import BF16, FP16, FP32, Guarded, Norm, far_apart, floor
 from .test_qk_norm import LAYOUTS, Inputs, _steps, make_inputs, rotate_part, rotate_whole
 from .test_qk_norm import Heads as NormedHeads
 
@@ -65,7 +66,7 @@ def _slow(*values: object) -> list[object]:
 
 
 @pytest.mark.parametrize("angles", ["its own", FP32], ids=str)
-@pytest.mark.parametrize("x", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("x", [BF16, FP32, *_slow(FP16)], ids=str)
 def test_outputs_have_the_bits_of_stock_and_gradients_are_as_accurate(
     x: torch.dtype, angles: object, device: str
 ) -> None:
@@ -78,13 +79,13 @@ def test_outputs_have_the_bits_of_stock_and_gradients_are_as_accurate(
 def test_gradients_are_rounded_once(device: str) -> None:
     for rotary in (16, 8):
         heads = Heads(rotary)
-        inputs = make_inputs(heads, 16, device, tokens=40)
+        inputs = make_inputs(heads, 16, device, tokens=20)
         ours, truth = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
         for name in ("dq", "dk"):
-            assert (ours[name] != truth[name].to(BF16)).double().mean() < 1e-3
+            assert (ours[name] != truth[name].to(BF16)).double().mean() < 2e-3
 
 
-@pytest.mark.parametrize("width", [2, 80, *_slow(6, 64, 130, 256, 6000)])
+@pytest.mark.parametrize("width", [80, *_slow(2, 6, 64, 130, 256, 6000)])
 def test_every_width(width: int, device: str) -> None:
     for rotary in {width, max(2, width // 4 * 2 - 2)}:
         heads = Heads(rotary)
@@ -96,7 +97,7 @@ def test_every_width(width: int, device: str) -> None:
     [
         (37, 1),
         (2, 5),
-        *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 40), (19, 5), (5, 14), (2, 40))),
+        *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((37, 1), (1, 40), (19, 5), (5, 14), (2, 40))),
     ],
 )
 def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) -> None:
@@ -106,7 +107,14 @@ def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) ->
 
 
 @pytest.mark.parametrize("arguments", [("q", "dk"), pytest.param(("k", "dq"), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("layout", ["half of a chunk", "columns first", *_slow(*LAYOUTS)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "half of a chunk",
+        "columns first",
+        *_slow(*(name for name in LAYOUTS if name not in ("half of a chunk", "columns first"))),
+    ],
+)
 def test_heads_are_read_in_any_layout(layout: str, arguments: tuple[str, ...], device: str) -> None:
     for heads in (Heads(16), Heads(8)):
         inputs = make_inputs(heads, 16, device, q_heads=2, tokens=3)
@@ -162,7 +170,19 @@ def test_one_launch_each_way_that_keeps_cos_and_sin_alone(launches: list[Launche
     assert not present & {t.data_ptr() for t in (q, k, *outputs)}
 
 
-@pytest.mark.parametrize("used", ["q", "k"])
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_nothing_is_written_outside(rotary: int, device: str) -> None:
+    i, guarded = make_inputs(Heads(rotary), 16, device), Guarded()
+    expected = run(Heads(rotary).fused, i)
+    found = {name: guarded(value) for name, value in expected.items()}
+    sides = (i.q, i.k, None, None, i.cos, i.sin), (i.dq, i.dk, None, None, i.cos, i.sin)
+    launch_qk_forward(None, sides[0], (found["q_out"], found["k_out"]), 1)
+    launch_qk_forward(None, sides[1], (found["dq"], found["dk"]), 1, inverse=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert guarded.intact()
+
+
+@pytest.mark.parametrize("used", ["k", *_slow("q")])
 def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launched], device: str) -> None:
     for rotary in (16, 8):
         heads = Heads(rotary)
