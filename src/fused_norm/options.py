@@ -25,16 +25,18 @@ class Switch:
         kind: of the sites.
         what: is fused at such a site, in words.
         follows: the option whose value it takes when it is None; without one, None is on.
+        alone: it may be on where that option is off.
     """
 
     option: str
     kind: Kind
     what: str
     follows: str | None
+    alone: bool
 
 
-def _switch(kind: Kind, what: str, follows: str | None = None) -> Any:
-    return field(default=None, metadata={"kind": kind, "what": what, "follows": follows})
+def _switch(kind: Kind, what: str, follows: str | None = None, *, alone: bool = False) -> Any:
+    return field(default=None, metadata={"kind": kind, "what": what, "follows": follows, "alone": alone})
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,14 @@ class FuseOptions:
     Attributes:
         norms: fuse the RMSNorms that are not q or k norms. None is on.
         qk: fuse the norms of queries and keys. None is on.
-        rope: compute the norms of queries and keys together with the rotary embedding after them. None follows ``qk``.
+        rope: fuse the rotary embedding, with the norms of queries and keys where they come before it and are fused.
+            None follows ``qk``.
         residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
-        modules: which sites may be fused, by the path of the norm in the model: a shell-style pattern
-            (``"model.layers.*.input_layernorm"``), several of them, or a function of path and module. None is all.
+        mlp: fuse the activation of a gated MLP with the product after it. None is on.
+        modules: which sites may be fused, by the path of the norm in the model, or of the attention or MLP where a site
+            has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or a function of
+            path and module. None is all.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -58,9 +63,10 @@ class FuseOptions:
 
     norms: bool | None = _switch("norm", "RMSNorms")
     qk: bool | None = _switch("qk", "norms of the queries and keys")
-    rope: bool | None = _switch("rope", "these together with the rotary embedding after them", follows="qk")
+    rope: bool | None = _switch("rope", "the rotary embedding, with these before it", follows="qk", alone=True)
     residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
+    mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     modules: ModuleFilter | None = None
     strict: bool = True
 
@@ -72,12 +78,11 @@ class FuseOptions:
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict must be True or False, not {self.strict!r}")
         for switch in SWITCHES.values():
-            needed = _first_followed(switch)
+            needed = switch if switch.alone else _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:
                 raise ValueError(f"{switch.option}=True contradicts {needed.option}=False")
-        independent = [switch for switch in SWITCHES.values() if switch.follows is None]
-        if not any(self.wants(switch.kind) for switch in independent):
-            choices = " and ".join(f"{switch.option}=False" for switch in independent)
+        if not any(self.wants(switch.kind) for switch in SWITCHES.values()):
+            choices = " and ".join(f"{switch.option}=False" for switch in SWITCHES.values() if switch.follows is None)
             raise ValueError(f"{choices} leave nothing to fuse")
         if self.modules is not None and not callable(self.modules):
             patterns = self.modules if isinstance(self.modules, Sequence) else ()
@@ -100,7 +105,7 @@ class FuseOptions:
         return f"{self._decisive(kind)}=False"
 
     def selects(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``modules`` admits the norm at ``path``."""
+        """Return whether ``modules`` admits the norm, attention or MLP at ``path``."""
         if self.modules is None:
             return True
         if callable(self.modules):

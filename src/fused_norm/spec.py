@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "none"]
-Kind = Literal["norm", "qk", "rope", "residual", "sandwich"]
+Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 KINDS: tuple[Kind, ...] = get_args(Kind)

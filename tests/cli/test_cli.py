@@ -26,7 +26,7 @@ from fused_norm.patcher import apply
 from fused_norm.spec import KINDS
 
 SITES = FAMILIES["qwen3"].sites()
-SUMMARY = f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['rope']} rope, {SITES['residual']} residual"
+SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "residual", "mlp"))
 
 
 def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -136,7 +136,7 @@ def test_inspect_takes_a_model_type(capsys):
 
 
 def test_inspect_fuses_only_what_it_is_told(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual"]) == 0
+    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual", "--no-mlp"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {site["kind"] for site in report["fused"]} == {"norm"}
 
@@ -219,7 +219,7 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     ("options", "says"),
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
-        ("--no-norms --no-qk", "--no-norms and --no-qk leave nothing to fuse"),
+        ("--no-norms --no-qk --no-mlp", "--no-norms and --no-qk and --no-mlp leave nothing to fuse"),
     ],
 )
 def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):
@@ -399,7 +399,7 @@ def test_run_covers_processes_that_the_script_spawns(script, capfd):
         main(["run", "--no-rope", str(path)])
     assert end.value.code == 0
     error = capfd.readouterr().err
-    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual" in error
+    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual, {SITES['mlp']} mlp" in error
 
 
 @pytest.mark.slow
@@ -478,7 +478,7 @@ def test_run_says_where_processes_would_ignore_what_it_tells_them(strict, script
 def test_run_fuses_only_what_it_is_told(script, capsys):
     assert main(["run", "--no-qk", str(script(LOAD))]) == 0
     error = capsys.readouterr().err
-    assert f"{SITES['norm']} norm, {SITES['residual']} residual" in error
+    assert f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp" in error
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_an_axis_that_is_named_is_taken_in_full():
 
 def test_a_model_runs_no_feature_twice():
     assert set(features_of("qwen3")) == set(features_of("gemma3_text")) == set(FEATURES)
-    assert features_of("llama") == ["all", "norms"]
+    assert features_of("llama") == ["all", "norms", "norms+rope", "norms+residual", "norms+mlp"]
 
 
 def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others():

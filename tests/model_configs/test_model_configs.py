@@ -41,7 +41,10 @@ def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
     assert len(norms) == sites["norm"] + sites.get("qk", 0)
     # Of a layer's two adds, one has a norm after it in the layer.
     assert sites["residual"] == layers
-    assert sites.get("rope", 0) == sites.get("qk", 0) / 2
+    assert sites["rope"] == layers
+    assert sites.get("qk", 0) in (0, 2 * layers)
+    gated = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate_proj")]
+    assert sites["mlp"] == len(gated)
     # A layer of four norms has two that are for its branches.
     assert sites.get("sandwich", 0) == (sites["norm"] - 1) - 2 * layers
 
@@ -136,7 +139,8 @@ def test_overrides_reach_the_config_and_not_the_table():
     assert config.layer_types.count("full_attention") == 2
     tiny_config("qwen3_moe").mlp_only_layers.append(1)
     assert {name: dict(family.tiny) for name, family in FAMILIES.items()} == before
-    assert FAMILIES["gemma3_text"].sites(7) == {"norm": 29, "qk": 14, "rope": 7, "residual": 7, "sandwich": 14}
+    expected = {"norm": 29, "qk": 14, "rope": 7, "residual": 7, "sandwich": 14, "mlp": 7}
+    assert FAMILIES["gemma3_text"].sites(7) == expected
 
 
 def test_building_leaves_the_config_as_it_was():

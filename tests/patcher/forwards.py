@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from fused_norm.patcher.activation_recognition import recognise_activation
 from fused_norm.patcher.forward_rewrite import Rewrite, patterns_of, rewritten_forward
+from fused_norm.patcher.gates import GateRewrite
 from fused_norm.patcher.query_key_norms import PairRewrite
 from fused_norm.patcher.residual_adds import AddRewrite
+from fused_norm.patcher.rotations import RotationRewrite
 
 
 class Recorder:
@@ -12,6 +17,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.order: list[str] = []
         self.flag = True
         self.factor = 7
         self.may_postpone = True
@@ -36,6 +42,21 @@ class Recorder:
 
     query_layernorm, key_layernorm = q_norm, k_norm
 
+    def act(self, x):
+        self.order.append("act")
+        return x * 23 + 5
+
+    def gate(self, x):
+        self.order.append("gate")
+        return x * 29 + 6
+
+    def up(self, x):
+        self.order.append("up")
+        return x * 31 + 8
+
+    def gate_up(self, x):
+        return Packed(self.gate(x), self.up(x))
+
     def fused_norm_add(self, norm, residual, branch, *, inner=None, scale=1):
         self.calls.append(f"add {norm.__name__} {inner and inner.__name__} {scale}")
         total = residual + (inner(branch) if inner else branch) * scale
@@ -48,6 +69,27 @@ class Recorder:
     def fused_norm_may_postpone(self, q_norm, k_norm):
         self.calls.append(f"may postpone {q_norm.__name__} {k_norm.__name__}")
         return self.may_postpone
+
+    def fused_norm_rope(self, rotate, q, k, cos, sin, **named):
+        self.calls.append("rope")
+        return rotate(q, k, cos, sin, **named)
+
+    def fused_norm_rope_one(self, rotate, x, cos, sin, **named):
+        self.calls.append("rope one")
+        return rotate(x, cos, sin, **named)
+
+    def fused_norm_activation(self, act):
+        self.calls.append(f"activation {act.__name__}")
+        return "silu" if self.may_postpone else None
+
+    def fused_norm_gate(self, activation, act, *, gate, up):
+        self.calls.append(f"gate {act.__name__}")
+        return (gate if activation is None else act(gate)) * up
+
+    def fused_norm_gate_packed(self, act, packed):
+        self.calls.append(f"packed {act.__name__}")
+        gate, up = packed.chunk(2, dim=-1)
+        return act(gate) * up
 
     def fused_norm_unless(self, postponed, norm, x):
         return x if postponed else norm(x)
@@ -84,6 +126,20 @@ class Heads:
     __hash__ = None
 
 
+class Packed:
+    """Two numbers that are the halves of a tensor."""
+
+    def __init__(self, *halves: int) -> None:
+        self.halves = halves
+
+    def chunk(self, count: int, dim: int) -> tuple[int, ...]:
+        assert count == 2
+        return self.halves
+
+    def mul_(self, factor: int) -> None:
+        self.halves = tuple(half * factor for half in self.halves)
+
+
 def rotate(q: Heads, k: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> tuple[Heads, Heads]:
     return Heads(q.value * cos + sin), Heads(k.value * cos - sin * unsqueeze_dim)
 
@@ -93,7 +149,11 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
     patterns = patterns_of(layer)
     adds = (AddRewrite(i, bool(add.norm), bool(add.inner)) for i, add in enumerate(patterns.adds))
     pairs = (PairRewrite(i, bool(pair.rotate)) for i, pair in enumerate(patterns.pairs))
-    return (*adds, *pairs)
+    fed = {pair.rotate is not None and index for index, pair in enumerate(patterns.pairs)}
+    alone = (RotationRewrite(i) for i, one in enumerate(patterns.rotations) if one.tensors and one.pair not in fed)
+    products = {gate.product: i for i, gate in reversed(list(enumerate(patterns.gates))) if "act" in gate.act}
+    gates = (GateRewrite(i, recognise_activation(nn.SiLU())) for i in products.values())
+    return (*adds, *pairs, *alone, *gates)
 
 
 def run(
@@ -105,5 +165,8 @@ def run(
     expected = instance.forward(*arguments)
     assert instance.calls == []
     forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
+    order, instance.order = instance.order, []
     assert forward(instance, *arguments) == expected
+    if not may_postpone:
+        assert instance.order == order
     return instance.calls

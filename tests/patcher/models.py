@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+import transformers
 from torch import nn
 
 import fused_norm
@@ -13,10 +14,26 @@ from fused_norm.spec import KINDS, Kind
 
 MODEL_TYPES = list(FAMILIES)
 
+EXPERTS_ARE_MLPS = transformers.__version__.startswith("4.")
+"""Each expert is a module of its own, like a dense MLP."""
+
 
 def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
     """The counts of the report on a family's tiny model."""
-    return counts(**FAMILIES[model_type].sites(layers))
+    family = FAMILIES[model_type]
+    found = family.sites(layers)
+    if EXPERTS_ARE_MLPS and family.dense_layers is not None:
+        found["mlp"] += (family.tiny["num_hidden_layers"] - len(family.dense_layers)) * family.tiny["num_experts"]
+    return counts(**found)
+
+
+def experts(model_type: str) -> set[str]:
+    """The paths of the experts in a family's tiny model that are computed together, and kept."""
+    family = FAMILIES[model_type]
+    if EXPERTS_ARE_MLPS or family.dense_layers is None:
+        return set()
+    sparse = set(range(family.tiny["num_hidden_layers"])) - set(family.dense_layers)
+    return {f"model.layers.{layer}.mlp.experts" for layer in sparse}
 
 
 def counts(**fused: int) -> dict[Kind, int]:

@@ -26,15 +26,20 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import FusedNorm
 from fused_norm.spec import KINDS
 
-from .models import MODEL_TYPES, assert_trains_as_stock, counts, relative, sites, snapshot, step, tokens
+from .models import MODEL_TYPES, assert_trains_as_stock, counts, experts, relative, sites, snapshot, step, tokens
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     report = fused_norm.apply_fused_norm(build(model_type, seed=0))
     assert report.counts == sites(model_type)
-    assert report.kept == ()
-    assert {site.spec for site in report.fused} == {FAMILIES[model_type].spec}
+    assert {(site.path, site.kind) for site in report.kept} == {(path, "mlp") for path in experts(model_type)}
+    with_norms = [site for site in report.fused if site.kind not in ("rope", "mlp")]
+    assert {site.spec for site in with_norms} == {FAMILIES[model_type].spec}
+    family = FAMILIES[model_type]
+    assert {site.spec for site in report.fused if site.kind == "rope"} == {family.spec if family.qk_norms else None}
+    gates = {site.activation for site in report.fused if site.kind == "mlp"}
+    assert gates == {"gelu_tanh" if model_type.startswith("gemma") else "silu"}
     assert len({(site.path, site.kind) for site in report.fused}) == len(report.fused)
     assert (report.model_type, report.model) == (model_type, report.model)
 
@@ -95,8 +100,8 @@ def test_undo_restores_every_class_and_attribute(model_type: str) -> None:
     assert [kind for kind, _ in fused] != [kind for kind, _ in before]
     counts = sites(model_type)
     layers = len(model.model.layers)
-    # Every norm, every layer and every attention.
-    assert fused_norm.remove_fused_norm(model) == counts["norm"] + counts["qk"] + 2 * layers
+    # Every norm, every layer, every attention and every MLP.
+    assert fused_norm.remove_fused_norm(model) == counts["norm"] + counts["qk"] + 3 * layers
     assert snapshot(model) == before
     assert fused_norm.remove_fused_norm(model) == 0
 
@@ -114,18 +119,14 @@ def test_twice_changes_nothing_and_reports_the_same() -> None:
 def test_the_options_of_the_last_call_hold() -> None:
     model = build("qwen3", seed=0)
     first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
-    assert first.counts == counts(norm=5)
-    assert {site.reason for site in first.kept} == {
-        "switched off: qk=False",
-        "its norm is kept: switched off: qk=False",
-        "switched off: residual=False",
-    }
-    second = fused_norm.apply_fused_norm(model, rope=False)
+    assert first.counts == counts(norm=5, mlp=2)
+    assert {site.reason for site in first.kept} == {"switched off: qk=False", "switched off: residual=False"}
+    second = fused_norm.apply_fused_norm(model, rope=False, mlp=False)
     assert second.counts == counts(norm=5, qk=4, residual=2)
-    assert {site.reason for site in second.kept} == {"switched off: rope=False"}
+    assert {site.reason for site in second.kept} == {"switched off: rope=False", "switched off: mlp=False"}
     everything = fused_norm.apply_fused_norm(model)
     assert everything.counts == sites("qwen3")
-    assert fused_norm.remove_fused_norm(model) == 13
+    assert fused_norm.remove_fused_norm(model) == 15
 
 
 FEWER = (
@@ -133,6 +134,8 @@ FEWER = (
     {"norms": False},
     {"rope": False},
     {"qk": False},
+    {"qk": False, "rope": True},
+    {"mlp": False},
     {"modules": "model.layers.1.*"},
     {"sandwich": False},
     {"residual": False, "sandwich": True},
@@ -165,13 +168,18 @@ def test_a_failure_on_the_way_to_other_options_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"norms": False}, counts(qk=4, rope=2)),
-        ({"residual": False}, counts(norm=5, qk=4, rope=2)),
-        ({"rope": False}, counts(norm=5, qk=4, residual=2)),
-        ({"qk": False}, counts(norm=5, residual=2)),
-        ({"modules": "model.layers.0.*"}, counts(norm=2, qk=2, rope=1, residual=1)),
+        ({"norms": False}, counts(qk=4, rope=2, mlp=2)),
+        ({"residual": False}, counts(norm=5, qk=4, rope=2, mlp=2)),
+        ({"rope": False}, counts(norm=5, qk=4, residual=2, mlp=2)),
+        ({"qk": False}, counts(norm=5, residual=2, mlp=2)),
+        ({"qk": False, "rope": True}, counts(norm=5, rope=2, residual=2, mlp=2)),
+        ({"mlp": False}, counts(norm=5, qk=4, rope=2, residual=2)),
+        ({"norms": False, "qk": False}, counts(mlp=2)),
+        ({"norms": False, "qk": False, "mlp": False, "rope": True}, counts(rope=2)),
+        ({"modules": "model.layers.0.*"}, counts(norm=2, qk=2, rope=1, residual=1, mlp=1)),
         ({"modules": ["*.q_norm", "model.norm"]}, counts(norm=1, qk=2)),
-        ({"modules": lambda path, module: "layers.1" in path}, counts(norm=2, qk=2, rope=1, residual=1)),
+        ({"modules": ["*.self_attn", "*.0.mlp"]}, counts(rope=2, mlp=1)),
+        ({"modules": lambda path, module: "layers.1" in path}, counts(norm=2, qk=2, rope=1, residual=1, mlp=1)),
         ({"modules": "*.post_attention_layernorm", "qk": False}, counts(norm=2, residual=2)),
     ],
 )
@@ -179,7 +187,7 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
     model = build("qwen3", seed=0)
     report = fused_norm.apply_fused_norm(model, **options)
     assert report.counts == expected
-    assert len(report.fused) + len(report.kept) == 13
+    assert len(report.fused) + len(report.kept) == 15
     fused = {path for path, module in model.named_modules() if isinstance(module, FusedNorm)}
     assert fused == {site.path for site in report.fused if site.kind in ("norm", "qk")}
 
@@ -193,9 +201,8 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"norms": False, "residual": True}, ValueError, "residual=True contradicts norms=False"),
         ({"norms": False, "sandwich": True}, ValueError, "sandwich=True contradicts norms=False"),
         ({"across": True}, TypeError, "across"),
-        ({"qk": False, "rope": True}, ValueError, "rope=True contradicts qk=False"),
         ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
-        ({"norms": False, "qk": False}, ValueError, "leave nothing to fuse"),
+        ({"norms": False, "qk": False, "mlp": False}, ValueError, "qk=False and mlp=False leave nothing to fuse"),
         ({"modules": 3}, TypeError, "modules must be"),
         ({"modules": ["a", 3]}, TypeError, "modules must be"),
         ({"modules": []}, TypeError, "modules must be"),
@@ -239,9 +246,10 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
         "spec": {"casting": "llama", "zero_centered": False, "weighted": True, "eps": 1e-6},
         "reason": "not selected by modules",
         "cause": "option",
+        "activation": None,
     }
     table = str(report)
-    assert "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 2 residual; kept 1" in table
+    assert "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 1" in table
     assert "model.layers.*.self_attn.q_norm" in table
     assert "not selected by modules" in table
     assert hash(report) == hash(copy.deepcopy(report))
@@ -325,10 +333,10 @@ def share_a_layer(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("share", "expected"),
     [
-        (share_norms, counts(norm=3, qk=3, rope=2, residual=2)),
-        (share_one_norm_for_q_and_k, counts(norm=5, qk=2, rope=2, residual=2)),
-        (share_an_attention, counts(norm=5, qk=2, rope=1, residual=2)),
-        (share_a_layer, counts(norm=3, qk=2, rope=1, residual=1)),
+        (share_norms, counts(norm=3, qk=3, rope=2, residual=2, mlp=2)),
+        (share_one_norm_for_q_and_k, counts(norm=5, qk=2, rope=2, residual=2, mlp=2)),
+        (share_an_attention, counts(norm=5, qk=2, rope=1, residual=2, mlp=2)),
+        (share_a_layer, counts(norm=3, qk=2, rope=1, residual=1, mlp=1)),
     ],
 )
 def test_shared_modules_have_one_row_and_are_fused_wherever_they_are(
@@ -400,8 +408,8 @@ def test_norms_that_differ_are_not_computed_together(device: str) -> None:
             "it differs from the norm after the add in more than the weight",
             "formula",
         ),
-        ("model.layers.1.self_attn", "rope", "its q and k norms differ in more than the weight", "formula"),
     }
+    assert report.counts["rope"] == 2  # in the second layer without its norms
     assert_trains_as_stock(stock, model, tokens(device))
 
 
@@ -425,10 +433,8 @@ class TwoWidths(nn.Module):
 def test_q_and_k_norms_of_other_widths_are_kept_apart() -> None:
     assert fused_norm.apply_fused_norm(TwoWidths(24)).counts == counts(qk=2, rope=1)
     report = fused_norm.apply_fused_norm(TwoWidths(20))
-    assert report.counts == counts(qk=2)
-    assert [(site.kind, site.reason) for site in report.kept] == [
-        ("rope", "its q and k norms differ in more than the weight")
-    ]
+    assert report.counts == counts(qk=2, rope=1)
+    assert [site.spec for site in report.fused if site.kind == "rope"] == [None]
 
 
 def test_checkpointing_keeps_nothing_from_being_fused() -> None:
@@ -485,7 +491,7 @@ def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() ->
         fused_norm.apply_fused_norm(model)
     assert snapshot(model) == before
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == counts(norm=4, residual=1)
+    assert report.counts == counts(norm=4, residual=1, rope=2, mlp=2)
     assert {(kept.path, kept.cause) for kept in report.kept} == {("model.layers.1.post_attention_layernorm", "formula")}
     assert [kept.kind for kept in report.kept] == ["norm", "residual"]
 
@@ -519,7 +525,7 @@ def test_a_layer_whose_source_cannot_be_read_is_an_error_or_kept() -> None:
     with pytest.raises(FusedNormError, match="the source of its forward cannot be read"):
         fused_norm.apply_fused_norm(model)
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == counts(norm=5)
+    assert report.counts == counts(norm=5, rope=2, mlp=2)
     assert [(site.path, site.kind) for site in report.kept] == [
         ("model.layers.0", "residual"),
         ("model.layers.1", "residual"),
@@ -569,6 +575,8 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(residual=False)) == {"residual", "sandwich"}
     assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual"}
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
+    assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
+    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp"}
     assert FuseOptions(norms=False).because("sandwich") == "norms=False"
     assert FuseOptions(residual=False).because("sandwich") == "residual=False"
     assert FuseOptions(sandwich=False).because("sandwich") == "sandwich=False"

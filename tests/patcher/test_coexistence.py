@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import socket
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fused_norm
 from fused_norm import FusedNormError
@@ -33,7 +35,7 @@ def test_a_forward_replaced_on_a_norm_stays_in_place() -> None:
     norm = model.model.layers[0].post_attention_layernorm
     norm.forward = types.MethodType(lambda self, hidden_states: hidden_states * 2, norm)
     report = fused_norm.apply_fused_norm(model)
-    assert report.counts == counts(norm=4, residual=1)
+    assert report.counts == {**sites("llama"), "norm": 4, "residual": 1}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
         ("model.layers.0.post_attention_layernorm", "norm", "owner"),
         ("model.layers.0.post_attention_layernorm", "residual", "owner"),
@@ -48,7 +50,7 @@ def test_a_forward_replaced_on_a_layer_keeps_its_block() -> None:
     layer = model.model.layers[1]
     layer.forward = functools.partial(type(layer).forward, layer)
     report = fused_norm.apply_fused_norm(model)
-    assert report.counts == counts(norm=5, residual=1)
+    assert report.counts == {**sites("llama"), "residual": 1}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
         ("model.layers.1.post_attention_layernorm", "residual", "owner")
     ]
@@ -65,16 +67,17 @@ def scaled(original: Callable) -> Callable:
 
 
 REPLACED = {
-    "input_layernorm": counts(),
-    "self_attn": counts(norm=5, qk=4, residual=2),
-    "": counts(norm=5, qk=4, rope=2),
+    "input_layernorm": counts(rope=2, mlp=2),
+    "self_attn": counts(norm=5, qk=4, residual=2, mlp=2),
+    "mlp": counts(norm=5, qk=4, rope=2, residual=2),
+    "": counts(norm=5, qk=4, rope=2, mlp=2),
 }
 """What is still fused in a Qwen3 where the forward of one class was replaced, by the place of that class in a layer."""
 
 
 @pytest.mark.parametrize("order", ["patch, replace", pytest.param("replace, patch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "place", ["self_attn", *(pytest.param(p, marks=pytest.mark.slow) for p in REPLACED if p != "self_attn")]
+    "place", ["self_attn", "mlp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("input_layernorm", ""))]
 )
 def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, device: str, monkeypatch) -> None:
     stock = build("qwen3", seed=0, device=device)
@@ -87,7 +90,7 @@ def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, d
     if order == "patch, replace":
         assert_trains_as_stock(stock, fused, ids)
         assert_trains_as_stock(stock, copy.deepcopy(fused), ids)
-    report = fused_norm.apply_fused_norm(fused, strict=place != "input_layernorm")
+    report = fused_norm.apply_fused_norm(fused)
     assert report.counts == REPLACED[place]
     assert {site.cause for site in report.kept} == {"owner"}
     assert all("class's forward was replaced, by" in site.reason for site in report.kept)
@@ -177,7 +180,7 @@ def test_a_forward_put_on_a_fused_class_is_reported_and_no_other_model_gets_it(d
     assert relative(fused(ids, use_cache=False).logits, stock(ids, use_cache=False).logits) > 1e-2
     for model in (fused, later):
         report = fused_norm.apply_fused_norm(model)
-        assert report.counts == counts(norm=5, qk=4, residual=2)
+        assert report.counts == counts(norm=5, qk=4, residual=2, mlp=2)
         assert all("the forward of its fused class was replaced, by" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, later, ids)
 
@@ -200,8 +203,9 @@ def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str
                 vars(norm)["forward"] = TheirNorm.forward.__get__(norm, type(norm))
     assert_trains_as_stock(stock, fused, ids)
     report = fused_norm.apply_fused_norm(fused, strict=False)
-    assert report.fused == ()
-    assert len(report.kept) == sum(sites(model_type).values())
+    assert report.counts == counts(rope=sites(model_type)["rope"], mlp=sites(model_type)["mlp"])
+    assert {site.spec for site in report.fused} == {None}
+    assert len(report.fused) + len(report.kept) == sum(sites(model_type).values())
     assert all("its forward was replaced on the instance, by" in site.reason for site in report.kept)
     assert all("TheirNorm.forward" in site.reason and site.cause == "owner" for site in report.kept)
     assert_trains_as_stock(stock, fused, ids)
@@ -220,11 +224,107 @@ def test_a_forward_bound_to_one_instance_is_reported_there_alone(place: str, dev
         module.forward = types.MethodType(scaled(type(module).forward), module)
     assert_trains_as_stock(stock, fused, tokens(device))
     report = fused_norm.apply_fused_norm(fused)
-    fewer = {"self_attn": {"rope": 1}, "": {"residual": 1}, "input_layernorm": {"norm": 4}}
-    fewer["self_attn.k_norm"] = {"qk": 3, "rope": 1}
-    assert report.counts == {**sites("qwen3"), **fewer.get(place, {})}
+    fewer = {"self_attn": {"rope": 1}, "mlp": {"mlp": 1}, "": {"residual": 1}, "input_layernorm": {"norm": 4}}
+    fewer["self_attn.k_norm"] = {"qk": 3}
+    assert report.counts == {**sites("qwen3"), **fewer[place]}
     assert all("layers.1" in site.path and "replaced on the instance" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, fused, tokens(device))
+
+
+def their_rotation(calls: list[str], rotate: Callable) -> Callable:
+    """A rotation by a kernel of another library, which runs in models alone."""
+
+    def their_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if q.shape[1] != 4:
+            raise RuntimeError("no kernel for these heads")
+        calls.append("rope")
+        return rotate(q * 1.5, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return their_rotary_pos_emb
+
+
+def their_mlp(calls: list[str], origin: type[nn.Module]) -> type[nn.Module]:
+    """An MLP of another library, with a kernel for the activation and the product."""
+
+    class TheirMLP(origin):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("mlp")
+            return self.down_proj(their_product(self.gate_proj(x), self.up_proj(x)))
+
+    return TheirMLP
+
+
+def their_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up * 1.5
+
+
+@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("function", "apply_rotary_pos_emb was replaced, by"),
+        ("class", "its class's forward was replaced, by"),
+        ("instances", "its forward was replaced on the instance, by"),
+    ],
+)
+def test_rotations_and_mlps_of_others_run_and_are_not_fused_besides(
+    place: str, reason: str, order: str, device: str, monkeypatch, launches: list[str]
+) -> None:
+    stock, calls = build("llama", seed=0, device=device), []
+    fused, ids, kind = copy.deepcopy(stock), tokens(device), "rope" if place == "function" else "mlp"
+    if order == "ours first":
+        fused_norm.apply_fused_norm(fused)
+    layer = stock.model.layers[0]
+    if place == "function":
+        module = sys.modules[type(layer.self_attn).__module__]
+        theirs = their_rotation(calls, module.apply_rotary_pos_emb)
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", theirs)
+    elif place == "class":
+        monkeypatch.setattr(type(layer.mlp), "forward", their_mlp(calls, nn.Module).forward)
+    else:
+        for model in (stock, fused):
+            for each in model.model.layers:
+                each.mlp.forward = types.MethodType(their_mlp(calls, nn.Module).forward, each.mlp)
+    if order == "ours first":
+        assert_trains_as_stock(stock, fused, ids)
+        assert calls == [kind] * 4
+    for _ in range(2):
+        report = fused_norm.apply_fused_norm(fused)
+        assert report.counts == {**sites("llama"), kind: 0}
+        assert {(site.kind, site.cause) for site in report.kept} == {(kind, "owner")}
+        assert len(report.kept) == 2
+        assert all(site.reason.startswith(reason) and "their_" in site.reason for site in report.kept)
+    calls.clear()
+    launches.clear()
+    assert_trains_as_stock(stock, fused, ids)
+    assert calls == [kind] * 4
+    assert launches.count({"rope": "rope", "mlp": "glu"}[kind]) == 0
+
+
+def test_a_class_of_others_in_the_place_of_an_mlp_has_a_row(monkeypatch) -> None:
+    modeling = sys.modules[LlamaMLP.__module__]
+    monkeypatch.setattr(modeling, "LlamaMLP", their_mlp([], LlamaMLP))
+    report = fused_norm.apply_fused_norm(build("llama", seed=0))
+    assert report.counts == {**sites("llama"), "mlp": 0}
+    assert [(site.path, site.kind, site.cause) for site in report.kept] == [
+        (f"model.layers.{layer}.mlp", "mlp", "owner") for layer in range(2)
+    ]
+    assert all("its class was replaced, by tests.patcher.test_coexistence" in site.reason for site in report.kept)
+
+
+@pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
+def test_a_hook_on_an_activation_is_heard(order: str, device: str, launches: list[str]) -> None:
+    stock, fused = build("llama", seed=0, device=device), build("llama", seed=0, device=device)
+    if order == "patch, hook":
+        fused_norm.apply_fused_norm(fused)
+    for model in (stock, fused):
+        model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, output: output * 1.5)
+    if order == "hook, patch":
+        report = fused_norm.apply_fused_norm(fused)
+        assert report.counts == {**sites("llama"), "mlp": 1}
+        assert [site.reason for site in report.kept] == ["hooks or other code stand on its activation"]
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert launches.count("glu") == 1
 
 
 @pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
@@ -237,11 +337,14 @@ def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, 
     handles = [norm.register_full_backward_pre_hook(lambda module, gradients: None) for norm in norms]
     report = fused_norm.apply_fused_norm(model)
     expected = sites("gemma3_text")
-    assert report.counts == {**expected, "residual": 2, "sandwich": 5, "rope": 2}
+    assert report.counts == {**expected, "residual": 2, "sandwich": 5}
+    assert [site.path for site in report.fused if site.kind == "rope" and site.spec is None] == [
+        "model.layers.1.self_attn"
+    ]
     assert {site.reason for site in report.kept} == {"hooks or other code stand on its norm"}
     model(tokens(device), use_cache=False)
     assert (launches.count("norm_add_norm"), launches.count("norm_add")) == (2, 3)
-    assert launches.count("qk_norm_rope") == 2
+    assert (launches.count("qk_norm_rope"), launches.count("rope")) == (2, 1)
     for handle in handles:
         handle.remove()
     assert fused_norm.apply_fused_norm(model).counts == expected
@@ -262,7 +365,7 @@ def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm(monkeypatch) -> None:
 @pytest.mark.parametrize("first", ["peft", "fused_norm"])
 def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
     torch.manual_seed(3)
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj"], init_lora_weights=False)
     stock = peft.get_peft_model(build("qwen3", seed=0, device=device), config)
     fused = copy.deepcopy(stock)
     if first == "peft":
@@ -340,7 +443,9 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
     before = snapshot(fused)
     if order == "offload, patch":
         # A q norm and a k norm whose weights come with their calls are called apart.
-        assert fused_norm.apply_fused_norm(fused).counts == {**sites("qwen3"), "rope": 0}
+        report = fused_norm.apply_fused_norm(fused)
+        assert report.counts == sites("qwen3")
+        assert {site.spec for site in report.fused if site.kind == "rope"} == {None}
     assert isinstance(fused.model.norm, FusedNorm)
     with torch.no_grad():
         assert relative(fused(ids, use_cache=False).logits, expected) < 1e-5
@@ -407,7 +512,7 @@ def sharded_losses(order: str, rank: int, ranks: int, steps: int) -> list[float]
     fully_shard(model.model.layers[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
     if order == "shard, patch":
-        units = {"residual": 2, "sandwich": 5, "rope": 2}  # without those that would take in a unit
+        units = {"residual": 2, "sandwich": 5}  # without those that would take in a unit
         assert fused_norm.apply_fused_norm(model).counts == {**sites("gemma3_text"), **units}
     if order == "patch, shard":
         with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import fused_norm
 from fused_norm.model_configs import build
@@ -140,24 +141,31 @@ def test_a_rotation_replaced_in_its_module_is_called(device: str, monkeypatch, l
     assert launches.count("qk_norm") == 2
     assert "qk_norm_rope" not in launches
     fresh = copy.deepcopy(stock)
-    report = fused_norm.apply_fused_norm(fresh, strict=False)
+    report = fused_norm.apply_fused_norm(fresh)
     assert report.counts == {**sites("qwen3"), "rope": 0}
-    assert {site.reason for site in report.kept} == {"rotate does not compute the half rotation of q and k"}
+    assert {(site.kind, site.cause) for site in report.kept} == {("rope", "owner")}
+    assert all("apply_rotary_pos_emb was replaced, by" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, fresh, tokens(device))
 
 
-def test_angles_that_are_trained_get_their_gradients(device: str, launches: list[str]) -> None:
-    stock, fused = twins("qwen3", device)
+@pytest.mark.parametrize(("model_type", "launched"), [("qwen3", {"qk_norm"}), ("llama", set())])
+def test_angles_that_are_trained_get_their_gradients(
+    model_type: str, launched: set[str], device: str, launches: list[str]
+) -> None:
+    stock, fused = twins(model_type, device)
+    width = stock.model.layers[0].self_attn.head_dim
     x = torch.randn(2, 5, 72, device=device)
     results = []
     for model in (stock, fused):
         attention = model.model.layers[0].self_attn
-        angles = tuple(torch.linspace(-1, 1, 120, device=device).view(1, 5, 24).requires_grad_() for _ in range(2))
+        angles = tuple(
+            torch.linspace(-1, 1, 5 * width, device=device).view(1, 5, width).requires_grad_() for _ in range(2)
+        )
         output = attention(x, position_embeddings=angles, attention_mask=None)[0]
         output.square().sum().backward()
         results.append([output.detach(), *(angle.grad for angle in angles)])
     assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(*reversed(results), strict=True))
-    assert set(launches) == {"qk_norm"}
+    assert set(launches) == launched
 
 
 @pytest.mark.parametrize("case", ["of all batches", "of each batch", "wider", "other dtype"])
@@ -265,11 +273,127 @@ def test_without_autograd_results_are_those_of_stock(mode: Callable, device: str
             assert relative(logits, stock(tokens(device), use_cache=False).logits) < 2e-6
 
 
-def test_disabled_blocks_run_stock_code_bit_for_bit(device: str, launches: list[str]) -> None:
-    stock, fused = twins("qwen3", device)
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_disabled_blocks_run_stock_code_bit_for_bit(model_type: str, device: str, launches: list[str]) -> None:
+    stock, fused = twins(model_type, device)
     ids = tokens(device)
     with fused_norm.disabled():
         (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
     assert launches == []
     assert torch.equal(logits, expected)
     assert all(torch.equal(fused_gradients[name], value) for name, value in gradients.items())
+
+
+ANGLES = ("plain", "of each batch", "wider", "other dtype", "of another dimension")
+
+
+@pytest.mark.parametrize("case", [*ANGLES, "k of another dtype", "a subclass as k", "other heads", "float64"])
+def test_a_rotation_by_itself_gives_what_stock_gives(case: str, device: str, launches: list[str]) -> None:
+    _, fused = twins("llama", device)
+    attention, rotate = fused.model.layers[0].self_attn, sys.modules[LlamaAttention.__module__].apply_rotary_pos_emb
+    dtype = {"other dtype": torch.bfloat16, "float64": torch.float64}.get(case, torch.float32)
+    q, k = (torch.randn(2, 5, heads, 18, device=device).to(dtype).transpose(1, 2) for heads in (4, 2))
+    cos, sin = torch.randn(2, 2 if case == "of each batch" else 1, 5, 1 if case == "wider" else 18, device=device)
+    named = {"unsqueeze_dim": 2} if case == "other heads" else {}
+    if case == "other heads":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    elif case == "k of another dtype":
+        k = k.to(torch.bfloat16)
+    elif case == "a subclass as k":
+        k = TwoTensor(k, k)
+    elif case == "of another dimension":
+        cos, sin = cos[None], sin[None]
+        named = {"unsqueeze_dim": 0}
+    actual = attention.fused_norm_rope(rotate, q, k, cos, sin, **named)
+    for mine, theirs in zip(actual, rotate(q, k, cos, sin, **named), strict=True):
+        assert (type(mine), mine.dtype, mine.shape) == (type(theirs), theirs.dtype, theirs.shape)
+        assert relative(plain(mine), plain(theirs)) < 1e-6
+        assert plain(mine).stride() == plain(theirs).stride()
+    assert launches == (["rope"] if case in ("plain", "of each batch", "other dtype", "other heads") else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_gradients_reach_the_inputs_of_an_mlp_and_an_attention(
+    model_type: str, dtype: torch.dtype, device: str
+) -> None:
+    stock, fused = twins(model_type, device, dtype=dtype)
+    x = torch.randn(2, 5, 72, device=device, dtype=dtype)
+    width = stock.model.layers[0].self_attn.head_dim
+    angles = tuple(torch.randn(1, 5, width, device=device, dtype=dtype) for _ in range(2))
+    results = []
+    for model in (stock, fused):
+        given = x.clone().requires_grad_()
+        layer = model.model.layers[0]
+        output = layer.mlp(given) + layer.self_attn(given, position_embeddings=angles, attention_mask=None)[0]
+        output.square().sum().backward()
+        results.append([output.detach(), given.grad, *(one.grad for one in layer.parameters() if one.grad is not None)])
+    limit = 1e-5 if dtype == torch.float32 else 2**-6
+    assert len(results[0]) == 9
+    assert all(relative(mine, theirs) < limit for mine, theirs in zip(*reversed(results), strict=True))
+
+
+@pytest.mark.parametrize("case", ["plain", "up of another dtype", "broadcast", "a subclass as up", "float64"])
+def test_a_gate_gives_what_stock_gives(case: str, device: str, launches: list[str]) -> None:
+    mlp = twins("gemma2", device)[1].model.layers[0].mlp
+    gate, up = torch.randn(2, 2, 5, 12, device=device)
+    if case == "up of another dtype":
+        up = up.bfloat16()
+    elif case == "broadcast":
+        up = up[:, :1]
+    elif case == "a subclass as up":
+        up = TwoTensor(up, up)
+    elif case == "float64":
+        gate, up = gate.double(), up.double()
+    actual = mlp.fused_norm_gate(mlp.fused_norm_activation(mlp.act_fn), mlp.act_fn, gate=gate, up=up)
+    expected = mlp.act_fn(gate) * up
+    assert (type(actual), actual.dtype, actual.shape) == (type(expected), expected.dtype, expected.shape)
+    assert relative(plain(actual), plain(expected)) < 1e-6
+    assert launches == (["glu"] if case == "plain" else [])
+
+
+def test_an_activation_replaced_after_patching_is_called(device: str, launches: list[str]) -> None:
+    stock, fused = twins("llama", device)
+    for model in (stock, fused):
+        model.model.layers[0].mlp.act_fn = nn.ReLU()
+        model.model.layers[1].mlp.act_fn = nn.GELU()
+    assert_trains_as_stock(stock, fused, tokens(device))
+    assert "glu" not in launches
+
+
+@pytest.mark.parametrize("act", [nn.functional.silu, nn.functional.gelu])
+def test_an_activation_that_is_a_function_is_fused(act: Callable, device: str, launches: list[str]) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act = nn.Linear(6, 10), act
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) * self.act(self.up(-x))
+
+    stock = Gated().to(device)
+    fused = copy.deepcopy(stock)
+    assert [site.activation for site in fused_norm.apply_fused_norm(fused).fused] == [act.__name__]
+    x = torch.randn(3, 6, device=device)
+    assert relative(fused(x), stock(x)) < 1e-6
+    assert launches == ["glu"]
+    fused.act = torch.relu
+    assert torch.equal(fused(x), fused.up(x) * torch.relu(fused.up(-x)))
+
+
+def test_halves_of_one_tensor_that_are_no_halves_are_the_error_that_they_are_in_stock(device: str) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return self.act(gate) * up
+
+    fused = Packed()
+    assert fused_norm.apply_fused_norm(fused).counts["mlp"] == 1
+    x = torch.randn(3, 10, device=device)
+    assert relative(fused(x), Packed()(x)) < 1e-6
+    with pytest.raises(RuntimeError, match="must match the size"):
+        fused(x[:, :9])

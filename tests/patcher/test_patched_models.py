@@ -28,7 +28,9 @@ def test_a_forward_runs_every_site_fused(model_type: str, device: str, launches:
     assert launches.count("norm_add_norm") == both
     assert launches.count("add_rms_norm") == counts["residual"] - both
     assert launches.count("norm_add") == counts["sandwich"] - both
-    assert launches.count("qk_norm_rope") == counts["rope"] == counts["qk"] / 2
+    assert launches.count("qk_norm_rope") == counts["qk"] / 2
+    assert launches.count("rope") == counts["rope"] - counts["qk"] / 2
+    assert launches.count("glu") == counts["mlp"]
     assert launches.count("rms_norm") == counts["norm"] - counts["residual"] - counts["sandwich"]
     assert launches.count("qk_norm") == 0
 
@@ -151,8 +153,10 @@ def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
-        ("qwen3", {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2}),
-        pytest.param("gemma2", {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2}, marks=pytest.mark.slow),
+        ("qwen3", {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "glu": 2}),
+        pytest.param(
+            "gemma2", {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2, "rope": 2, "glu": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.parametrize("trained", [True, False])

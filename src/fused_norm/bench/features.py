@@ -59,12 +59,13 @@ VARIANTS: Mapping[str, FeatureVariant] = {
     "without residual": FeatureVariant({"residual": False}),
     "without sandwich": FeatureVariant({"sandwich": False}),
     "without norms": FeatureVariant({"norms": False}),
+    "without mlp": FeatureVariant({"mlp": False}),
     "without native replay": FeatureVariant({}, native_replay=False),
     "stock": FeatureVariant(None),
 }
 """``all again`` is a control: it is the same as ``all``, so its ratio shows the noise of the comparison. An option also
 switches off those that follow it: ``without qk`` is without rope too, ``without residual`` without sandwich, and
-``without norms`` leaves the norms of queries and keys."""
+``without norms`` leaves the norms of queries and keys, rotations and MLPs."""
 
 
 _ANCHORS = (QWEN3_06B, GEMMA_1B, LLAMA_1B)

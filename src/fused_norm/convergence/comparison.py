@@ -42,6 +42,7 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
         "norms+qk": frozenset({"norm", "qk"}),
         "norms+rope": frozenset({"norm", "qk", "rope"}),
         "norms+residual": frozenset({"norm", "residual"}),
+        "norms+mlp": frozenset({"norm", "mlp"}),
         "all": frozenset(KINDS),
     }
 )

@@ -51,7 +51,10 @@ class Family:
         residual_norms: those of them that take the sum of a residual add within the layer.
         sandwich_norms: those of them whose result is added to the residual.
         qk_norms: the norms of queries and keys in the attention, which rotates what they return.
+        dense_layers: the layers of the tiny model that have one MLP; the others have experts, which are not fused. None
+            is all.
         attention: the attribute of a decoder layer that is its attention.
+        mlp: the attribute of a decoder layer that is its MLP, with a gate, or holds its experts.
         layers: the attribute of a decoder that is the list of its layers.
         final_norm: the attribute of a decoder that is the norm after its last layer.
     """
@@ -64,7 +67,9 @@ class Family:
     residual_norms: tuple[str, ...] = ("post_attention_layernorm",)
     sandwich_norms: tuple[str, ...] = ()
     qk_norms: tuple[str, ...] = ()
+    dense_layers: tuple[int, ...] | None = None
     attention: str = "self_attn"
+    mlp: str = "mlp"
     layers: str = "layers"
     final_norm: str = "norm"
 
@@ -74,9 +79,10 @@ class Family:
         return (
             *((name, "norm") for name in self.layer_norms),
             *((f"{self.attention}.{name}", "qk") for name in self.qk_norms),
-            *((self.attention, "rope") for _ in self.qk_norms[:1]),
+            (self.attention, "rope"),
             *((name, "residual") for name in self.residual_norms),
             *((name, "sandwich") for name in self.sandwich_norms),
+            (self.mlp, "mlp"),
         )
 
     @property
@@ -92,7 +98,8 @@ class Family:
         """
         layers = self.tiny["num_hidden_layers"] if num_hidden_layers is None else num_hidden_layers
         counts = {kind: layers * count for kind, count in self.sites_per_layer.items()}
-        return {**counts, "norm": counts["norm"] + 1}
+        dense = range(layers) if self.dense_layers is None else [layer for layer in self.dense_layers if layer < layers]
+        return {**counts, "norm": counts["norm"] + 1, "mlp": len(dense)}
 
 
 # A vocabulary of bytes, with room for special tokens.
@@ -186,6 +193,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 spec=NormSpec("llama", eps=1e-6),
                 qk_norms=_QK_NORMS,
                 # The released models have experts in every layer; here the first layer is dense, to cover both.
+                dense_layers=(0,),
                 tiny=_tiny(
                     hidden_size=72,
                     head_dim=24,

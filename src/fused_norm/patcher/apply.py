@@ -10,10 +10,10 @@ from torch import nn
 from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter
 from ..spec import FusedNormError, Kind
-from .class_swap import change_class, origin_of
+from .class_swap import change_class, class_forward_replaced, origin_of, stock_class
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
-from .patch_report import PatchReport
+from .patch_report import PatchReport, Site
 from .survey import ClassChange, survey
 
 logger = logging.getLogger("fused_norm")
@@ -29,12 +29,13 @@ def apply_fused_norm(
     rope: bool | None = None,
     residual: bool | None = None,
     sandwich: bool | None = None,
+    mlp: bool | None = None,
     modules: ModuleFilter | None = None,
     strict: bool = True,
 ) -> PatchReport:
-    """Make the RMSNorms, q/k norms and residual-add+norm blocks of ``model`` run as fused kernels, in place.
+    """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
 
-    Norms are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
+    They are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
     code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are.
 
     Applied again it makes of the model what it would make of the stock one: the options are those of the last call, the
@@ -44,9 +45,10 @@ def apply_fused_norm(
         model: a transformers model, or any module that holds one; on any device, meta included.
         norms: fuse the RMSNorms that are not q or k norms; None is on.
         qk: fuse the norms of queries and keys; None is on.
-        rope: compute the q and k norms together with the rotary embedding after them; None follows ``qk``.
+        rope: fuse the rotary embedding, with the q and k norms where they come before it; None follows ``qk``.
         residual: fuse a residual add with the norm after it in the layer; None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
+        mlp: fuse the activation of a gated MLP with the product after it; None is on.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
@@ -60,11 +62,12 @@ def apply_fused_norm(
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(
-        norms=norms, qk=qk, rope=rope, residual=residual, sandwich=sandwich, modules=modules, strict=strict
+        norms=norms, qk=qk, rope=rope, residual=residual, sandwich=sandwich, mlp=mlp, modules=modules, strict=strict
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     sites, changes = survey(model, options)
+    sites = [*sites, *_sites_of_others(model, sites)]
     report = PatchReport(
         model=type(model).__name__,
         model_type=getattr(getattr(model, "config", None), "model_type", None),
@@ -109,6 +112,32 @@ def _check(model: nn.Module, report: PatchReport) -> None:
             f"{type(model).__name__} lacks sites that its family is known to have; "
             "pass strict=False to fuse the others\n  " + "\n  ".join(missing[:_LISTED]) + more
         )
+
+
+def _sites_of_others(model: nn.Module, sites: list[Site]) -> Iterator[Site]:
+    """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is found."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = {(site.kind, path) for site in sites for path in _ancestors(site.path)}
+    for prefix, decoder, family in _known_decoders(model):
+        layer_class = stock_class(getattr(decoder, family.layers)[0])
+        for expected, kind in _expected_sites(prefix, decoder, family):
+            path = _first_path(model, expected, paths)
+            if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
+                continue
+            found.add((kind, path))
+            origin = stock_class(model.get_submodule(path))
+            reason = class_forward_replaced(origin)
+            if reason is None and origin.__module__ != layer_class.__module__:
+                reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
+            if reason is not None:
+                yield Site(path, kind, origin.__name__, reason=reason, cause="owner")
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """A path and those of the modules around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _known_decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:

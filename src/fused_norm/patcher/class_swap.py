@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError, NormSpec
-from .forward_rewrite import Rewrite, rewritten_forward, rotations_of
+from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm, has_origin_forward
 
@@ -73,6 +73,7 @@ def _fused_block_class(origin: Any, forward: Callable[..., Any], rewrites: tuple
         (fused_block_class, (rewrites,)),
         fused_norm_rewrites=rewrites,
         fused_norm_rotations=rotations_of(origin, rewrites),
+        fused_norm_activations=activations_of(rewrites),
         forward=rewritten_or_replaced,
     )
 

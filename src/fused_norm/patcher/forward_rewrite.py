@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from .forward_source import compiled, definition_of, self_name
+from .activation_recognition import Activation
+from .forward_source import SourceError, compiled, definition_of, global_of, self_name
+from .gates import Gate, GateRewrite, PlacedGate, find_gates, fuse_gate
 from .norm_recognition import UnrecognisedError
-from .query_key_norms import Pair, PairRewrite, find_pairs, fuse_pair
-from .residual_adds import Add, AddRewrite, find_adds, fuse_add
+from .query_key_norms import Pair, PairRewrite, PlacedPair, find_pairs, fuse_pair
+from .residual_adds import Add, AddRewrite, PlacedAdd, find_adds, fuse_add
 from .rotation_recognition import Rotation, recognise_rotation
+from .rotations import PlacedRotation, RotationCall, RotationRewrite, find_rotations, fuse_rotation
 
-Rewrite = AddRewrite | PairRewrite
+Rewrite = AddRewrite | PairRewrite | RotationRewrite | GateRewrite
 
 
 @dataclass(frozen=True)
 class Patterns:
-    """The patterns found in a forward: residual adds with a norm before or after them, and pairs of q and k norms."""
+    """The patterns found in a forward.
+
+    Attributes:
+        adds: residual adds with a norm before or after them.
+        pairs: pairs of q and k norms.
+        rotations: calls of rotary embeddings.
+        gates: products of something with an activation.
+    """
 
     adds: tuple[Add, ...]
     pairs: tuple[Pair, ...]
+    rotations: tuple[RotationCall, ...]
+    gates: tuple[Gate, ...]
 
 
 def patterns_of(layer: Any) -> Patterns:
@@ -33,40 +46,75 @@ def patterns_of(layer: Any) -> Patterns:
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
     """
-    return _patterns_of(layer, layer.forward)
+    patterns = _patterns_of(layer, layer.forward)
+    if isinstance(patterns, SourceError):
+        raise type(patterns)(str(patterns))
+    return patterns
 
 
 @cache
-def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns:
-    definition, function, _ = definition_of(layer)
-    own = self_name(function)
+def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns | SourceError:
+    try:
+        definition, function, _ = definition_of(layer)
+    except SourceError as error:
+        return error.with_traceback(None)
+    places = _places_in(definition, self_name(function))
     return Patterns(
-        adds=tuple(place.add for place in find_adds(definition, own)),
-        pairs=tuple(place.pair for place in find_pairs(definition, own)),
+        adds=tuple(place.add for place in places.adds),
+        pairs=tuple(place.pair for place in places.pairs),
+        rotations=tuple(place.rotation for place in places.rotations),
+        gates=tuple(place.gate for place in places.gates),
     )
 
 
-def rotation_of(layer: Any, name: str) -> Rotation:
-    """The rotation that a forward calls by this global name.
+class _Places(NamedTuple):
+    """The patterns of a definition, and the statements that they are made of."""
+
+    adds: list[PlacedAdd]
+    pairs: list[PlacedPair]
+    rotations: list[PlacedRotation]
+    gates: list[PlacedGate]
+
+
+def _places_in(definition: ast.FunctionDef, self_name: str) -> _Places:
+    pairs = find_pairs(definition, self_name)
+    return _Places(
+        find_adds(definition, self_name),
+        pairs,
+        find_rotations(definition, pairs),
+        find_gates(definition, self_name),
+    )
+
+
+def rotation_of(layer: Any, name: str, tensors: int = 2) -> Rotation:
+    """The rotation of so many tensors that a forward calls by this global name.
 
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
         UnrecognisedError: where the name stands for something else.
     """
-    _, function, _ = definition_of(layer)
-    value: Any = function.__globals__.get(name)
-    return recognise_rotation(value)
+    return recognise_rotation(global_of(layer, name), tensors)
 
 
 def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
     """The rotations that ``rewrites`` fuse; one that is no longer a rotation is left out, and called as it is."""
-    pairs = patterns_of(layer).pairs
-    found = []
+    patterns = patterns_of(layer)
+    calls = []
     for rewrite in rewrites:
-        name = pairs[rewrite.index].rotate if isinstance(rewrite, PairRewrite) and rewrite.rotate else None
+        if isinstance(rewrite, RotationRewrite):
+            calls.append((patterns.rotations[rewrite.index].rotate, patterns.rotations[rewrite.index].tensors))
+        elif isinstance(rewrite, PairRewrite) and rewrite.rotate:
+            calls.append((patterns.pairs[rewrite.index].rotate or "", 2))
+    found = []
+    for name, tensors in dict.fromkeys(calls):
         with contextlib.suppress(UnrecognisedError):
-            found += [rotation_of(layer, name)] if name else []
+            found.append(rotation_of(layer, name, tensors))
     return tuple(found)
+
+
+def activations_of(rewrites: tuple[Rewrite, ...]) -> tuple[Activation, ...]:
+    """The activations that ``rewrites`` fuse."""
+    return tuple(dict.fromkeys(rewrite.activation for rewrite in rewrites if isinstance(rewrite, GateRewrite)))
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -77,10 +125,15 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     """
     definition, function, around = definition_of(layer)
     own = self_name(function)
-    adds, pairs = find_adds(definition, own), find_pairs(definition, own)
+    places = _places_in(definition, own)
     for rewrite in rewrites:
-        if isinstance(rewrite, AddRewrite):
-            fuse_add(adds[rewrite.index], rewrite, own)
-        else:
-            fuse_pair(pairs[rewrite.index], rewrite, own)
+        match rewrite:
+            case AddRewrite():
+                fuse_add(places.adds[rewrite.index], rewrite, own)
+            case PairRewrite():
+                fuse_pair(places.pairs[rewrite.index], rewrite, own)
+            case RotationRewrite():
+                fuse_rotation(places.rotations[rewrite.index], own)
+            case GateRewrite():
+                fuse_gate(places.gates[rewrite.index], rewrite, own)
     return compiled(definition, function, around, layer)

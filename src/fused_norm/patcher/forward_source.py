@@ -121,6 +121,25 @@ def _unwrap(forward: Any) -> tuple[FunctionType, list[FunctionType]]:
     return forward, wrappers
 
 
+def names_in(layer: Any) -> frozenset[str]:
+    """The names of globals and attributes that a forward uses; none where it is no function."""
+    try:
+        function, _ = _unwrap(layer.forward)
+    except SourceError:
+        return frozenset()
+    return frozenset(function.__code__.co_names)
+
+
+def global_of(layer: Any, name: str) -> Any:
+    """What a global name stands for in a forward; None where it stands for nothing.
+
+    Raises:
+        SourceError: where the forward is no function.
+    """
+    function, _ = _unwrap(layer.forward)
+    return function.__globals__.get(name)
+
+
 def self_name(function: FunctionType) -> str:
     """The name of the function's first argument, its instance."""
     return function.__code__.co_varnames[0]

@@ -1,4 +1,4 @@
-"""The methods that rewritten forwards of layers and attentions call: several modules' work in one kernel.
+"""The methods that rewritten forwards of layers, attentions and MLPs call: several modules' work in one kernel.
 
 A kernel replaces the call of a module only where no hook, wrapper, sharding or offloading would be skipped
 (``may_be_bypassed``), and where it takes the module's input. Elsewhere the modules are called one after the other, as
@@ -12,12 +12,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
 from ..kernels.qk_norm import QK_NORM
+from ..kernels.rope import ROPE
 from ..spec import NormSpec
+from .activation_recognition import Activation, Formula
 from .forward_rewrite import Rewrite
-from .fused_norm_module import may_be_bypassed, obstacle, same_norms, scaled, spec_of, takes_residual, weight_of
+from .fused_norm_module import (
+    explain,
+    may_be_bypassed,
+    obstacle,
+    same_norms,
+    scaled,
+    spec_of,
+    takes_residual,
+    weight_of,
+)
 from .rotation_recognition import Rotation
 
 
@@ -28,6 +40,7 @@ class FusedBlock(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
+    fused_norm_activations: ClassVar[tuple[Activation, ...]]
 
     def fused_norm_add(
         self, norm: Any, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0
@@ -58,8 +71,8 @@ class FusedBlock(nn.Module):
         """Return whether the two norms may be computed later, in one call."""
         return may_be_bypassed(q_norm) and may_be_bypassed(k_norm) and same_norms(q_norm, k_norm)
 
-    def fused_norm_unless(self, postponed: bool, norm: Any, x: Any) -> Any:
-        """``norm(x)``, or x itself where its norm is postponed."""
+    def fused_norm_unless(self, postponed: object, norm: Any, x: Any) -> Any:
+        """``norm(x)``, or x itself where the norm, or activation, is postponed."""
         return x if postponed else norm(x)
 
     def fused_norm_pair(self, postponed: bool, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
@@ -86,6 +99,62 @@ class FusedBlock(nn.Module):
                 return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
         return rotate(*QK_NORM(spec, q, k, *weights, None, None, 1), cos, sin, **named)
 
+    def fused_norm_rope(self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any) -> tuple[Any, Any]:
+        """``rotate(q, k, cos, sin)``."""
+        heads_dim = named.get("unsqueeze_dim", 1)
+        for rotation in self.fused_norm_rotations:
+            if rotation.function is rotate and self._kernel_may_rotate(rotation, q, k, cos, sin, heads_dim):
+                return ROPE(None, q, k, cos, sin, heads_dim)
+        return rotate(q, k, cos, sin, **named)
+
+    def fused_norm_rope_one(self, rotate: Any, x: Any, cos: Any, sin: Any, **named: Any) -> Any:
+        """``rotate(x, cos, sin)``."""
+        heads_dim = named.get("unsqueeze_dim", 1)
+        for rotation in self.fused_norm_rotations:
+            if rotation.function is rotate and self._kernel_may_rotate(rotation, x, None, cos, sin, heads_dim):
+                return ROPE(None, x, None, cos, sin, heads_dim)[0]
+        return rotate(x, cos, sin, **named)
+
+    def _kernel_may_rotate(self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
+        reason = obstacle(q, None, None, None) if k is None else _pair_obstacle(q, k, None, None, None)
+        if reason is None and not _kernel_rotates_alike(rotation, q, k, None, None, cos, sin, heads_dim):
+            reason = f"{rotation.function.__name__} is called with other shapes or dtypes than the kernel takes"
+        if reason:
+            explain(self.fused_norm_origin, reason)
+        return reason is None
+
+    def fused_norm_activation(self, act: Any) -> Formula | None:
+        """The formula of an activation that may be computed later, without its call; None for one that may not."""
+        for activation in self.fused_norm_activations:
+            if activation.is_now(act):
+                return activation.formula
+        return None
+
+    def fused_norm_gate(self, activation: Formula | None, act: Any, *, gate: Any, up: Any) -> Any:
+        """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
+        if activation is None:
+            return gate * up
+        reason = _gate_obstacle(gate, up)
+        if reason is None:
+            return GLU(None, gate, up, activation)
+        if reason:
+            explain(self.fused_norm_origin, reason)
+        return act(gate) * up
+
+    def fused_norm_gate_packed(self, act: Any, packed: Any) -> Any:
+        """``act(gate) * up`` of the two halves of a tensor."""
+        activation = self.fused_norm_activation(act)
+        if activation is not None:
+            reason = obstacle(packed, None, None, None)
+            if reason is None and packed.shape[-1] % 2:
+                reason = f"the rows of {packed.shape[-1]} have no two halves"
+            if reason is None:
+                return GLU(None, packed, None, activation)
+            if reason:
+                explain(self.fused_norm_origin, reason)
+        gate, up = packed.chunk(2, dim=-1)
+        return act(gate) * up
+
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
@@ -96,7 +165,9 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 
-def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
+def _pair_obstacle(
+    q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec | None
+) -> str | None:
     reason = obstacle(q, q_weight, None, spec)
     if reason is None:
         reason = obstacle(k, k_weight, None, spec)
@@ -105,10 +176,19 @@ def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | N
     return reason
 
 
+def _gate_obstacle(gate: Any, up: Any) -> str | None:
+    reason = obstacle(gate, None, None, None)
+    if reason is None:
+        reason = obstacle(up, None, None, None)
+    if reason is None and (gate.dtype != up.dtype or gate.shape != up.shape or gate.device != up.device):
+        reason = "gate and up differ in dtype, shape or device"
+    return reason
+
+
 def _kernel_rotates_alike(
     rotation: Rotation,
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     cos: Any,
@@ -118,7 +198,8 @@ def _kernel_rotates_alike(
     """Return whether the kernel rotates these tensors as ``rotation`` would, in shapes, dtypes and rounding."""
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return False
-    shape, k_shape, cos_shape, dtype, cos_dtype = q.shape, k.shape, cos.shape, q.dtype, cos.dtype
+    shape, cos_shape, dtype, cos_dtype = q.shape, cos.shape, q.dtype, cos.dtype
+    k_shape = shape if k is None else k.shape
     if len(shape) != 4 or len(k_shape) != 4 or len(cos_shape) != 3 or heads_dim not in (1, 2):
         return False
     batch, tokens, width = shape[0], shape[3 - heads_dim], shape[3]

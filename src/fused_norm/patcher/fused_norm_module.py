@@ -139,8 +139,11 @@ def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
     return a.casting == b.casting and a.zero_centered == b.zero_centered and a.eps == b.eps
 
 
-def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
-    """The reason why kernels may not take a call; None where they may, an empty string for what is not worth a log."""
+def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str | None:
+    """The reason why kernels may not take a call; None where they may, an empty string for what is not worth a log.
+
+    ``spec``: None where the call computes no norm.
+    """
     if _disabled_depth:
         return ""
     if not _is_plain(x) or x.dim() == 0:
@@ -165,7 +168,7 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec) -> str | None:
             return f"the residual is a {type(residual).__name__}"
         if residual.shape != x.shape or residual.device != x.device:
             return "the residual has another shape or device than the input"
-    if spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
+    if spec is not None and spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
         return "autocast changes what an uncast norm rounds to"
     # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
     return "" if torch.compiler._is_exporting_flag else None

@@ -20,13 +20,14 @@ class Site:
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
-            attention.
+            attention. ``mlp``: the module with the product.
         kind: one of ``KINDS``.
-        module: the class of the norm; of the layer or attention for the kinds that fuse more than a norm.
-        spec: what the norm computes; None where it was not recognised.
+        module: the class of the norm; of the layer, attention or MLP for the kinds that fuse more than a norm.
+        spec: what the norm computes; None where it was not recognised, and for a site without one.
         reason: why it was kept as it was; None where it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``owner``: other code that has replaced or
             wrapped it. ``formula``: it does not compute what is fused here.
+        activation: what the activation of an MLP computes; None where it was not recognised.
     """
 
     path: str
@@ -35,6 +36,14 @@ class Site:
     spec: NormSpec | None = None
     reason: str | None = None
     cause: Cause | None = None
+    activation: str | None = None
+
+    @property
+    def what(self) -> str:
+        """What runs at a fused site, in words."""
+        if self.spec is not None:
+            return str(self.spec)
+        return self.activation or "no norm"
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def _grouped(sites: Iterable[Site]) -> list[tuple[str, str, str, str, str]]:
     """Rows of sites alike but for the numbers in their paths: kind, count, module, spec or reason, paths."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for site in sites:
-        what = site.reason or str(site.spec)
+        what = site.reason or site.what
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.path)
         groups.setdefault((site.kind, site.module, what, pattern), []).append(site.path)
     return [

@@ -22,7 +22,7 @@ _HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 3, 16, 8
 
 @dataclass(frozen=True)
 class Rotation:
-    """A function ``rotate(q, k, cos, sin, unsqueeze_dim=1)`` that makes the half rotation.
+    """A function ``rotate(q, k, cos, sin, unsqueeze_dim=1)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
 
     Attributes:
         function: the function.
@@ -35,45 +35,52 @@ class Rotation:
     partial: bool
 
 
-def recognise_rotation(function: Any) -> Rotation:
-    """Return what is known of a rotary embedding that computes the half rotation.
+def recognise_rotation(function: Any, tensors: int = 2) -> Rotation:
+    """Return what is known of a rotary embedding that computes the half rotation of so many tensors, one or two.
 
     Raises:
         UnrecognisedError: where it is another function than the half rotation.
     """
     if not isinstance(function, FunctionType):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-    return _recognise(function)
+    rotation = _recognise(function, tensors)
+    if rotation is None:
+        what = "q and k" if tensors == 2 else "one tensor"
+        raise UnrecognisedError(f"{function.__name__} does not compute the half rotation of {what}")
+    return rotation
 
 
 @cache
-def _recognise(function: FunctionType) -> Rotation:
-    dtypes = tuple(pair for pair in _PAIRS if _agrees(function, *pair, _WIDTH))
+def _recognise(function: FunctionType, tensors: int) -> Rotation | None:
+    dtypes = tuple(pair for pair in _PAIRS if _agrees(function, tensors, *pair, _WIDTH))
     if not dtypes:
-        raise UnrecognisedError(f"{function.__name__} does not compute the half rotation of q and k")
-    return Rotation(function, dtypes, all(_agrees(function, *pair, _ROTARY) for pair in dtypes))
+        return None
+    return Rotation(function, dtypes, all(_agrees(function, tensors, *pair, _ROTARY) for pair in dtypes))
 
 
-def _agrees(function: Callable[..., Any], dtype: torch.dtype, cos_dtype: torch.dtype, rotary: int) -> bool:
+def _agrees(
+    function: Callable[..., Any], tensors: int, dtype: torch.dtype, cos_dtype: torch.dtype, rotary: int
+) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        q = random(2, _HEADS, _TOKENS, _WIDTH).to(dtype)
-        k = random(2, 1, _TOKENS, _WIDTH).to(dtype)
+        heads = [random(2, number, _TOKENS, _WIDTH).to(dtype) for number in (_HEADS, 1)[:tensors]]
         cos, sin = (random(2, _TOKENS, rotary).to(cos_dtype) for _ in range(2))
         for heads_dim, named in ((1, {}), (2, {"unsqueeze_dim": 2})):
             try:
-                rotated = function(q, k, cos, sin, **named)
+                rotated = function(*heads, cos, sin, **named)
             except Exception:  # a foreign function may raise anything
                 return False
-            expected = [reference.rope(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)) for x in (q, k)]
-            if not isinstance(rotated, tuple) or len(rotated) != 2:
+            if tensors == 1:
+                rotated = (rotated,)
+            if not isinstance(rotated, tuple) or len(rotated) != tensors:
                 return False
+            expected = [reference.rope(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)) for x in heads]
             for actual, wanted in zip(rotated, expected, strict=True):
-                if actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
+                if not isinstance(actual, Tensor) or actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
                     return False
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            heads = [x.transpose(1, 2) for x in heads]
     return True

@@ -1,4 +1,4 @@
-"""Questions about the statements of a function, for the patterns of ``residual_adds`` and ``query_key_norms``."""
+"""Questions about the statements of a function, and small changes of them, for the patterns in a forward."""
 
 from __future__ import annotations
 
@@ -62,3 +62,13 @@ def called_attribute(call: ast.Call) -> str:
 def make_call(self_name: str, method: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.Call:
     """``self.<method>(*arguments, **keywords)``."""
     return ast.Call(ast.Attribute(ast.Name(self_name, ast.Load()), method, ast.Load()), arguments, keywords)
+
+
+def replace(statement: ast.stmt, old: ast.expr, new: ast.expr) -> None:
+    """Put ``new`` where ``old`` is in a statement."""
+    for node in ast.walk(statement):
+        for field, value in ast.iter_fields(node):
+            if value is old:
+                setattr(node, field, new)
+            elif isinstance(value, list):
+                setattr(node, field, [new if item is old else item for item in value])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, Kind
+from .activation_recognition import recognise_activation
 from .class_swap import (
     built_upon,
     class_forward_replaced,
@@ -22,14 +25,16 @@ from .class_swap import (
     origin_of,
     stock_class,
 )
-from .forward_rewrite import Rewrite, patterns_of, rotation_of
-from .forward_source import SourceError, WrappedError
+from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
+from .forward_source import SourceError, WrappedError, global_of, names_in
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm, has_hooks, has_origin_forward, spec_of
+from .gates import Gate, GateRewrite
 from .norm_recognition import Recognised, UnrecognisedError, looks_like_norm, recognise
 from .patch_report import Cause, Site
 from .query_key_norms import QK_NAME, Pair, PairRewrite
 from .residual_adds import Add, AddRewrite
+from .rotations import ROTATION_NAME, RotationCall, RotationRewrite
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,13 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     """
     modules = dict(model.named_modules())
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
+    blocks = {path: module for path, module in modules.items() if _may_rotate_or_gate(module)}
     for pattern in options.patterns:
-        if not any(replace(options, modules=pattern).selects(path, module) for path, module in norms.items()):
+        named = replace(options, modules=pattern)
+        if not any(named.selects(path, module) for path, module in (norms | blocks).items()):
             raise FusedNormError(
-                f"modules={pattern!r} selects none of the {len(norms)} norms of {type(model).__name__}"
+                f"modules={pattern!r} selects none of the {len(norms)} norms of {type(model).__name__},"
+                " and no attention or MLP"
             )
     changes: list[ClassChange] = []
     norm_sites = {}
@@ -63,8 +71,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         changes += change
     rows = list(norm_sites.values())
     known = _Model(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
-    for path in _holders(model, known):
-        block = _BlockSurvey(path, known)
+    holders = _holders(model, known)
+    for path in dict.fromkeys([*holders, *blocks]):
+        block = _BlockSurvey(path, known, is_layer=path in holders and path.rpartition(".")[2].isdigit())
         rows += block.rows()
         changes += block.changes
     return rows, changes
@@ -129,13 +138,13 @@ class _Model:
 
 
 class _BlockSurvey:
-    """The survey of one module whose forward may be rewritten: a layer or an attention."""
+    """The survey of one module whose forward may be rewritten: a layer, an attention or an MLP."""
 
-    def __init__(self, path: str, model: _Model) -> None:
+    def __init__(self, path: str, model: _Model, *, is_layer: bool) -> None:
         self.path, self.model = path, model
         self.module = model.modules[path]
         self.changes: list[ClassChange] = []
-        self._is_layer = path.rpartition(".")[2].isdigit()
+        self._is_layer = is_layer
         self._origin: Any = stock_class(self.module)
         self._owner = foreign_forward(self.module)
         self._fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
@@ -152,7 +161,8 @@ class _BlockSurvey:
             rows = self._without_patterns(str(error), replaced=isinstance(error, WrappedError))
         else:
             rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
-            rows += [row for index, pair in enumerate(patterns.pairs) for row in self._survey_pair(index, pair)]
+            rows += self._survey_rotations(patterns)
+            rows += self._survey_gates(patterns.gates)
             rows += self._without_patterns("no norm in its forward takes the sum of an add", rows)
         if self._owner is not None or self._fixed:
             return rows
@@ -168,16 +178,27 @@ class _BlockSurvey:
         return rows
 
     def _without_patterns(self, reason: str, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
-        """A row for a layer, and for an attention that holds q or k norms, where ``rows`` has none of its own kind."""
-        kind: Kind = "residual" if self._is_layer else "rope"
-        if any(row.kind == kind for row in rows):
-            return []
+        """A row of each kind that ``rows`` has none of, for a layer and for what other code has changed."""
         owner = self._owner or class_forward_replaced(self._origin) or (reason if replaced else None)
-        holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
-        if not self._is_layer and not (holds_heads and owner):
-            return []
+        kinds: list[Kind] = ["residual"] if self._is_layer else []
+        if owner:
+            kinds += self._kinds_without_source()
         cause: Cause = "owner" if owner else "formula"
-        return [Site(self.path, kind, self._origin.__name__, reason=owner or reason, cause=cause)]
+        return [
+            Site(self.path, kind, self._origin.__name__, reason=owner or reason, cause=cause)
+            for kind in kinds
+            if not any(row.kind == kind for row in rows)
+        ]
+
+    def _kinds_without_source(self) -> Iterator[Kind]:
+        """The kinds of sites in a module whose forward is not to be read, by what was fused and by what it names."""
+        rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
+        holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
+        rotated = any(isinstance(one, (PairRewrite, RotationRewrite)) for one in rewrites)
+        if holds_heads or rotated or _names_rotation(self._origin, self._origin.forward):
+            yield "rope"
+        if _names_activation(self.module) or any(isinstance(one, GateRewrite) for one in rewrites):
+            yield "mlp"
 
     def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
         """The rows of an add: with the norm after it, and with the norm of its branch."""
@@ -196,25 +217,78 @@ class _BlockSurvey:
         if with_norm or with_inner:
             self._rewrites.append(AddRewrite(index, with_norm, with_inner))
 
-    def _survey_pair(self, index: int, pair: Pair) -> Iterator[Site]:
-        """The row of the norms of queries and keys with the rotation after them."""
+    def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
+        """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""
+        with_norms: dict[int | None, Site] = {}
+        for index, pair in enumerate(patterns.pairs):
+            row = self._survey_pair(index, pair)
+            if row is not None and row.reason is None:
+                with_norms[index] = row
+        for index, rotation in enumerate(patterns.rotations):
+            yield with_norms.get(rotation.pair) or self._survey_rotation(index, rotation)
+
+    def _survey_pair(self, index: int, pair: Pair) -> Site | None:
+        """The row of the norms of queries and keys with the rotation after them; None without either."""
         done = next((one for one in self._done if isinstance(one, PairRewrite) and one.index == index), None)
         names = (pair.q_norm, pair.k_norm)
         if not all(self._holds_norm(name) for name in names):
-            return
+            return None
         together = self._both([self._row(self._path_of(name), "rope", "qk", done is not None) for name in names], pair)
-        rotated = together
+        rotated = None
         if pair.rotate is not None:
             already = done is not None and done.rotate
             rotated = self._both([self._row(self._path_of(name), "rope", "rope", already) for name in names], pair)
-            if rotated.reason is None:
-                try:
-                    rotation_of(self._origin, pair.rotate)
-                except UnrecognisedError as error:
-                    rotated = replace(rotated, reason=str(error), cause="formula")
-            yield rotated
+            if together.reason is not None:
+                rotated = together
+            elif rotated.reason is None:
+                rotated = self._recognised(rotated, pair.rotate)
         if together.reason is None:
-            self._rewrites.append(PairRewrite(index, pair.rotate is not None and rotated.reason is None))
+            self._rewrites.append(PairRewrite(index, rotated is not None and rotated.reason is None))
+        return rotated
+
+    def _survey_rotation(self, index: int, rotation: RotationCall) -> Site:
+        """The row of a rotation by itself."""
+        row = self._own_row("rope", RotationRewrite(index) in self._done)
+        if row.reason is None and not rotation.tensors:
+            return replace(row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="formula")
+        if row.reason is None:
+            row = self._recognised(row, rotation.rotate, rotation.tensors)
+        if row.reason is None:
+            self._rewrites.append(RotationRewrite(index))
+        return row
+
+    def _recognised(self, row: Site, rotate: str, tensors: int = 2) -> Site:
+        """``row``, or one that says why the function called by this name cannot be fused."""
+        try:
+            rotation_of(self._origin, rotate, tensors)
+        except UnrecognisedError as error:
+            owner = _owner_of(global_of(self._origin, rotate), self._origin)
+            reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"
+            return replace(row, reason=reason, cause="formula" if owner is None else "owner")
+        return row
+
+    def _survey_gates(self, gates: tuple[Gate, ...]) -> Iterator[Site]:
+        """The rows of the products of something with an activation."""
+        rows: dict[int, Site] = {}
+        for index, gate in enumerate(gates):
+            known = rows.get(gate.product)
+            if known is not None and known.activation is not None:
+                continue
+            row = self._own_row("mlp", any(isinstance(one, GateRewrite) and one.index == index for one in self._done))
+            act = getattr(self.module, gate.act, None)
+            try:
+                activation = recognise_activation(act)
+            except UnrecognisedError as error:
+                if known is None and _looks_like_activation(gate.act, act):
+                    rows[gate.product] = replace(row, reason=row.reason or str(error), cause=row.cause or "formula")
+                continue
+            row = replace(row, activation=activation.formula)
+            if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
+                row = replace(row, reason="hooks or other code stand on its activation", cause="owner")
+            if row.reason is None:
+                self._rewrites.append(GateRewrite(index, activation))
+            rows[gate.product] = row
+        yield from rows.values()
 
     def _both(self, rows: list[Site], pair: Pair) -> Site:
         """The row of an attention, from the rows of its q norm and its k norm."""
@@ -242,12 +316,24 @@ class _BlockSurvey:
             return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
         if has_hooks(norm) or (kind in ("sandwich", "rope") and is_called_around(norm)):
             return replace(row, reason="hooks or other code stand on its norm", cause="owner")
+        return self._unless_prevented(row, option, norm, already)
+
+    def _own_row(self, kind: Kind, already: bool) -> Site:
+        """The row of a site of the module itself, without a norm: fused unless something prevents it.
+
+        Raises:
+            FusedNormError: as ``_row``.
+        """
+        return self._unless_prevented(Site(self.path, kind, self._origin.__name__), kind, self.module, already)
+
+    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, already: bool) -> Site:
+        """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
         if self._fixed and not already:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
             return replace(row, reason=reason, cause="owner")
         if self._owner is not None:
             return replace(row, reason=self._owner, cause="owner")
-        if deselected := _deselected(option, path, norm, self.model.options):
+        if deselected := _deselected(option, row.path, selected, self.model.options):
             if self._fixed:
                 _change(self.module, self._origin)
             return replace(row, reason=deselected, cause="option")
@@ -302,7 +388,54 @@ def _kind_of(path: str) -> Kind:
     return "norm"
 
 
-def _holders(model: nn.Module, known: _Model) -> list[str]:
+def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
+    """The name of a function of another package than that of the class which calls it; None for one of its own."""
+    if not isinstance(function, FunctionType):
+        return None
+    if function.__module__.partition(".")[0] == origin.__module__.partition(".")[0]:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _may_rotate_or_gate(module: nn.Module) -> bool:
+    """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
+    if isinstance(module, FusedBlock):
+        return True
+    origin: Any = type(module)
+    return _names_rotation(origin, origin.forward) or _names_activation(module)
+
+
+@cache
+def _names_rotation(origin: Any, forward: Callable[..., Any]) -> bool:
+    """Return whether a forward uses the name of a rotary embedding that its module defines."""
+    return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
+
+
+def _names_activation(module: nn.Module) -> bool:
+    """Return whether the forward of a module uses the name of an activation that it holds."""
+    functions = (FunctionType, BuiltinFunctionType)
+    held: list[tuple[str, Any]] = [
+        (name, child) for name, child in vars(module).items() if isinstance(child, functions)
+    ]
+    held += [(name, child) for name, child in module._modules.items() if child is not None]
+    names = names_in(stock_class(module)) if held else ()
+    return any(name in names and _looks_like_activation(name, child) for name, child in held)
+
+
+def _looks_like_activation(name: str, act: Any) -> bool:
+    """Return whether an attribute is an activation by its values, or by its name."""
+    if isinstance(act, nn.Module) and next(act.parameters(), None) is not None:
+        return False
+    if "act" in name.lower():
+        return True
+    try:
+        recognise_activation(act)
+    except UnrecognisedError:
+        return False
+    return True
+
+
+def _holders(model: nn.Module, known: _Model) -> dict[str, None]:
     """The paths of modules that hold a recognised norm, directly or in a wrapper of up to two levels."""
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[str, None] = {}
@@ -315,4 +448,4 @@ def _holders(model: nn.Module, known: _Model) -> list[str]:
                 break
             path = path.rpartition(".")[0]
             holders[known.paths[id(modules[path])]] = None
-    return list(holders)
+    return holders

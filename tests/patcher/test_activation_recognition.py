@@ -1,0 +1,124 @@
+"""An activation is recognised by what it computes, and is no longer taken for it once something about it changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from fused_norm.patcher.activation_recognition import recognise_activation
+from fused_norm.patcher.norm_recognition import UnrecognisedError
+
+
+class ByHand(nn.Module):
+    """An activation with a setting that decides what it computes."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x, approximate=self.approximate)
+
+
+KNOWN = [
+    (nn.SiLU(), "silu"),
+    (nn.functional.silu, "silu"),
+    (nn.GELU(), "gelu"),
+    (nn.GELU(approximate="tanh"), "gelu_tanh"),
+    (nn.functional.gelu, "gelu"),
+    (ByHand("tanh"), "gelu_tanh"),
+    *((ACT2FN[name], formula) for name, formula in (("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"))),
+    (ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
+]
+
+
+@pytest.mark.parametrize(("value", "formula"), KNOWN, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_the_values_decide(value, formula: str) -> None:
+    activation = recognise_activation(value)
+    assert activation.formula == formula
+    for same in (value, copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert activation.is_now(same)
+        assert recognise_activation(same) == activation
+        assert hash(recognise_activation(same)) == hash(activation)
+
+
+class Doubled(nn.SiLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2) / 2
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x, inplace=True)
+
+
+class OnlyInFp32(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x) if x.dtype != torch.float32 else nn.functional.silu(x)
+
+
+class Saturating(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x).clamp(max=500)
+
+
+UNKNOWN = [
+    nn.SiLU(inplace=True),
+    nn.ReLU(),
+    nn.Identity(),
+    nn.Dropout(0.5),
+    Doubled(),
+    InPlace(),
+    OnlyInFp32(),
+    Saturating(),
+    *(ACT2FN[name] for name in ("gelu_new", "quick_gelu", "gelu_fast", "relu2", "sigmoid")),
+    torch.relu,
+    torch.tensor(1.0).mul,
+    nn.Linear(2, 2),
+    None,
+]
+
+
+@pytest.mark.parametrize("value", UNKNOWN, ids=lambda value: type(value).__name__)
+def test_what_computes_something_else_is_refused(value) -> None:
+    with pytest.raises(UnrecognisedError, match="its activation"):
+        recognise_activation(value)
+
+
+def test_the_method_of_an_instance_among_the_settings_is_refused() -> None:
+    """It computes GELU by way of another object, which nobody could compare."""
+    activation = type(ACT2FN["gelu"])(use_gelu_python=True)
+    with pytest.raises(UnrecognisedError, match="holds act, a method"):
+        recognise_activation(activation)
+
+
+def test_a_hook_a_forward_or_a_setting_of_its_own_make_it_another() -> None:
+    act = ByHand("none")
+    activation = recognise_activation(act)
+    assert activation.is_now(act)
+    handle = act.register_forward_hook(lambda *_: None)
+    assert not activation.is_now(act)
+    handle.remove()
+    act.approximate = "tanh"
+    assert not activation.is_now(act)
+    act.approximate = "none"
+    act.forward = act.forward
+    assert not activation.is_now(act)
+    del act.forward
+    assert activation.is_now(act)
+    assert not activation.is_now(nn.GELU())
+    assert not recognise_activation(nn.functional.gelu).is_now(act)
+
+
+def test_a_forward_put_on_its_class_makes_it_another(monkeypatch) -> None:
+    act = ByHand("none")
+    activation = recognise_activation(act)
+    monkeypatch.setattr(ByHand, "forward", lambda self, x: x)
+    assert not activation.is_now(act)
+    with pytest.raises(UnrecognisedError, match="computes none of silu, gelu, gelu_tanh"):
+        recognise_activation(act)

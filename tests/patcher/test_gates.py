@@ -1,0 +1,202 @@
+"""The gate of an MLP is fused wherever its product stands; every value stays, and so does the order of the calls."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+from transformers.models.glm.modeling_glm import GlmMLP
+from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+from fused_norm.patcher.forward_rewrite import patterns_of
+
+from .forwards import Packed, Recorder, run
+
+FUSED = ["activation act", "gate act"]
+PACKED = ["packed act"]
+
+
+class Llama(Recorder):
+    def forward(self, x):
+        return self.other(self.act(self.gate(x)) * self.up(x))
+
+
+class UpFirst(Recorder):
+    def forward(self, x):
+        y = self.up(x) * self.act(self.gate(x) * self.factor)
+        return self.other(y)
+
+
+class OverStatements(Recorder):
+    def forward(self, x):
+        gate = self.gate(x)
+        hidden = self.act(gate)
+        gate = self.up(x)
+        return self.other(hidden * gate)
+
+
+class UnderAnIf(Recorder):
+    def forward(self, x):
+        for _ in range(2):
+            if self.flag:
+                x = self.act(self.gate(x)) * self.up(x) * self.factor
+        return x
+
+
+class Phi3(Recorder):
+    def forward(self, x):
+        up = self.gate_up(x)
+        gate, up = up.chunk(2, dim=-1)
+        up = up * self.act(gate)
+        return self.other(up)
+
+
+class Granite(Recorder):
+    def forward(self, x):
+        halves = self.gate_up(x).chunk(2, -1)
+        return self.act(halves[0]) * halves[1]
+
+
+class Experts(Recorder):
+    def forward(self, x):
+        total = 0
+        for expert in range(3):
+            gate, up = self.gate_up(x + expert).chunk(2, dim=-1)
+            total = total + self.act(gate) * up
+        return total
+
+
+class UpIsTheFirstHalf(Recorder):
+    def forward(self, x):
+        up, gate = self.gate_up(x).chunk(2, dim=-1)
+        return self.act(gate) * up
+
+
+class ReadsAHalfLater(Recorder):
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        y = self.act(gate) * up
+        return y + gate
+
+
+class ReadsAHalfInTheNextRound(Recorder):
+    def forward(self, x):
+        up = x
+        for _ in range(2):
+            x = x + up
+            gate, up = self.gate_up(x).chunk(2, dim=-1)
+            x = self.act(gate) * up
+        return x
+
+
+class ChangesTheWholeBetween(Recorder):
+    def forward(self, x):
+        packed = self.gate_up(x)
+        gate, up = packed.chunk(2, dim=-1)
+        packed.mul_(3)
+        return self.act(gate) * up
+
+
+class ClampsAHalf(Recorder):
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate = min(gate, 100)
+        return self.act(gate) * up
+
+
+class ReadsAHalfInAFunction(Recorder):
+    def forward(self, x):
+        def half():
+            return gate
+
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.act(gate) * up + half()
+
+
+@pytest.mark.parametrize(
+    ("mlp", "calls"),
+    [
+        (Llama, FUSED),
+        (UpFirst, FUSED),
+        (OverStatements, FUSED),
+        (UnderAnIf, FUSED * 2),
+        (Phi3, PACKED),
+        (Granite, PACKED),
+        (Experts, PACKED * 3),
+        (UpIsTheFirstHalf, FUSED),
+        (ReadsAHalfLater, FUSED),
+        (ReadsAHalfInTheNextRound, FUSED * 2),
+        (ChangesTheWholeBetween, FUSED),
+        (ClampsAHalf, FUSED),
+        (ReadsAHalfInAFunction, FUSED),
+    ],
+)
+@pytest.mark.parametrize("may_postpone", [True, False])
+def test_the_product_becomes_one_call_and_every_value_stays(mlp, calls, may_postpone: bool) -> None:
+    assert run(mlp, 2, may_postpone=may_postpone) == calls
+
+
+class ReadsTheActivationTwice(Recorder):
+    def forward(self, x):
+        hidden = self.act(self.gate(x))
+        return hidden * self.up(x) + hidden
+
+
+class ReplacesTheActivation(Recorder):
+    def forward(self, x):
+        hidden = self.act(self.gate(x))
+        if self.flag:
+            hidden = self.other(x)
+        return hidden * self.up(x)
+
+
+class WritesBetween(Recorder):
+    def forward(self, x):
+        packed = Packed(self.gate(x))
+        hidden = self.act(packed.halves[0])
+        packed.mul_(2)
+        return hidden * self.up(x)
+
+
+class Scales(Recorder):
+    def forward(self, x):
+        return self.act(x) * self.factor + self.act(x) * 3
+
+
+class Later(Recorder):
+    def forward(self, x):
+        return [self.act(y) * x for y in range(3)], (self.act(x) * self.up(x) if self.flag else x)
+
+
+class Adds(Recorder):
+    def forward(self, x):
+        return self.act(self.gate(x)) + self.up(x)
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [ReadsTheActivationTwice, ReplacesTheActivation, WritesBetween, Scales, Later, Adds],
+    ids=lambda mlp: mlp.__name__,
+)
+def test_what_only_resembles_a_gate_is_left_alone(mlp) -> None:
+    assert not [gate for gate in patterns_of(mlp).gates if gate.act == "act"]
+    assert run(mlp, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("mlp", "acts"),
+    [
+        (LlamaMLP, ["act_fn", "up_proj"]),
+        (Gemma2MLP, ["act_fn", "up_proj"]),
+        (Phi3MLP, ["activation_fn"]),
+        (GlmMLP, ["activation_fn"]),
+        (GraniteMoeSharedMLP, ["activation"]),
+        (Gemma3nTextMLP, ["act_fn", "up_proj"]),
+    ],
+)
+def test_what_mlps_of_transformers_have(mlp, acts: list[str]) -> None:
+    gates = patterns_of(mlp).gates
+    assert [gate.act for gate in gates] == acts
+    assert {gate.product for gate in gates} == {0}
