@@ -49,6 +49,8 @@ class FuseOptions:
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         modules: which sites may be fused, by the path of the norm in the model: a shell-style pattern
             (``"model.layers.*.input_layernorm"``), several of them, or a function of path and module. None is all.
+        recompute: make outputs of fused operators again in the backward instead of keeping them for it: less memory for
+            a little more time, and the same bits.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -62,6 +64,7 @@ class FuseOptions:
     residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     modules: ModuleFilter | None = None
+    recompute: bool = False
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -69,8 +72,9 @@ class FuseOptions:
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        if not isinstance(self.strict, bool):
-            raise TypeError(f"strict must be True or False, not {self.strict!r}")
+        for name in ("recompute", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for switch in SWITCHES.values():
             needed = _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:

@@ -28,6 +28,7 @@ class FusedBlock(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
+    fused_norm_recompute: ClassVar[bool]
 
     def fused_norm_add(
         self, norm: Any, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0
