@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_norm.kernels import replay
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
@@ -20,12 +21,13 @@ from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.replay import build, executor
 from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton.launch import Launch
 
 from . import replay_on_cpu
 
 OPERATORS: dict[str, Operator] = {
-    operator.name: operator for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
+    operator.name: operator for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, ROPE, GLU)
 }
 Halves = dict[str, Any]
 """The native half of each operator, by name."""

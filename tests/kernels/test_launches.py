@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm
+from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
 
 from .conftest import Launched
 from .numerics import BF16, FP32
@@ -31,6 +31,8 @@ def test_a_launch_gets_tensors_of_the_same_dtypes_every_time(launches: list[Laun
                 norm_add_norm(x, r, a, b),
                 qk_norm(x, r, a, b),
                 qk_norm_rope(x, r, a, b, angles, angles),
+                rope(x, r, angles, angles),
+                (glu(x, r), glu(r, None, "gelu")),
             )
             for outputs in calls:
                 torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fused_norm.kernels import add_rms_norm, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm
+from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
 from fused_norm.kernels.triton import norm_backward, norm_forward, weight_grad
 from fused_norm.spec import NormSpec
 
@@ -30,21 +30,39 @@ def _fresh_compiler() -> None:
 
 
 class Call(NamedTuple):
-    """An operator, the meaning of its norm, its tensors and the options behind them."""
+    """An operator, the meaning of its norm if it has one, its tensors and the options behind them."""
 
     name: str
-    spec: NormSpec
+    spec: NormSpec | None
     tensors: Sequence[Tensor | None]
     options: tuple[Any, ...] = ()
 
+    @property
+    def semantics(self) -> tuple[Any, ...]:
+        """What stands for the norm among the arguments of a registered operator."""
+        return () if self.spec is None else (self.spec.casting, self.spec.zero_centered, self.spec.eps)
+
+    @property
+    def differentiated(self) -> int:
+        """The number of tensors, the first ones, that can have a gradient."""
+        return len(OPERATORS[self.name].gradients)
+
+    def leaves(self) -> list[Tensor | None]:
+        """The tensors, those that can have a gradient as leaves that want one."""
+        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in self.tensors]
+        leaves[self.differentiated :] = self.tensors[self.differentiated :]
+        return leaves
+
     def results(self, operator: Callable[..., Any] | None = None) -> list[Tensor]:
         """The outputs, and the gradients of all tensors that can have one; by the operator's call unless given."""
-        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in self.tensors]
-        leaves[4:] = self.tensors[4:]  # cos and sin
-        outputs = (operator or OPERATORS[self.name])(self.spec, *leaves, *self.options)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        wanted = [leaf for leaf in leaves[:4] if leaf is not None]
+        leaves = self.leaves()
+        outputs = _present((operator or OPERATORS[self.name])(self.spec, *leaves, *self.options))
+        wanted = [leaf for leaf in leaves[: self.differentiated] if leaf is not None]
         return [*outputs, *torch.autograd.grad([y.sin().sum() for y in outputs], wanted)]
+
+
+def _present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else [output for output in outputs if output is not None]
 
 
 def _calls(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]:
@@ -73,17 +91,23 @@ def _calls(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]
         Call("norm_add_norm", none, (x, r, None, w)),
         Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1,)),
         Call("qk_norm", gemma, (x, x[:, :1].contiguous(), inner, inner.clone(), cos, sin), (1,)),
+        Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1,)),
+        Call("glu", None, (x, r), ("silu",)),
+        Call("rope", None, (x, None, cos, sin), (1,)),
+        Call("glu", None, (x, None), ("gelu_tanh",)),
     ]
 
 
-CALLS = pytest.mark.parametrize("index", range(10), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
+CALLS = pytest.mark.parametrize("index", range(14), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
+NORMED_CALLS = pytest.mark.parametrize("index", range(10), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", pytest.param("transposed heads", marks=pytest.mark.slow)])
 @CALLS
 def test_opcheck(index: int, layout: str, device: str) -> None:
-    name, spec, tensors, options = _calls(device, layout)[index]
-    operator, semantics = OPERATORS[name], (spec.casting, spec.zero_centered, spec.eps)
+    call = _calls(device, layout)[index]
+    name, _, tensors, options = call
+    operator, semantics = OPERATORS[name], call.semantics
     forward = getattr(torch.ops.fused_norm, f"{name}_forward")
     for training in (True, False):
         torch.library.opcheck(forward, (*semantics, *tensors, *options, training))
@@ -92,7 +116,8 @@ def test_opcheck(index: int, layout: str, device: str) -> None:
     results = forward(*semantics, *tensors, *options, True)
     results = (results,) if isinstance(results, Tensor) else results
     saved, facts = operator.save((*tensors, *options), results)
-    incoming = [torch.randn_like(output) for output in results[: len(operator.outputs)]]
+    outputs = results[: len(operator.outputs)]
+    incoming = [torch.randn_like(output) if output.numel() else None for output in outputs]
     backward = getattr(torch.ops.fused_norm, f"{name}_backward")
     present = [tensor is not None for tensor in tensors[: len(operator.gradients)]]
     torch.library.opcheck(backward, (*semantics, *incoming, *saved, *facts, *present))
@@ -136,12 +161,26 @@ def _qk_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     return x + (q * k).tanh().transpose(1, 2).flatten(2)
 
 
+def _rope(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    q, k = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in (x.sin(), x))
+    angles = x[..., : q.shape[-1]].detach()
+    q, k = rope(q, k, angles.cos(), angles.sin())
+    q, _ = rope(q, None, angles[..., :4].cos(), angles[..., :4].sin())
+    return x + (q * k).tanh().transpose(1, 2).flatten(2) * w + other
+
+
+def _glu(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    return other + glu(torch.cat((glu(x.sin(), x), w.expand_as(x)), dim=-1), activation="gelu_tanh")
+
+
 STEPS: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "norm_add": _norm_add,
     "norm_add_norm": _norm_add_norm,
     "qk_norm": _qk_norm,
+    "rope": _rope,
+    "glu": _glu,
 }
 
 
@@ -231,7 +270,7 @@ def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow)])
-@CALLS
+@NORMED_CALLS
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, device: str) -> None:
     call = _calls(device, rows=rows)[index]
     call = call._replace(spec=replace(call.spec, eps=0.0))
@@ -241,7 +280,7 @@ def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, d
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (2, 0, 4, 8), (0, 3), (2, 3, 2, 0), (0, 0)])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.has_norm])
 def test_empty_tensors_give_empty_results_and_zero_gradients(name: str, shape: tuple[int, ...], device: str) -> None:
     x, w = torch.ones(shape, device=device), torch.ones(shape[-1], device=device)
     tensors, options = {
@@ -276,13 +315,13 @@ def test_a_subclass_as_incoming_gradient_sees_the_operators(index: int, device: 
     call = _calls(device)[index]
 
     def gradients(wrapped: bool) -> list[Tensor]:
-        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in call.tensors[:4]]
-        outputs = OPERATORS[call.name](call.spec, *leaves, *call.tensors[4:], *call.options)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        leaves = call.leaves()
+        outputs = _present(OPERATORS[call.name](call.spec, *leaves, *call.options))
         incoming = [output.detach().cos() for output in outputs]
         if wrapped:
             incoming[0] = TwoTensor(incoming[0], incoming[0].clone())
-        return list(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf is not None], incoming))
+        wanted = [leaf for leaf in leaves[: call.differentiated] if leaf is not None]
+        return list(torch.autograd.grad(outputs, wanted, incoming))
 
     for ours, plain in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(ours.a if isinstance(ours, TwoTensor) else ours, plain)
@@ -314,7 +353,7 @@ def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(index: int, layout: 
 @CALLS
 def test_outputs_want_a_gradient_when_an_argument_does(index: int, device: str) -> None:
     call = _calls(device)[index]
-    for wanting in range(-1, min(len(call.tensors), 4)):
+    for wanting in range(-1, call.differentiated):
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_(place == wanting)
             for place, tensor in enumerate(call.tensors)
@@ -323,8 +362,7 @@ def test_outputs_want_a_gradient_when_an_argument_does(index: int, device: str) 
         for enabled in (True, False):
             with torch.set_grad_enabled(enabled):
                 outputs = OPERATORS[call.name](call.spec, *leaves, *call.options)
-            outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-            assert all(output.requires_grad == (expected and enabled) for output in outputs)
+            assert all(output.requires_grad == (expected and enabled) for output in _present(outputs))
 
 
 @pytest.mark.gpu

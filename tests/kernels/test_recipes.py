@@ -49,7 +49,7 @@ def _heads(device: str) -> tuple[Any, ...]:
     return q, k, made(device, 16), made(device, 16), cos, sin, 1
 
 
-CASES: list[tuple[str, NormSpec, Callable[[str], tuple[Any, ...]]]] = [
+CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
     (name, spec, arguments)
     for spec, (name, arguments) in [
         (LLAMA, _norm("rms_norm", (3, 5, 40), BF16, BF16)),
@@ -63,6 +63,8 @@ CASES: list[tuple[str, NormSpec, Callable[[str], tuple[Any, ...]]]] = [
         (GEMMA, _norm("norm_add_norm", (3, 5, 40), BF16, BF16)),
         (LLAMA, _norm("norm_add_norm", (2, 2100), BF16, BF16, FP32)),
         (LLAMA, ("qk_norm", _heads)),
+        (None, ("glu", lambda device: (made(device, 3, 5, 40), made(device, 3, 5, 40), "silu"))),
+        (None, ("glu", lambda device: (made(device, 3, 5, 80), None, "gelu_tanh"))),
     ]
 ]
 
@@ -107,8 +109,9 @@ def test_outputs_are_made_again_bit_for_bit(case: Any, device: str, without_repl
 def test_native_replays_tell_what_they_have_kept(case: Any, device: str, native: Halves) -> None:
     name, spec, arguments = case
     recipe = _check(name, spec, arguments(device))
-    assert native[name].replayed() == (1 if name != "qk_norm" else 2, 0)
-    if name != "qk_norm":
+    itself = name in ("qk_norm", "glu")
+    assert native[name].replayed() == (2 if itself else 1, 0)
+    if not itself:
         assert NORM_FROM_RSTD.executor.run.replayed()[0] > 0
         NORM_FROM_RSTD.executor.run.forget()
     assert recipe is not None
@@ -124,12 +127,14 @@ def test_a_norm_that_uses_another_rstd_than_it_keeps_has_no_recipe(name: str, de
     assert observer.recipes == [None]
 
 
-def test_a_sum_has_no_recipe(device: str) -> None:
+def test_sums_and_rotations_without_a_norm_have_no_recipe(device: str) -> None:
     x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
+    q, k, _, _, cos, sin, heads_dim = _heads(device)
     observer = Observer()
     with calls_observed_by(observer):
         OPERATORS["norm_add"](LLAMA, x, residual, weight)
-    assert observer.recipes == [None]
+        OPERATORS["rope"](None, q, k, cos, sin, heads_dim)
+    assert observer.recipes == [None, None]
 
 
 def test_the_rows_of_an_output_made_again_come_from_the_rstd(device: str) -> None:

@@ -22,7 +22,7 @@ class Case(NamedTuple):
     """An operator and the arguments of a call; the last tensors, ``constants`` of them, are never differentiated."""
 
     operator: Operator
-    spec: NormSpec
+    spec: NormSpec | None
     tensors: Sequence[Tensor | None]
     options: tuple[Any, ...] = ()
     constants: int = 0
@@ -47,7 +47,7 @@ class Case(NamedTuple):
             for place, tensor in enumerate(self.tensors)
         ]
         outputs = call(self.spec, *tensors, *self.options)
-        return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        return (outputs,) if isinstance(outputs, Tensor) else tuple(one for one in outputs if one is not None)
 
 
 def _cases(device: str = "cpu") -> dict[str, Case]:
@@ -70,6 +70,13 @@ def _cases(device: str = "cpu") -> dict[str, Case]:
         "qk_norm": Case(qk, LLAMA, (x, k, w, inner, None, None), (1,), constants=2),
         "qk_norm_rope": Case(qk, LLAMA, (x, k, w, inner, cos, sin), (1,), constants=2),
         "qk_norm_rope of a part": Case(qk, LLAMA, (x, k, w, inner, cos[..., :4], sin[..., :4]), (1,), constants=2),
+        "rope": Case(OPERATORS["rope"], None, (x, k, cos, sin), (1,), constants=2),
+        "rope of a part of one": Case(
+            OPERATORS["rope"], None, (x, None, cos[..., :4], sin[..., :4]), (1,), constants=2
+        ),
+        "glu": Case(OPERATORS["glu"], None, (x, r), ("silu",)),
+        "glu by erf": Case(OPERATORS["glu"], None, (x, r), ("gelu",)),
+        "glu of halves": Case(OPERATORS["glu"], None, (x, None), ("gelu_tanh",)),
     }
 
 
@@ -115,7 +122,7 @@ def test_second_derivatives_with_respect_to_an_incoming_gradient(name: str, devi
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
-@pytest.mark.parametrize("name", ["add_rms_norm", "norm_add_norm", "qk_norm_rope"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "norm_add_norm", "qk_norm_rope", "rope"])
 def test_second_derivatives_where_one_output_is_unused(name: str, used: tuple[bool, bool], device: str) -> None:
     case = _cases(device)[name]
 

@@ -2,10 +2,23 @@
 
 from . import replay
 from .add_rms_norm import add_rms_norm
+from .glu import glu
 from .norm_add import norm_add
 from .norm_add_norm import norm_add_norm
 from .plans import MODES
 from .qk_norm import qk_norm, qk_norm_rope
 from .rms_norm import rms_norm
+from .rope import rope
 
-__all__ = ["MODES", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm", "qk_norm_rope", "replay", "rms_norm"]
+__all__ = [
+    "MODES",
+    "add_rms_norm",
+    "glu",
+    "norm_add",
+    "norm_add_norm",
+    "qk_norm",
+    "qk_norm_rope",
+    "replay",
+    "rms_norm",
+    "rope",
+]

@@ -11,6 +11,10 @@ from .triton.memory import against_heads
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""The activations of a gate: x times the logistic function of x, times the normal distribution's (by erf), and times
+the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
 
 def check_norm(
     name: str,
@@ -76,19 +80,58 @@ def check_heads(
         raise ValueError(f"{name}: {missing} is None and {given} is not; pass both or neither")
     for side, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
         check_norm(name, x, weight, x_name=side, weight_name=f"{side}_weight")
+    _check_pair(name, q, k, "rms_norm")
+
+
+def _check_pair(name: str, q: Tensor, k: Tensor, single: str) -> None:
+    """``single``: the operator that takes q and k one by one."""
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{name}: q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call rms_norm for each"
+            f"{name}: q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call {single} for each"
         )
     if q.device != k.device:
         raise ValueError(f"{name}: k is on {k.device} and q on {q.device}; move them to one device")
 
 
-def check_rope(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> None:
+def check_rotated(name: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> None:
+    """Raises TypeError or ValueError for q and k that cannot be rotated together by cos and sin."""
+    for side, x in (("q", q), ("k", k)):
+        if x is not None:
+            _check_float(name, side, x)
+    check_rope(name, q, k, cos, sin, unsqueeze_dim)
+    if k is not None:
+        _check_pair(name, q, k, name)
+
+
+def check_glu(name: str, gate: Tensor, up: Tensor | None, activation: str) -> None:
+    """Raises TypeError or ValueError for arguments that are no gate."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    _check_float(name, "gate", gate)
+    if gate.dim() == 0:
+        raise ValueError(f"{name}: gate must have at least one dimension")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise ValueError(
+                f"{name}: without up, gate must have an even last dimension, whose halves are gate and up,"
+                f" not shape {tuple(gate.shape)}"
+            )
+        return
+    _check_float(name, "up", up)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{name}: up must have gate's shape {tuple(gate.shape)}, not {tuple(up.shape)}; expand it first"
+        )
+    if up.device != gate.device:
+        raise ValueError(f"{name}: up is on {up.device} and gate on {gate.device}; move them to one device")
+
+
+def check_rope(name: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> None:
     """Raises TypeError or ValueError for cos and sin that do not fit q and k."""
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"{name}: unsqueeze_dim must be 1 for heads in front of tokens or 2, not {unsqueeze_dim!r}")
-    for side, x in (("q", q), ("k", k)):
+    sides = [(side, x) for side, x in (("q", q), ("k", k)) if x is not None]
+    for side, x in sides:
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: {side} must have 4 dimensions, not shape {tuple(x.shape)}; unsqueeze what is missing"
@@ -112,7 +155,7 @@ def check_rope(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsque
             " pass the angles of both halves"
         )
     shape, _ = against_heads(cos, unsqueeze_dim)
-    for side, x in (("q", q), ("k", k)):
+    for side, x in sides:
         if any(size not in (1, wanted) for size, wanted in zip(shape[:3], x.shape[:3], strict=True)):
             raise ValueError(
                 f"{name}: cos of shape {tuple(cos.shape)}, unsqueezed at {unsqueeze_dim}, must broadcast"

@@ -19,6 +19,9 @@ from .triton.devices import is_transformed, runs_kernels_on
 Tensors = Sequence[Tensor | None]
 Facts = tuple[Any, ...]
 
+Spec = Any
+"""The meaning of an operator's norm, a ``NormSpec``; None where the operator has no norm."""
+
 _library = torch.library.Library("fused_norm", "DEF")
 _SPEC = "str casting, bool zero_centered, float eps"
 _PLAIN = (Tensor, Parameter)
@@ -40,7 +43,7 @@ class BackwardCall(NamedTuple):
     needed: Sequence[bool]
 
 
-Backward = Callable[["Operator", NormSpec, BackwardCall], "tuple[Tensor | None, ...]"]
+Backward = Callable[["Operator", Spec, BackwardCall], "tuple[Tensor | None, ...]"]
 """A way to an operator's gradients."""
 
 
@@ -51,7 +54,7 @@ class Recipe(NamedTuple):
     """
 
     operator: Operator
-    spec: NormSpec
+    spec: Spec
     arguments: tuple[Any, ...]
 
     def outputs(self) -> tuple[Tensor, ...]:
@@ -64,7 +67,7 @@ class Recipe(NamedTuple):
 class CallObserver(Protocol):
     """Stands between a thread and the operators that it calls."""
 
-    def called(self, operator: Operator, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """The outputs of the call, which are those of ``operator.results_of(spec, *arguments)``."""
 
 
@@ -94,10 +97,10 @@ def calls_are_observed() -> bool:
 class Executor(Protocol):
     """Runs an operator in a faster way, for some calls."""
 
-    def run(self, spec: NormSpec, *arguments: Any) -> Any:
+    def run(self, spec: Spec, *arguments: Any) -> Any:
         """The operator's outputs, or NotImplemented where the operator has to make them itself."""
 
-    def run_known(self, spec: NormSpec, *arguments: Any) -> Any:
+    def run_known(self, spec: Spec, *arguments: Any) -> Any:
         """``run`` for arguments like some that it ran before; NotImplemented for all others: nobody checked them."""
 
     def kept(self, output: Tensor) -> tuple[Tensor, ...] | None:
@@ -105,7 +108,7 @@ class Executor(Protocol):
 
 
 class Operator(ABC):
-    """A differentiable operator with a norm in it; a subclass says what is launched, and there is one instance of each.
+    """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
     ``operator.checked(spec, *tensors, *options)`` is for users' arguments; ``operator(spec, *tensors, *options)`` for
     arguments known to be good and tensors that kernels take. A call goes, in this order, to
@@ -118,6 +121,8 @@ class Operator(ABC):
     """
 
     name: ClassVar[str]
+    has_norm: ClassVar[bool] = True
+    """Calls begin with the meaning of a norm; it is None in an operator without one."""
     tensors: ClassVar[str]
     """The schema of the tensors; the first of them is always there."""
     options: ClassVar[str] = ""
@@ -136,9 +141,10 @@ class Operator(ABC):
 
     def __init__(self) -> None:
         """Register the operator with PyTorch, and with the executor if there is one."""
+        semantics = _SPEC if self.has_norm else ""
         self.tensor_count, self.option_count = _count(self.tensors), _count(self.options)
         self._forward_op = _define(
-            f"{self.name}_forward({_joined(_SPEC, self.tensors, self.options, 'bool training')})"
+            f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
             f" -> {_results((*self.outputs, *self.kept))}",
             self._registered_forward,
         )
@@ -146,7 +152,7 @@ class Operator(ABC):
             incoming = (f"Tensor? d{output}" for output in self.outputs)
             needed = (f"bool need_{gradient}" for gradient in self.gradients)
             self._backward_op = _define(
-                f"{self.name}_backward({_joined(_SPEC, *incoming, self.saved, self.facts, *needed)})"
+                f"{self.name}_backward({_joined(semantics, *incoming, self.saved, self.facts, *needed)})"
                 f" -> {_results(self.gradients)}",
                 self._registered_backward,
             )
@@ -158,15 +164,15 @@ class Operator(ABC):
             self.executor = _make_executor(self)
 
     @abstractmethod
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
+    def check(self, spec: Spec, *arguments: Any) -> None:
         """Raise TypeError or ValueError for arguments that are no good."""
 
     @abstractmethod
-    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
+    def reference(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs by PyTorch's own operators."""
 
     @abstractmethod
-    def forward(self, spec: NormSpec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
+    def forward(self, spec: Spec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
         """``outputs`` and ``kept``.
 
         ``how``: ``training``, without which all ``kept`` is None, and ``launch``, without which nothing is computed.
@@ -176,19 +182,19 @@ class Operator(ABC):
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         """Pick from a forward's arguments and results what the backward takes: ``saved`` and ``facts``."""
 
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         """``gradients`` from a gradient that is there, None where not needed; only allocated where not ``launch``."""
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         """``backward`` by PyTorch's own operators, which can be differentiated; what is not needed may be there."""
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         """``gradients`` by one of the ways to a backward; None where not needed."""
         return by(self, spec, call)
 
-    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+    def recipe(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
         """The recipe of the first ``outputs`` of a differentiable call; None for outputs that cannot be made again."""
         return None
 
@@ -205,7 +211,7 @@ class Operator(ABC):
         """Return whether kernels can run on good arguments."""
         return runs_kernels_on(*arguments[: self.tensor_count])
 
-    def checked(self, spec: NormSpec, *arguments: Any) -> Any:
+    def checked(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind."""
         if self.executor is not None and not torch.compiler.is_compiling():
             outputs = self.executor.run_known(spec, *arguments)
@@ -216,18 +222,18 @@ class Operator(ABC):
             return self.reference(spec, *arguments)
         return self(spec, *arguments)
 
-    def __call__(self, spec: NormSpec, *arguments: Any) -> Any:
+    def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
         if not torch.compiler.is_compiling() and _observed.observer is not None:
             return _observed.observer.called(self, spec, arguments)
         return self.results_of(spec, *arguments)
 
-    def results_of(self, spec: NormSpec, *arguments: Any) -> Any:
+    def results_of(self, spec: Spec, *arguments: Any) -> Any:
         """``__call__``, which nobody observes."""
         tensors = arguments[: self.tensor_count]
         if torch.compiler.is_compiling():
             # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.
-            if spec.eps == 0.0 or 0.0 in arguments[self.tensor_count :]:
+            if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
                 pass
         elif self.executor is not None:
             outputs = self.executor.run(spec, *arguments)
@@ -238,30 +244,36 @@ class Operator(ABC):
             return apply(spec, *arguments)
         return self.only_outputs(self.run(spec, *arguments, training=False))
 
-    def run(self, spec: NormSpec, *arguments: Any, training: bool) -> tuple[Any, ...]:
+    def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         """``forward``, in the way that fits the tensors."""
         if _is_plain(arguments[: self.tensor_count]):
             return self.forward(spec, *arguments, training=training)
-        return self._forward_op(*_values(spec), *arguments, training)
+        results = self._forward_op(*_values(spec), *arguments, training)
+        return (results,) if isinstance(results, Tensor) else results
 
     def only_outputs(self, results: Sequence[Any]) -> Any:
         """The part of a forward's results that a call returns."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
     def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
-        casting, zero_centered, eps, *rest, training = arguments
-        spec = NormSpec(casting, zero_centered, eps=eps)
+        spec, (*rest, training) = self._spec_of(arguments)
         return _filled(self.forward(spec, *rest, training=training, launch=launch), rest[0])
 
     def _registered_backward(self, launch: bool, *arguments: Any) -> Any:
-        casting, zero_centered, eps, *rest = arguments
-        spec = NormSpec(casting, zero_centered, eps=eps)
+        spec, rest = self._spec_of(arguments)
         incoming, rest = rest[: len(self.outputs)], rest[len(self.outputs) :]
         needed = rest[-len(self.gradients) :]
         saved, facts = rest[: _count(self.saved)], rest[_count(self.saved) : -len(self.gradients)]
         lead = next(gradient for gradient in incoming if gradient is not None)
         call = BackwardCall(incoming, saved, tuple(facts), needed)
         return _filled(self.backward(spec, call, launch=launch), lead)
+
+    def _spec_of(self, arguments: Sequence[Any]) -> tuple[Spec, Sequence[Any]]:
+        """The meaning of the norm from a registered operator's arguments, and those that follow it."""
+        if not self.has_norm:
+            return None, arguments
+        casting, zero_centered, eps, *rest = arguments
+        return NormSpec(casting, zero_centered, eps=eps), rest
 
 
 _operators: list[Operator] = []
@@ -292,7 +304,7 @@ def _kept_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
     return NormSpec(casting, zero_centered, eps=eps)
 
 
-def differentiate(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def differentiate(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     """An operator's gradients, in the way that fits the call.
 
     Kernels leave nothing to differentiate: where the gradients are to be differentiated in turn, or come in batches or
@@ -309,17 +321,17 @@ def differentiate(operator: Operator, spec: NormSpec, call: BackwardCall) -> tup
     return operator.differentiate(spec, call, by_launches if _is_plain(tensors) else _by_registered_operator)
 
 
-def by_launches(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def by_launches(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     """The gradients, kernels launched directly."""
     return operator.backward(spec, call)
 
 
-def _by_registered_operator(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _by_registered_operator(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     found = operator._backward_op(*_values(spec), *call.incoming, *call.saved, *call.facts, *call.needed)
     return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
 
 
-def _by_reference(operator: Operator, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     found = operator.reference_backward(spec, call)
     return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
 
@@ -328,7 +340,7 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
     differentiated = len(operator.gradients)
     rest = (None,) * (operator.tensor_count - differentiated + operator.option_count)
 
-    def forward(ctx: Any, spec: NormSpec, *arguments: Any) -> Any:
+    def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
         saved, facts = operator.save(arguments, results)
         ctx.save_for_backward(*saved)
@@ -374,8 +386,8 @@ def _define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(torch.ops.fused_norm, name).default
 
 
-def _values(spec: NormSpec) -> tuple[str, bool, float]:
-    return spec.casting, spec.zero_centered, spec.eps
+def _values(spec: NormSpec | None) -> tuple[Any, ...]:
+    return () if spec is None else (spec.casting, spec.zero_centered, spec.eps)
 
 
 def _filled(results: Sequence[Tensor | None], like: Tensor) -> Any:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
 from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad, heads_dim_of
-from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
+from .triton.memory import empty_rows_like, empty_weight_grad
+from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward, takes_angles
 
 
 class QKNorm(Operator):
@@ -39,11 +38,7 @@ class QKNorm(Operator):
 
     def takes(self, *arguments: Any) -> bool:
         *_, cos, sin, unsqueeze_dim = arguments
-        if cos is not None:
-            learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-            if learned or heads_dim_of(cos, unsqueeze_dim) is None:
-                return False
-        return super().takes(*arguments)
+        return (cos is None or takes_angles(cos, sin, unsqueeze_dim)) and super().takes(*arguments)
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         return reference.qk_norm_rope(spec, *arguments)

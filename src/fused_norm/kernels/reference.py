@@ -117,6 +117,46 @@ def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rotary == d.shape[-1] else torch.cat((turned, d[..., rotary:]), dim=-1)
 
 
+def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
+    gate, up = _halves(gate, up)
+    if activation == "silu":
+        # PyTorch's own silu has no tangents of its gradient.
+        x = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return (x * torch.sigmoid(x)).to(gate.dtype) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    """The gradients of what ``glu`` takes, each rounded once to the dtype of its own tensor."""
+    packed = up is None
+    gate, up = _halves(gate, up)
+    wide = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
+    x, d = gate.to(wide), dy.to(wide)
+    # act(x) = x * share, and the derivative of share
+    if activation == "silu":
+        share = torch.sigmoid(x)
+        change = share * (1 - share)
+    elif activation == "gelu":
+        share = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+        change = torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
+    else:
+        # (1 + tanh(u)) / 2
+        factor = (2 / torch.pi) ** 0.5
+        share = torch.sigmoid(2 * factor * (x + 0.044715 * x * x * x))
+        change = share * (1 - share) * 2 * factor * (1 + 3 * 0.044715 * x * x)
+    dup = (d * (x * share).to(gate.dtype).to(wide)).to(up.dtype)
+    dgate = (d * up.to(wide) * (share + x * change)).to(gate.dtype)
+    return (torch.cat((dgate, dup), dim=-1), None) if packed else (dgate, dup)
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, dim=-1)
+    return first, second
+
+
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     """The factor that the normalised row is multiplied by, in the weight's dtype."""
     return 1.0 + weight if zero_centered else weight

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..kernels.operator import Operator, Recipe, calls_are_observed, calls_observed_by
+from ..kernels.operator import Operator, Recipe, Spec, calls_are_observed, calls_observed_by
 from ..kernels.triton.devices import is_transformed
-from ..spec import NormSpec
 from .fused_norm_module import is_disabled
 
 logger = logging.getLogger("fused_norm")
@@ -84,7 +83,7 @@ class _Register:
         self._outputs: dict[int, _Output] = {}
         self._own_call = False
 
-    def called(self, operator: Operator, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose own backward keeps tensors as they are, and note its outputs."""
         self._own_call = True
         try:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...spec import NormSpec
-from ..operator import BackwardCall, Operator, by_launches, differentiate, set_executor
+from ..operator import BackwardCall, Operator, Spec, by_launches, differentiate, set_executor
 from . import build
 from .recorder import NotRecordableError, Program, Recorder
 
@@ -74,7 +73,7 @@ class ReplayExecutor:
         )
         self.run, self.run_known, self.kept = native, native.known, native.kept
 
-    def _load_and_run(self, spec: NormSpec, *arguments: Any) -> Any:
+    def _load_and_run(self, spec: Spec, *arguments: Any) -> Any:
         """The first call on a GPU loads the library, and builds it if need be."""
         if not isinstance(arguments[0], Tensor) or not arguments[0].is_cuda:
             return NotImplemented

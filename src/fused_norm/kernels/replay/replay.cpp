@@ -529,7 +529,8 @@ Pointer new_node(Arguments&&... arguments) {
 
 // ---- Calls from Python ----
 
-// A call has the meaning of the norm, which is told apart by its address, then tensors, then other values.
+// A call has the meaning of the norm, which is told apart by its address (None where there is no norm), then tensors, then
+// other values.
 std::shared_ptr<Signature> record(Operation* self, PyObject* const* arguments, bool differentiable) {
   const Py_ssize_t count = 1 + self->tensors + self->values;
   Owned packed = own(PyTuple_New(count));
@@ -634,7 +635,11 @@ PyObject* invoke(Operation* self, PyObject* const* arguments, Py_ssize_t count, 
       }
       NodePointer node = new_node<NodePointer>(self, signature, std::move(edges));
       for (Tensor& output : outputs) {
-        torch::autograd::create_gradient_edge(output, node);
+        if (output.defined()) {
+          torch::autograd::create_gradient_edge(output, node);
+        } else {
+          node->add_input_metadata(Node::undefined_input());
+        }
       }
       auto& saved = static_cast<ReplayNode*>(node.get())->saved;
       saved.reserve(program.saved.size());

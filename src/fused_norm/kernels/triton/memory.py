@@ -23,12 +23,17 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
     shape = x.shape if width is None else (*x.shape[:-1], width)
     if x.is_contiguous():
         return x.new_empty(shape, dtype=dtype)
-    strides = [1] * x.dim()
+    return empty_in_order(memory_order(x), shape, dtype, x.device)
+
+
+def empty_in_order(order: Sequence[int], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty dense tensor, its leading dimensions from the slowest to the fastest in memory as ``order`` has them."""
+    strides = [1] * len(shape)
     step = shape[-1]
-    for dim in reversed(memory_order(x)):
+    for dim in reversed(order):
         strides[dim] = step
         step *= max(shape[dim], 1)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def empty_weight_grad(weight: Tensor | None, needed: bool) -> Tensor | None:
@@ -82,7 +87,13 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def memory_order(x: Tensor) -> list[int]:
     """The leading dimensions from the slowest to the fastest in memory."""
-    return sorted(range(x.dim() - 1), key=x.stride, reverse=True)
+    order: list[int] = []
+    for dim in range(x.dim() - 1):
+        place = len(order)
+        while place and x.stride(order[place - 1]) < x.stride(dim):  # Dynamo sorts no symbols, but compares them
+            place -= 1
+        order.insert(place, dim)
+    return order
 
 
 def against_heads(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[int]]:

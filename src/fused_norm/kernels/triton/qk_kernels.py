@@ -1,4 +1,4 @@
-"""The norm of q's and k's heads in Triton, with or without RoPE behind it, forward and backward.
+"""The norm of q's and k's heads in Triton, with or without RoPE behind it, forward and backward; and RoPE alone.
 
 One launch takes both: its programs are split between the tiles of q and those of k. ``language`` has the names that
 kernels use; here ``x`` is q or k, T tokens (of ``LENGTH`` in a sequence) times H heads, rows of N columns, and a tile
@@ -6,7 +6,7 @@ is TOKENS by HEADS rows. ``n`` is the normalised row. Where RoPE turns whole row
 and ``b``. Elsewhere all of a row is ``a``; of its first R columns, if there are any, each has its ``partner`` half of R
 away, which is loaded once more. ``d`` is the gradient of the output, ``dn`` that of n. A tensor in memory is a tuple of
 its pointer and its strides by batch, token and head; cos and sin have no stride by head. SHAPE has the sizes that all
-tiles of a launch share: N, R, BLOCK, GRAIN, LONG.
+tiles of a launch share: N, R, BLOCK, GRAIN, LONG. Where SPEC is None there is no norm, and n is x.
 """
 
 from __future__ import annotations
@@ -80,17 +80,21 @@ def _normed(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """n, rounded to its dtype, of columns that are loaded."""
-    n = normalised(x, rstd, x_dtype, SPEC)
-    if w_ptr is not None:
-        n = n * _gamma_at(w_ptr, start, col, end, SPEC)
-    return round_to(n, NORMED)
+    n = x
+    if SPEC is not None:
+        n = normalised(x, rstd, x_dtype, SPEC)
+        if w_ptr is not None:
+            n = n * _gamma_at(w_ptr, start, col, end, SPEC)
+        n = round_to(n, NORMED)
+    return n
 
 
 @triton.jit
 def _forward_tile(
     x, w_ptr, cos, sin, y, counts, tile, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr, SHAPE: tl.constexpr,
-    NORMED: tl.constexpr, SPEC: tl.constexpr,
+    NORMED: tl.constexpr, SPEC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
+    """One tile of the forward. INVERSE turns the other way and rounds once: the backward of a rotation alone."""
     T, LENGTH, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
@@ -103,12 +107,13 @@ def _forward_tile(
     HALF: tl.constexpr = R // 2
     WIDTH: tl.constexpr = HALF if HALVES else N
     x_dtype: tl.constexpr = x[0].dtype.element_ty
-    y_dtype: tl.constexpr = y[0].dtype.element_ty
+    step_dtype: tl.constexpr = tl.float32 if INVERSE else y[0].dtype.element_ty
     x_rows = _rows_of(x, batch, position, head)
     y_rows = _rows_of(y, batch, position, head)
 
     a = _load(x_rows, 0, col, WIDTH, live)
-    squares = square(a, x_dtype, SPEC)
+    if SPEC is not None:
+        squares = square(a, x_dtype, SPEC)
     if R:
         # In flight together with x: behind its sum they would be a second wait.
         cos_rows = _angles_of(cos, batch, position, HEADS)
@@ -116,39 +121,50 @@ def _forward_tile(
         present = token < T
         if HALVES:
             b = _load(x_rows, HALF, col, R, live)
-            squares += square(b, x_dtype, SPEC)
+            if SPEC is not None:
+                squares += square(b, x_dtype, SPEC)
             cos_a, cos_b = _load(cos_rows, 0, col, HALF, present), _load(cos_rows, HALF, col, R, present)
             sin_a, sin_b = _load(sin_rows, 0, col, HALF, present), _load(sin_rows, HALF, col, R, present)
         else:
             partner = _partner_of(col, HALF, SHAPE.GRAIN)
             b = _load(x_rows, 0, partner, R, live & (col < R)[None, None, :])
-            cos_a, sin_a = _load(cos_rows, 0, col, R, present), _load(sin_rows, 0, col, R, present)
-    rstd = rstd_from(tl.sum(squares, axis=2), eps, x_dtype, N, SPEC)[:, :, None]
+            cos_a = _load(cos_rows, 0, col, R, present)
+            if INVERSE:
+                sin_a = _load(sin_rows, 0, partner, R, present & (col < R)[None, None, :])
+            else:
+                sin_a = _load(sin_rows, 0, col, R, present)
+    rstd = 1.0
+    if SPEC is not None:
+        rstd = rstd_from(tl.sum(squares, axis=2), eps, x_dtype, N, SPEC)[:, :, None]
 
     a = _normed(a, rstd, w_ptr, 0, col, WIDTH, x_dtype, NORMED, SPEC)
     if not R:
         _store(y_rows, 0, col, N, live, a)
     elif HALVES:
         b = _normed(b, rstd, w_ptr, HALF, col, R, x_dtype, NORMED, SPEC)
-        _store(y_rows, 0, col, HALF, live, round_to(a * cos_a, y_dtype) - round_to(b * sin_a, y_dtype))
-        _store(y_rows, HALF, col, R, live, round_to(b * cos_b, y_dtype) + round_to(a * sin_b, y_dtype))
+        if INVERSE:
+            sin_a, sin_b = -sin_b, -sin_a
+        _store(y_rows, 0, col, HALF, live, round_to(a * cos_a, step_dtype) - round_to(b * sin_a, step_dtype))
+        _store(y_rows, HALF, col, R, live, round_to(b * cos_b, step_dtype) + round_to(a * sin_b, step_dtype))
     else:
         b = _normed(b, rstd, w_ptr, 0, partner, R, x_dtype, NORMED, SPEC)
-        across = round_to(b * sin_a, y_dtype)
-        turned = round_to(a * cos_a, y_dtype) + tl.where((col < HALF)[None, None, :], -across, across)
+        across = round_to(b * sin_a, step_dtype)
+        if INVERSE:
+            across = -across
+        turned = round_to(a * cos_a, step_dtype) + tl.where((col < HALF)[None, None, :], -across, across)
         _store(y_rows, 0, col, N, live, tl.where((col < R)[None, None, :], turned, a))
 
 
 @triton.jit(do_not_specialize=["q_T", "q_LENGTH", "q_H", "k_T", "k_LENGTH", "k_H", "q_programs"])
 def qk_forward_kernel(
     q_ptr,  # [q_T, q_H, N]
-    k_ptr,  # [k_T, k_H, N]
+    k_ptr,  # [k_T, k_H, N] or None
     q_w_ptr,  # [N] or None
     k_w_ptr,  # [N] or None
     cos_ptr,  # [T, R] or None
     sin_ptr,  # [T, R] or None
     q_y_ptr,  # [q_T, q_H, N]
-    k_y_ptr,  # [k_T, k_H, N]
+    k_y_ptr,  # [k_T, k_H, N] or None
     q_T, q_LENGTH, q_H,
     k_T, k_LENGTH, k_H,
     q_programs,
@@ -165,17 +181,23 @@ def qk_forward_kernel(
     SPEC: tl.constexpr,
     Q_NORMED: tl.constexpr,
     K_NORMED: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):  # fmt: skip
     cos, sin = (cos_ptr, cos_batch, cos_token), (sin_ptr, sin_batch, sin_token)
     program = tl.program_id(0)
     if program < q_programs:
         q, q_y = (q_ptr, q_batch, q_token, q_head), (q_y_ptr, q_y_batch, q_y_token, q_y_head)
         q_counts = (q_T, q_LENGTH, q_H)
-        _forward_tile(q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC)
+        _forward_tile(
+            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC, INVERSE
+        )  # fmt: skip
     else:
-        k, k_y = (k_ptr, k_batch, k_token, k_head), (k_y_ptr, k_y_batch, k_y_token, k_y_head)
-        k_counts, tile = (k_T, k_LENGTH, k_H), program - q_programs
-        _forward_tile(k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC)
+        if k_ptr is not None:
+            k, k_y = (k_ptr, k_batch, k_token, k_head), (k_y_ptr, k_y_batch, k_y_token, k_y_head)
+            k_counts, tile = (k_T, k_LENGTH, k_H), program - q_programs
+            _forward_tile(
+                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC, INVERSE
+            )  # fmt: skip
 
 
 @triton.jit

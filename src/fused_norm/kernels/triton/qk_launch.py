@@ -27,8 +27,12 @@ from .memory import (
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import sum_shares
 
-Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""q, k, q's weight, k's weight, cos, sin: the last two without RoPE None, the weights both or neither."""
+Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, q's weight, k's weight, cos, sin: the last two without RoPE None, the weights both or neither; k is None only
+where RoPE alone is done to one tensor."""
+
+NormedInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Inputs of which k is there."""
 
 Sides = tuple[Tensor | None, Tensor | None]
 """A tensor of q's side and one of k's."""
@@ -80,8 +84,9 @@ class _Layout(NamedTuple):
         return -(-self.tokens // tile.tokens) * -(-self.heads // tile.heads)
 
 
-_ABSENT = _Layout(0, 1, 1, (0,) * 9, False)
-"""The layout of a side without a gradient."""
+def _absent(tensors: int) -> _Layout:
+    """The layout of a side that is not there."""
+    return _Layout(0, 1, 1, (0,) * 3 * tensors, False)
 
 
 class _Planned(NamedTuple):
@@ -99,31 +104,46 @@ _planned: dict[Any, _Planned] = {}
 _launches: dict[Any, Launch] = {}
 
 
+def takes_angles(cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+    """Return whether kernels take these angles: the same for all heads, and without a gradient."""
+    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return not learned and heads_dim_of(cos, unsqueeze_dim) is not None
+
+
 def empty_heads(spec: NormSpec, x: Tensor, weight: Tensor | None, cos: Tensor | None) -> Tensor:
     """The forward's output for q or k, not yet written, with the dtype and memory order that stock code gives it."""
     dtype = norm_dtype(spec, x.dtype, weight)
-    if cos is None:
-        return empty_rows_like(x, dtype)
-    dtype = torch.promote_types(dtype, cos.dtype)
+    return empty_rows_like(x, dtype) if cos is None else empty_rotated(x, cos, dtype)
+
+
+def empty_rotated(x: Tensor, cos: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The output of a rotation, not yet written, of x's dtype before it unless ``dtype`` is given."""
+    dtype = torch.promote_types(x.dtype if dtype is None else dtype, cos.dtype)
     # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
     return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
 
 
-def launch_qk_forward(spec: NormSpec, inputs: Inputs, outputs: tuple[Tensor, Tensor], unsqueeze_dim: int) -> None:
-    """Write q and k normalised and, with cos and sin, rotated to ``outputs``, from ``empty_heads``."""
-    key = spec, unsqueeze_dim, _signature(inputs)
+def launch_qk_forward(
+    spec: NormSpec | None, inputs: Inputs, outputs: Sides, unsqueeze_dim: int, *, inverse: bool = False
+) -> None:
+    """Write q and k normalised and, with cos and sin, rotated to ``outputs``.
+
+    Without a ``spec`` they are rotated alone; then ``inverse`` turns the other way and rounds once.
+    """
+    described = outputs if inverse else ()  # elsewhere they follow from the inputs
+    key = spec, unsqueeze_dim, inverse, _signature((*inputs, *described))
     planned = _planned.get(key)
     if planned is None:
         inputs, _ = _readable(inputs, unsqueeze_dim)
-        key = spec, unsqueeze_dim, _signature(inputs)
-        planned = _planned.get(key) or _remember(key, _plan_forward(spec, inputs, outputs, unsqueeze_dim))
+        key = spec, unsqueeze_dim, inverse, _signature((*inputs, *described))
+        planned = _planned.get(key) or _remember(key, _plan_forward(spec, inputs, outputs, unsqueeze_dim, inverse))
     if planned.programs:
         launch, programs, counts, strides, _ = planned
-        launch((programs, 1), (*inputs, *outputs), counts, strides, (spec.eps,))
+        launch((programs, 1), (*inputs, *outputs), counts, strides, (0.0 if spec is None else spec.eps,))
 
 
 def launch_qk_backward(
-    spec: NormSpec, inputs: Inputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+    spec: NormSpec, inputs: NormedInputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
 ) -> None:
     """Write the gradients of q and k (``dx``, from ``empty_rows_like``) and of their weights (``dw``).
 
@@ -166,10 +186,10 @@ def _remember(key: Any, planned: _Planned) -> _Planned:
 def _readable(inputs: Inputs, unsqueeze_dim: int, gradients: Sides = (None, None)) -> tuple[Any, Any]:
     """Inputs and gradients, copied where kernels cannot read them in place."""
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    heads = [x if _layout((x,), heads_dim) else empty_rows_like(x).copy_(x) for x in inputs[:2]]
+    heads = [x if x is None or _layout((x,), heads_dim) else empty_rows_like(x).copy_(x) for x in inputs[:2]]
     others = [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in inputs[2:]]
     arranged = [
-        d if d is None or _layout((x, d), heads_dim) else empty_rows_like(x, d.dtype).copy_(d)
+        d if x is None or d is None or _layout((x, d), heads_dim) else empty_rows_like(x, d.dtype).copy_(d)
         for x, d in zip(heads, gradients, strict=True)
     ]
     return (*heads, *others), tuple(arranged)
@@ -215,27 +235,34 @@ def _known(layout: _Layout | None) -> _Layout:
     return layout
 
 
-def _plan_forward(spec: NormSpec, inputs: Inputs, outputs: tuple[Tensor, Tensor], unsqueeze_dim: int) -> _Planned:
+def _plan_forward(
+    spec: NormSpec | None, inputs: Inputs, outputs: Sides, unsqueeze_dim: int, inverse: bool = False
+) -> _Planned:
     q, k, q_weight, k_weight, cos, _ = inputs
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    layouts = [_known(_layout(side, heads_dim)) for side in zip((q, k), outputs, strict=True)]
+    layouts = [
+        _absent(2) if x is None or y is None else _known(_layout((x, y), heads_dim))
+        for x, y in zip((q, k), outputs, strict=True)
+    ]
     rotary = 0 if cos is None else cos.shape[-1]
     plan = heads_forward_plan(*(layout.heads for layout in layouts), q.shape[-1], rotary, facts_of(q.device))
     constants = _constants(spec, plan, inputs, layouts)
-    constants["Q_NORMED"] = _TRITON_DTYPES[norm_dtype(spec, q.dtype, q_weight)]
-    constants["K_NORMED"] = _TRITON_DTYPES[norm_dtype(spec, k.dtype, k_weight)]
+    for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
+        normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
+        constants[f"{side}_NORMED"] = normed
+    constants["INVERSE"] = inverse
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
-    launch = _launch_of(qk_forward_kernel, dtypes_of(*inputs), plan.warps, constants, fuse=cos is None)
+    launch = _launch_of(qk_forward_kernel, dtypes_of(*inputs, *outputs), plan.warps, constants, fuse=cos is None)
     strides = _strides(layouts, inputs, unsqueeze_dim)
     return _Planned(launch, q_tiles + k_tiles, _counts(layouts, q_tiles), strides)
 
 
 def _plan_backward(
-    spec: NormSpec, inputs: Inputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+    spec: NormSpec, inputs: NormedInputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
 ) -> _Planned:
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
     layouts = [
-        _ABSENT if d is None else _known(_layout((x, d, empty_rows_like(x) if grad is None else grad), heads_dim))
+        _absent(3) if d is None else _known(_layout((x, d, empty_rows_like(x) if grad is None else grad), heads_dim))
         for x, d, grad in zip(inputs[:2], incoming, dx, strict=True)
     ]
     q, cos = inputs[0], inputs[4]
@@ -267,7 +294,7 @@ def _plan_backward(
     return _Planned(launch, programs, _counts(layouts, q_programs), strides, plan.programs)
 
 
-def _constants(spec: NormSpec, plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout]) -> dict[str, Any]:
+def _constants(spec: NormSpec | None, plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout]) -> dict[str, Any]:
     cos, sin = inputs[4:]
     rotary = 0 if cos is None else cos.shape[-1]
     angles_long = cos is not None and sin is not None and is_long((cos, sin))
@@ -279,7 +306,7 @@ def _constants(spec: NormSpec, plan: HeadsPlan, inputs: Inputs, layouts: Sequenc
         "K_TOKENS": plan.k.tokens,
         "K_HEADS": plan.k.heads,
         "SHAPE": _TileShape(inputs[0].shape[-1], rotary, plan.block, grain, long),
-        "SPEC": spec.without_eps(),
+        "SPEC": None if spec is None else spec.without_eps(),
     }
 
 

@@ -1,0 +1,120 @@
+"""The rotary position embedding of q and k by itself, in one launch each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import reference
+from .arguments import check_rotated
+from .operator import Backward, BackwardCall, Facts, Operator, Spec, Tensors
+from .triton.memory import empty_in_order, memory_order
+from .triton.qk_launch import empty_rotated, launch_qk_forward, takes_angles
+
+
+class Rope(Operator):
+    """``rope`` as an operator, which has no norm.
+
+    Kernels take angles that are the same for all heads and want no gradient. The backward turns the other way: of q and
+    k it knows the dtypes and the order in memory alone.
+    """
+
+    name = "rope"
+    has_norm = False
+    tensors = "Tensor q, Tensor? k, Tensor cos, Tensor sin"
+    options = "int unsqueeze_dim"
+    outputs = ("q_out", "k_out")
+    saved = "Tensor cos, Tensor sin"
+    facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
+    gradients = ("dq", "dk")
+
+    def check(self, spec: Spec, *arguments: Any) -> None:
+        check_rotated(self.name, *arguments)
+
+    def takes(self, *arguments: Any) -> bool:
+        return takes_angles(*arguments[2:]) and super().takes(*arguments)
+
+    def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        q, k, cos, sin, unsqueeze_dim = arguments
+        cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in (cos, sin))
+        return reference.rope(q, cos, sin), None if k is None else reference.rope(k, cos, sin)
+
+    def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
+        q_out, k_out = super().run(spec, *arguments, training=training)
+        return q_out, None if arguments[1] is None else k_out
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        q, k, cos, sin, unsqueeze_dim = arguments
+        outputs = empty_rotated(q, cos), None if k is None else empty_rotated(k, cos)
+        if launch:
+            launch_qk_forward(None, (q, k, None, None, cos, sin), outputs, unsqueeze_dim)
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        q, k, cos, sin, unsqueeze_dim = arguments
+        dtypes = q.dtype, None if k is None else k.dtype
+        return (cos, sin), (unsqueeze_dim, *dtypes, memory_order(q), [] if k is None else memory_order(k))
+
+    def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+        # A side that is unused, or that needs nothing, gets no work.
+        present = [d if need else None for d, need in zip(call.incoming, call.needed, strict=True)]
+        needed = [d is not None for d in present]
+        if not any(needed):
+            return None, None
+        return super().differentiate(spec, call._replace(incoming=present, needed=needed), by)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.facts
+        dx = [
+            empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
+            for need, d, dtype, order in zip(call.needed, call.incoming, facts[:2], facts[2:], strict=True)
+        ]
+        if launch:
+            # The first of two sides is there in every launch.
+            (d, one), *others = [(d, one) for d, one in zip(call.incoming, dx, strict=True) if one is not None]
+            other_d, other = others[0] if others else (None, None)
+            inputs = d, other_d, None, None, cos, sin
+            launch_qk_forward(None, inputs, (one, other), unsqueeze_dim, inverse=True)
+        return tuple(dx)
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        unsqueeze_dim, *dtypes = call.facts[:3]
+        cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in call.saved)
+        return tuple(
+            None if d is None else reference.rope_backward(d, cos, sin).to(dtype)
+            for d, dtype in zip(call.incoming, dtypes, strict=True)
+        )
+
+
+ROPE = Rope()
+
+
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """The rotary position embedding (Su et al. 2021, arXiv 2104.09864) of q and k in one launch.
+
+    ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated.
+    Products and sum are rounded to the dtype that x and cos promote to. The backward keeps cos and sin alone.
+
+    Args:
+        q: [B, H, S, D], or [B, S, H, D] with unsqueeze_dim=2; float32, bfloat16 or float16, float64 is computed by the
+            PyTorch reference. Read where it is if its rows are contiguous, copied first if not.
+        k: the same with its own number of heads, strides and dtype; None rotates q alone.
+        cos: [B or 1, S, R] or [S, R], the same for all heads, or what broadcasts against [B, H, S, R]; any of these
+            dtypes. R is even; of a head's D elements the first R are rotated and the others stay what they are. One
+            that needs a gradient, or varies from head to head, is computed by the PyTorch reference.
+        sin: cos's shape and dtype.
+        unsqueeze_dim: the dimension of the heads, 1 or 2, where a cos with less than 4 dimensions gets one more.
+
+    Returns:
+        q and k rotated (None without a k), of the dtype that each promotes to with cos and of their own shape. Their
+        memory order is that of q and k if R is D; otherwise they are contiguous, as in stock code.
+
+    Raises:
+        TypeError: for a dtype that is not floating point.
+        ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
+    """
+    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim)

@@ -1,0 +1,181 @@
+"""The gate of an MLP in Triton, ``act(gate) * up``, forward and backward: kernels and their launchers.
+
+``share`` is the factor that makes an activation of its argument, ``act(x) = x * share``; ``dy``, ``dgate`` and ``dup``
+are gradients. Without a pointer to up it lies behind gate in the same row, as dup then does behind dgate.
+
+Rows that follow each other in all tensors are one long row, which tiles cut anywhere: M counts its grains of GRAIN
+elements, so that the compiler knows how wide a load may be. Elsewhere GRAIN is 0, and tiles are ROWS by BLOCK columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plans import GluPlan, glu_plan
+from .devices import facts_of
+from .language import round_to, store_tile
+from .launch import Launch
+from .memory import INT32_LIMIT, dtypes_of, empty_rows_like, promoted, same_rows
+
+
+@triton.jit
+def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr):
+    """This program's rows [ROWS] and columns [BLOCK], and what of them there is."""
+    program = tl.program_id(0)
+    if LONG:
+        program, M = program.to(tl.int64), M.to(tl.int64)
+    if GRAIN:
+        row = tl.zeros([1], tl.int32)
+        col = program * BLOCK + tl.arange(0, BLOCK)
+        live = (col < M * GRAIN)[None, :]
+    else:
+        blocks = tl.cdiv(N, BLOCK)
+        row = program // blocks * ROWS + tl.arange(0, ROWS)
+        col = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        live = (row < M)[:, None] & (col < N)[None, :]
+    return row, col, live
+
+
+@triton.jit
+def _load(memory, row, col, live):
+    ptr, stride = memory
+    return tl.load(ptr + (row[:, None] * stride + col[None, :]), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tanh_argument(x):
+    return 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+
+
+@triton.jit
+def _share(x, ACTIVATION: tl.constexpr):
+    """``share`` with the rounding that it has in PyTorch, where one is added to what may be nearly -1."""
+    if ACTIVATION == "silu":
+        return 1.0 / (1.0 + tl.exp(-x))
+    if ACTIVATION == "gelu":
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    # tanh by exp of what is not negative; near 0, where that cancels, one is added to it.
+    u = _tanh_argument(x)
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * tl.abs(u)))
+    return 0.5 * (1.0 + tl.where(u < 0.0, -tanh, tanh))
+
+
+@triton.jit
+def _share_and_slope(x, ACTIVATION: tl.constexpr):
+    """``share`` and the derivative of the activation."""
+    if ACTIVATION == "gelu":
+        share = _share(x, ACTIVATION)
+        return share, share + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    # share is the logistic function of z. Of the two parts of one the smaller comes first, not from a difference.
+    z = x
+    change = 1.0
+    if ACTIVATION == "gelu_tanh":
+        z = 2.0 * _tanh_argument(x)
+        change = 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
+    power = tl.exp(-tl.abs(z))
+    less = power / (1.0 + power)
+    more = 1.0 - less
+    share = tl.where(z < 0.0, less, more)
+    return share, share + x * (less * more) * change
+
+
+@triton.jit(do_not_specialize=["M"])
+def _glu_forward_kernel(
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N] or None: behind gate
+    y_ptr,  # [M, N]
+    M,
+    N, gate_stride, up_stride, y_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
+    up = (gate_ptr + N, gate_stride)
+    if up_ptr is not None:
+        up = (up_ptr, up_stride)
+    gate = _load((gate_ptr, gate_stride), row, col, live)
+    up = _load(up, row, col, live)
+    activated = round_to(gate * _share(gate, ACTIVATION), gate_ptr.dtype.element_ty)
+    store_tile((y_ptr, y_stride), row, col, live, activated * up)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _glu_backward_kernel(
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N] or None: behind gate
+    dy_ptr,  # [M, N]
+    dgate_ptr,  # [M, N] or None
+    dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
+    M,
+    N, gate_stride, up_stride, dy_stride, dgate_stride, dup_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
+    dy = _load((dy_ptr, dy_stride), row, col, live)
+    gate = _load((gate_ptr, gate_stride), row, col, live)
+    share, slope = _share_and_slope(gate, ACTIVATION)
+    if up_ptr is None or dup_ptr is not None:
+        activated = round_to(gate * share, gate_ptr.dtype.element_ty)
+        if up_ptr is None:
+            store_tile((dgate_ptr + N, dgate_stride), row, col, live, dy * activated)
+        else:
+            store_tile((dup_ptr, dup_stride), row, col, live, dy * activated)
+    if dgate_ptr is not None:
+        if up_ptr is None:
+            up = _load((gate_ptr + N, gate_stride), row, col, live)
+        else:
+            up = _load((up_ptr, up_stride), row, col, live)
+        store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
+
+
+def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
+    """The forward's output, not yet written."""
+    if up is None:
+        return empty_rows_like(gate, width=gate.shape[-1] // 2)
+    return empty_rows_like(gate, promoted(gate.dtype, up.dtype))
+
+
+_planned: dict[Any, tuple[GluPlan, Launch]] = {}
+
+
+def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
+    """Write ``y``, from ``empty_product``; without ``up`` gate has both."""
+    _launch(_glu_forward_kernel, (gate, up, y), activation, y)
+
+
+def launch_glu_backward(
+    gate: Tensor, up: Tensor | None, dy: Tensor, dgate: Tensor | None, dup: Tensor | None, activation: str
+) -> None:
+    """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is."""
+    _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation, dy)
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], activation: str, like: Tensor) -> None:
+    """Launch a kernel on rows in the order of the first tensor, as many and, but for packed ones, as wide as ``like``.
+
+    What it writes lies in that order; what it reads is copied where it does not.
+    """
+    size, width = like.numel(), like.shape[-1]
+    if size == 0:
+        return
+    arranged, spacing = same_rows(*tensors)
+    rows, grain = size // width, 0
+    if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
+        grain = math.gcd(width, 16)
+    long = max(size, rows * max(spacing)) >= INT32_LIMIT
+    key = kernel, like.device, dtypes_of(*arranged), activation, grain or -width, long
+    planned = _planned.get(key)
+    if planned is None:
+        plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, facts_of(like.device))
+        constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
+        planned = _planned[key] = plan, Launch(kernel, plan.warps, constants, fuse=False)
+    plan, launch = planned
+    if grain:
+        launch((-(-size // plan.block), 1), tuple(arranged), (size // grain,), (0,) * (1 + len(spacing)))
+    else:
+        tiles = -(-rows // plan.rows) * -(-width // plan.block)
+        launch((tiles, 1), tuple(arranged), (rows,), (width, *spacing))
