@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -152,11 +152,11 @@ class _View(NamedTuple):
 class _Remade:
     """The outputs of one call, made again once for all who have saved them, and freed when all have got them."""
 
-    __slots__ = ("_layouts", "_made", "_recipe", "_saved", "_stream", "_versions", "_waiting")
+    __slots__ = ("_layouts", "_made", "_needed", "_recipe", "_saved", "_stream", "_waiting")
 
     def __init__(self, recipe: Recipe, outputs: Sequence[Tensor]) -> None:
         self._recipe = recipe
-        self._versions = tuple([one._version if isinstance(one, Tensor) else 0 for one in recipe.arguments])
+        self._needed = [(one, one._version) for one in recipe.arguments if isinstance(one, Tensor)]
         self._layouts = [(output.shape, output.stride()) for output in outputs]
         self._saved = self._waiting = 0
         self._made: tuple[Tensor, ...] | None = None
@@ -164,11 +164,7 @@ class _Remade:
 
     def is_possible(self) -> bool:
         """Return whether all that the recipe needs is there, and unchanged."""
-        return all(
-            one._version == version and (one.untyped_storage().size() or not one.numel())
-            for one, version in zip(self._recipe.arguments, self._versions, strict=True)
-            if isinstance(one, Tensor)
-        )
+        return all(one._version == version and not _is_freed(one) for one, version in self._needed)
 
     def saved(self, place: int, tensor: Tensor) -> _View:
         """Note that somebody saves an output, or a view of it."""
@@ -177,14 +173,13 @@ class _Remade:
 
     def take(self, place: int) -> Tensor:
         """An output for one of those who have saved it."""
-        for one, version in zip(self._recipe.arguments, self._versions, strict=True):
-            if isinstance(one, Tensor):
-                _check_version(one, version)
-                if one.numel() and not one.untyped_storage().size():
-                    raise RuntimeError(
-                        f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
-                        "backward; apply_fused_norm(model, recompute=False) goes without it"
-                    )
+        for one, version in self._needed:
+            _check_version(one, version)
+            if _is_freed(one):
+                raise RuntimeError(
+                    f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
+                    "backward; apply_fused_norm(model, recompute=False) goes without it"
+                )
         # What was made on another stream may not be there yet.
         stream = _stream()
         made = self._made
@@ -204,8 +199,7 @@ class _Remade:
 
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is _View:
-        with torch.no_grad():
-            return saved.remade.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
+        return saved.remade.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
     tensor, version = saved
     _check_version(tensor, version)
     return tensor
@@ -223,7 +217,12 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 def _is_gathered_for_its_module(argument: Any) -> bool:
     """Return whether a weight is there only while its own module runs: DeepSpeed's ZeRO-3 has taken it apart."""
-    return hasattr(argument, "ds_id")
+    return isinstance(argument, nn.Parameter) and hasattr(argument, "ds_id")
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor has lost its memory, as those that FSDP gathers have between their uses."""
+    return not tensor.untyped_storage().size() and tensor.numel() > 0
 
 
 def _stream() -> Any:
