@@ -139,11 +139,14 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(Operator, "results_of", noted)
     loss = loss_of(recomputing, FEW)
     *in_layers, last = outputs
-    saved = sum(sizes[:-1])
     assert len(in_layers) == 4 * len(recomputing.model.layers)
     assert all(storage.expired() for storage in in_layers)
     assert not last.expired()  # the head's, which is in no layer
-    assert saved_bytes(loss.grad_fn) == saved_bytes(loss_of(plain, FEW).grad_fn) - saved
+    outputs.clear(), sizes.clear()
+    loss_without = loss_of(plain, FEW)
+    kept = sum(size for size, storage in list(zip(sizes, outputs, strict=True))[:-1] if not storage.expired())
+    assert kept >= 0.8 * sum(sizes[:-1])  # transformers 4 keeps a copy of k
+    assert saved_bytes(loss.grad_fn) == saved_bytes(loss_without.grad_fn) - kept
 
 
 def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, made_again: list[str]) -> None:
@@ -357,6 +360,13 @@ def edited_in_place(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
     return RMS_NORM(SPEC, x, weight, None).mul_(3) * factor
 
 
+def edited_without_gradient(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    y = RMS_NORM(SPEC, x, weight, None)
+    with torch.no_grad():
+        y.mul_(3)
+    return y * factor
+
+
 def doubled_unseen(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
     return Doubled.apply(RMS_NORM(SPEC, x, weight, None)) * factor.t()
 
@@ -371,7 +381,15 @@ def of_another_output(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("forward", "recipes"),
-    [(as_it_is, 1), (through_views, 1), (edited_in_place, 0), (doubled_unseen, 0), (copied, 0), (of_another_output, 1)],
+    [
+        (as_it_is, 1),
+        (through_views, 1),
+        (edited_in_place, 0),
+        (edited_without_gradient, 0),
+        (doubled_unseen, 0),
+        (copied, 0),
+        (of_another_output, 1),
+    ],
 )
 def test_an_output_is_made_again_where_it_is_what_is_saved(forward: Callable, recipes: int, device: str) -> None:
     def with_recipes(layer: Tensor, *inputs: Tensor) -> Tensor:
