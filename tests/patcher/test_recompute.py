@@ -153,7 +153,9 @@ def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, made_a
     _, recomputing = pair("qwen3", device)
     loss = loss_of(recomputing, FEW)
     held = {id(one.remade): one.remade for one in saved_in(loss.grad_fn) if type(one) is recompute._View}
-    assert sorted(remade._saved for remade in held.values()) == [2, 2, 2, 2, 3, 3]  # mlp, q and k; q, k and v
+    *heads, up, other_up, qkv, other_qkv = sorted(remade._saved for remade in held.values())
+    assert heads in ([2, 2], [1, 1])  # transformers 4 saves a copy of k
+    assert (up, other_up, qkv, other_qkv) == (2, 2, 3, 3)
     loss.backward(retain_graph=True)
     assert len(made_again) == len(held)
     assert all(remade._made is None for remade in held.values())
