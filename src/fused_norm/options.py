@@ -54,6 +54,8 @@ class FuseOptions:
         modules: which sites may be fused, by the path of the norm in the model, or of the attention or MLP where a site
             has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or a function of
             path and module. None is all.
+        recompute: make outputs of fused operators again in the backward instead of keeping them for it: less memory for
+            a little more time, and the same bits.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -68,6 +70,7 @@ class FuseOptions:
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     modules: ModuleFilter | None = None
+    recompute: bool = False
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -75,8 +78,9 @@ class FuseOptions:
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        if not isinstance(self.strict, bool):
-            raise TypeError(f"strict must be True or False, not {self.strict!r}")
+        for name in ("recompute", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for switch in SWITCHES.values():
             needed = switch if switch.alone else _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:

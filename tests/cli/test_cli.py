@@ -141,6 +141,17 @@ def test_inspect_fuses_only_what_it_is_told(checkpoint, capsys):
     assert {site["kind"] for site in report["fused"]} == {"norm"}
 
 
+def test_inspect_tells_which_layers_recompute(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    assert "recompute" not in json.loads(capsys.readouterr().out)
+    assert main(["inspect", str(checkpoint), "--json", "--recompute"]) == 0
+    layers = json.loads(capsys.readouterr().out)["recompute"]
+    assert [(layer["path"], layer["reason"]) for layer in layers] == [
+        ("model.layers.0", None),
+        ("model.layers.1", None),
+    ]
+
+
 def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
     BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32).save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 1

@@ -53,6 +53,8 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in _operators:
+        if not operator.gradients:  # makes again what another operator has made
+            continue
         mine = {name.removeprefix(f"{operator.name}-") for name in MUTATIONS if name.startswith(f"{operator.name}-")}
         assert {"size", "last-row", "nan", "no-grad", "shape", "in-place"} <= mine
         assert not operator.has_norm or {"casting", "centering", "eps"} <= mine

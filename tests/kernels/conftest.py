@@ -15,6 +15,7 @@ from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
 from fused_norm.kernels.qk_norm import QK_NORM
@@ -61,8 +62,8 @@ def replayed_natively(device: str, limit: int = executor.RECORDING_LIMIT) -> Ite
     replay.switch(True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "RECORDING_LIMIT", limit)
-        for operator in OPERATORS.values():
-            for method in ("run", "run_known"):  # put back afterwards
+        for operator in (*OPERATORS.values(), NORM_FROM_RSTD):
+            for method in ("run", "run_known", "kept"):  # put back afterwards
                 patch.setattr(operator.executor, method, None)
             operator.executor.connect(library)
         halves = {name: operator.executor.run for name, operator in OPERATORS.items()}

@@ -33,17 +33,19 @@ def in_one_line(error: Exception) -> str:
 
 def as_flags(text: str) -> str:
     """A message with options of ``apply_fused_norm`` written as flags: ``--no-strict`` for ``strict=False``."""
-    named = "|".join([*SWITCHES, "strict"])
+    named = "|".join([*SWITCHES, "recompute", "strict"])
     return re.sub(
         rf"\b({named})=(True|False)\b", lambda found: ("--" if found[2] == "True" else "--no-") + found[1], text
     )
 
 
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each kind of site that ``apply_fused_norm`` fuses, with its ``--no-`` form."""
+    """The flags of ``apply_fused_norm``: one for each kind of site, with its ``--no-`` form, and ``--recompute``."""
     for name, switch in SWITCHES.items():
         text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "make outputs of fused operators again in the backward instead of keeping them"
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False, help=text)
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
@@ -53,7 +55,8 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
         UsageError: they contradict each other.
     """
     try:
-        return FuseOptions(**{name: getattr(args, name) for name in SWITCHES}, strict=strict)
+        chosen = {name: getattr(args, name) for name in (*SWITCHES, "recompute")}
+        return FuseOptions(**chosen, strict=strict)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual, check_scale
-from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from .norm_from_rstd import norm_recipe
+from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import launch_norm_backward
 from .triton.norm_forward import empty_norm, launch_norm_forward
@@ -49,6 +50,10 @@ class AddRMSNorm(Operator):
         x, residual, weight, _, scale = arguments
         _, s, rstd = results
         return (s, weight, rstd), (x.dtype, residual.dtype, scale)
+
+    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+        y, s = outputs
+        return norm_recipe(spec, s, arguments[2], *self.kept_of(y))
 
     def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_glu
-from .operator import Backward, BackwardCall, Facts, Operator, Spec, Tensors
+from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Spec, Tensors
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -45,6 +45,9 @@ class Glu(Operator):
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         gate, up, activation = arguments
         return (gate, up), (activation,)
+
+    def recipe(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+        return Recipe(self, spec, arguments)
 
     def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         return super().differentiate(spec, call, by) if any(call.needed) else (None, None)

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from .norm_from_rstd import norm_recipe
+from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
 from .plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD
 from .rms_norm import RMS_NORM
 from .triton.memory import empty_rows_like, empty_weight_grad
@@ -57,6 +58,11 @@ class NormAddNorm(Operator):
         x, residual, inner_weight, weight = arguments
         _, s, inner_rstd, rstd = results
         return (s, x, inner_weight, weight, inner_rstd, rstd), (residual.dtype,)
+
+    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+        y, s = outputs
+        _, rstd = self.kept_of(y)
+        return norm_recipe(spec, s, arguments[3], rstd)
 
     def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming

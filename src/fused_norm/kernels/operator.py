@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -45,6 +47,53 @@ Backward = Callable[["Operator", Spec, BackwardCall], "tuple[Tensor | None, ...]
 """A way to an operator's gradients."""
 
 
+class Recipe(NamedTuple):
+    """A call, the arguments of which are kept for a backward anyway, that makes outputs of another call bit for bit.
+
+    Its outputs are the first ones of that other call, in their order.
+    """
+
+    operator: Operator
+    spec: Spec
+    arguments: tuple[Any, ...]
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Make the outputs, outside of autograd."""
+        with torch.no_grad():
+            made = self.operator(self.spec, *self.arguments)
+        return made if isinstance(made, tuple) else (made,)
+
+
+class CallObserver(Protocol):
+    """Stands between a thread and the operators that it calls."""
+
+    def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+        """The outputs of the call, which are those of ``operator.results_of(spec, *arguments)``."""
+
+
+class _Observed(threading.local):
+    observer: CallObserver | None = None
+
+
+_observed = _Observed()
+
+
+@contextmanager
+def calls_observed_by(observer: CallObserver) -> Iterator[None]:
+    """Hand this thread's calls of operators to ``observer``; what is traced is not handed over."""
+    before = _observed.observer
+    _observed.observer = observer
+    try:
+        yield
+    finally:
+        _observed.observer = before
+
+
+def calls_are_observed() -> bool:
+    """Return whether this thread's calls of operators are handed to somebody."""
+    return _observed.observer is not None
+
+
 class Executor(Protocol):
     """Runs an operator in a faster way, for some calls."""
 
@@ -53,6 +102,9 @@ class Executor(Protocol):
 
     def run_known(self, spec: Spec, *arguments: Any) -> Any:
         """``run`` for arguments like some that it ran before; NotImplemented for all others: nobody checked them."""
+
+    def kept(self, output: Tensor) -> tuple[Tensor, ...] | None:
+        """What the operator's forward computed for its backward alone; None where this executor has not run it."""
 
 
 class Operator(ABC):
@@ -142,6 +194,19 @@ class Operator(ABC):
         """``gradients`` by one of the ways to a backward; None where not needed."""
         return by(self, spec, call)
 
+    def recipe(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+        """The recipe of the first ``outputs`` of a differentiable call; None for outputs that cannot be made again."""
+        return None
+
+    def kept_of(self, output: Any) -> tuple[Tensor, ...]:
+        """``kept`` of the differentiable call that has returned ``output``, before its backward has run."""
+        found = None if self.executor is None else self.executor.kept(output)
+        if found is None:
+            names = [one.split()[-1] for one in self.saved.split(",")]
+            pairs = zip(names, output.grad_fn.saved_tensors, strict=True)
+            found = tuple(tensor for name, tensor in pairs if name in self.kept)
+        return found
+
     def takes(self, *arguments: Any) -> bool:
         """Return whether kernels can run on good arguments."""
         return runs_kernels_on(*arguments[: self.tensor_count])
@@ -159,6 +224,12 @@ class Operator(ABC):
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
+        if not torch.compiler.is_compiling() and _observed.observer is not None:
+            return _observed.observer.called(self, spec, arguments)
+        return self.results_of(spec, *arguments)
+
+    def results_of(self, spec: Spec, *arguments: Any) -> Any:
+        """``__call__``, which nobody observes."""
         tensors = arguments[: self.tensor_count]
         if torch.compiler.is_compiling():
             # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
-from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward, takes_angles
 
@@ -54,6 +54,9 @@ class QKNorm(Operator):
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         *inputs, unsqueeze_dim = arguments
         return inputs, (unsqueeze_dim,)
+
+    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+        return Recipe(self, spec, arguments)
 
     def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
         # A side that is unused, or that needs nothing, gets no work.

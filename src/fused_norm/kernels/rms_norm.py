@@ -10,7 +10,8 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm
-from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .norm_from_rstd import norm_recipe
+from .operator import BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import launch_norm_backward
 from .triton.norm_forward import empty_norm, launch_norm_forward
@@ -45,6 +46,10 @@ class RMSNorm(Operator):
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, weight, _ = arguments
         return (x, weight, results[1]), ()
+
+    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+        x, weight, _ = arguments
+        return norm_recipe(spec, x, weight, *self.kept_of(outputs[0]))
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, rstd) = call.incoming, call.saved

@@ -14,6 +14,7 @@ from .class_swap import change_class, class_forward_replaced, origin_of, stock_c
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
 from .patch_report import PatchReport, Site
+from .recompute_survey import survey_layers
 from .survey import ClassChange, survey
 
 logger = logging.getLogger("fused_norm")
@@ -31,6 +32,7 @@ def apply_fused_norm(
     sandwich: bool | None = None,
     mlp: bool | None = None,
     modules: ModuleFilter | None = None,
+    recompute: bool = False,
     strict: bool = True,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
@@ -50,10 +52,14 @@ def apply_fused_norm(
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it; None is on.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
+        recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
+            backward, are made again there from what is kept anyway. Gradients stay the same to the bit. It saves
+            nothing in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves
+            what is kept.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:
-        A row for every site, fused or kept.
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too.
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
@@ -62,17 +68,27 @@ def apply_fused_norm(
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(
-        norms=norms, qk=qk, rope=rope, residual=residual, sandwich=sandwich, mlp=mlp, modules=modules, strict=strict
+        norms=norms,
+        qk=qk,
+        rope=rope,
+        residual=residual,
+        sandwich=sandwich,
+        mlp=mlp,
+        modules=modules,
+        recompute=recompute,
+        strict=strict,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     sites, changes = survey(model, options)
+    layers, changes = survey_layers(model, sites, changes, recompute=recompute)
     sites = [*sites, *_sites_of_others(model, sites)]
     report = PatchReport(
         model=type(model).__name__,
         model_type=getattr(getattr(model, "config", None), "model_type", None),
         fused=tuple(site for site in sites if site.reason is None),
         kept=tuple(site for site in sites if site.reason is not None),
+        recompute=tuple(layers) if recompute else None,
     )
     if options.strict:
         _check(model, report)

@@ -18,6 +18,7 @@ from ..spec import FusedNormError, NormSpec
 from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm, has_origin_forward
+from .recompute import call_with_recipes
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -46,33 +47,40 @@ def _fused_norm_class(origin: Any, forward: Callable[..., Any], spec: NormSpec, 
     )
 
 
-def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
+def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: bool = False) -> type[nn.Module]:
     """The fused class for modules of class ``origin``, with these rewrites of their forward.
+
+    ``recompute``: its forward saves recipes of what fused operators return (``recompute.py``).
 
     Raises:
         SourceError: where the forward cannot be rewritten.
     """
-    return _fused_block_class(origin, origin.forward, rewrites)
+    return _fused_block_class(origin, origin.forward, rewrites, recompute)
 
 
 @cache
-def _fused_block_class(origin: Any, forward: Callable[..., Any], rewrites: tuple[Rewrite, ...]) -> type[nn.Module]:
-    rewritten = rewritten_forward(origin, rewrites)
+def _fused_block_class(
+    origin: Any, forward: Callable[..., Any], rewrites: tuple[Rewrite, ...], recompute: bool
+) -> type[nn.Module]:
+    rewritten = rewritten_forward(origin, rewrites) if rewrites else forward
 
     @wraps(rewritten)
     def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Other code may have put a forward of its own on the class, with other arguments, since the model was patched.
         current = origin.forward
-        if current is forward:
-            return rewritten(self, *args, **kwargs)
-        return current(self, *args, **kwargs)
+        if current is not forward:
+            return current(self, *args, **kwargs)
+        if recompute:
+            return call_with_recipes(rewritten, self, args, kwargs)
+        return rewritten(self, *args, **kwargs)
 
     return _derive(
         FusedBlock,
         origin,
-        (fused_block_class, (rewrites,)),
+        (fused_block_class, (rewrites, recompute)),
         fused_norm_rewrites=rewrites,
-        fused_norm_rotations=rotations_of(origin, rewrites),
+        fused_norm_rotations=rotations_of(origin, rewrites) if rewrites else (),
+        fused_norm_recompute=recompute,
         fused_norm_activations=activations_of(rewrites),
         forward=rewritten_or_replaced,
     )

@@ -40,6 +40,7 @@ class FusedBlock(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
+    fused_norm_recompute: ClassVar[bool]
     fused_norm_activations: ClassVar[tuple[Activation, ...]]
 
     def fused_norm_add(

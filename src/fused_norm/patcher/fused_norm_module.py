@@ -49,6 +49,11 @@ def disabled() -> Iterator[None]:
             _disabled_depth -= 1
 
 
+def is_disabled() -> bool:
+    """Return whether ``disabled`` is in force."""
+    return _disabled_depth > 0
+
+
 class FusedNorm(nn.Module):
     """Base of the classes put on norm instances; a subclass also derives from the instance's own class.
 

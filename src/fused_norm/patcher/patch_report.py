@@ -47,6 +47,21 @@ class Site:
 
 
 @dataclass(frozen=True)
+class RecomputingLayer:
+    """A layer with something fused in it, and whether it makes outputs of fused operators again in its backward.
+
+    Attributes:
+        path: its name in the model, as in ``named_modules``.
+        module: its class.
+        reason: why it keeps the outputs; None where it makes them again.
+    """
+
+    path: str
+    module: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
@@ -55,12 +70,14 @@ class PatchReport:
         model_type: ``config.model_type``, or None for a model without one.
         fused: the sites that run fused now.
         kept: the sites that run stock code, each with its reason.
+        recompute: under ``recompute`` the layers in which something is fused.
     """
 
     model: str
     model_type: str | None
     fused: tuple[Site, ...]
     kept: tuple[Site, ...]
+    recompute: tuple[RecomputingLayer, ...] | None = None
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -68,33 +85,40 @@ class PatchReport:
         return {kind: sum(site.kind == kind for site in self.fused) for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused and kept."""
+        """The report as JSON: model, model_type, counts, and the rows of fused, kept and recompute."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        rows = {"fused": [asdict(site) for site in self.fused], "kept": [asdict(site) for site in self.kept]}
+        lists = {"fused": self.fused, "kept": self.kept, "recompute": self.recompute}
+        rows = {name: [asdict(row) for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
-        """One line: what was fused, and how much was kept."""
+        """One line: what was fused, how much was kept, and how many layers recompute."""
         fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
         name = f"{self.model} ({self.model_type})" if self.model_type else self.model
-        return f"{name}: fused {fused}; kept {len(self.kept)}"
+        recompute = ""
+        if self.recompute is not None:
+            recompute = f"; recompute in {sum(row.reason is None for row in self.recompute)} layers"
+        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
 
     def __str__(self) -> str:
         rows = [("", "kind", "count", "module", "what", "where")]
         for status, sites in (("fused", self.fused), ("kept", self.kept)):
-            rows += [(status, *row) for row in _grouped(sites)]
+            found = ((site.kind, site.module, site.reason or site.what, site.path) for site in sites)
+            rows += [(status, *row) for row in _grouped(found)]
+        layers = self.recompute or ()
+        keeping = (("recompute", row.module, row.reason, row.path) for row in layers if row.reason is not None)
+        rows += [("kept", *row) for row in _grouped(keeping)]
         widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([self.summary(), *(lines if len(rows) > 1 else ())])
 
 
-def _grouped(sites: Iterable[Site]) -> list[tuple[str, str, str, str, str]]:
-    """Rows of sites alike but for the numbers in their paths: kind, count, module, spec or reason, paths."""
+def _grouped(rows: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
+    """Rows of kind, module, what and path, those alike but for numbers in the path as one, with their count."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for site in sites:
-        what = site.reason or site.what
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.path)
-        groups.setdefault((site.kind, site.module, what, pattern), []).append(site.path)
+    for kind, module, what, path in rows:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        groups.setdefault((kind, module, what, pattern), []).append(path)
     return [
         (kind, str(len(paths)), module, what, pattern if len(paths) > 1 else paths[0])
         for (kind, module, what, pattern), paths in groups.items()

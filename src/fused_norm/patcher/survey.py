@@ -91,16 +91,16 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     except UnrecognisedError as error:
         replaced = class_forward_replaced(origin)
         site = replace(site, reason=replaced or str(error), cause="owner" if replaced else "formula")
-        return site, [] if owner else _change(norm, origin)
+        return site, [] if owner else change_to(norm, origin)
     site = replace(site, spec=spec_of(norm) if isinstance(norm, FusedNorm) else known.spec)
     if owner:  # it may call the forward that it found: the class stays
         return replace(site, reason=owner, cause="owner"), []
     if option := _deselected(site.kind, path, norm, options):
-        return replace(site, reason=option, cause="option"), _change(norm, origin)
+        return replace(site, reason=option, cause="option"), change_to(norm, origin)
     fused = fused_norm_class(origin, known.spec, known.eps_name)
     if owner := fused_forward_replaced(fused):
         return replace(site, reason=owner, cause="owner"), []
-    return site, _change(norm, fused)
+    return site, change_to(norm, fused)
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:
@@ -114,7 +114,7 @@ def _recognise(norm: nn.Module, origin: Any) -> Recognised:
     return recognise(norm)
 
 
-def _change(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
+def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
     """The change that gives a module this class, where it has another one.
 
     Raises:
@@ -174,7 +174,7 @@ class _BlockSurvey:
             rows = [replace(row, reason=row.reason or str(error), cause=row.cause or "formula") for row in rows]
         if new is not self._origin and (owner := fused_forward_replaced(new)):
             return [replace(row, reason=row.reason or owner, cause=row.cause or "owner") for row in rows]
-        self.changes = _change(self.module, new)
+        self.changes = change_to(self.module, new)
         return rows
 
     def _without_patterns(self, reason: str, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
@@ -335,7 +335,7 @@ class _BlockSurvey:
             return replace(row, reason=self._owner, cause="owner")
         if deselected := _deselected(option, row.path, selected, self.model.options):
             if self._fixed:
-                _change(self.module, self._origin)
+                change_to(self.module, self._origin)
             return replace(row, reason=deselected, cause="option")
         return row
 

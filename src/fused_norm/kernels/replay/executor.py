@@ -46,20 +46,21 @@ def _executor_of(operator: Operator) -> ReplayExecutor:
 class ReplayExecutor:
     """Tries an operator natively.
 
-    ``run`` and ``run_known`` are as in ``Executor``: they return NotImplemented without the native library, away from
-    CUDA, for tensors that kernels cannot read in place, and while anybody watches the dispatcher or launches. Neither
-    must be called by what ``torch.compile`` traces.
+    ``run``, ``run_known`` and ``kept`` are as in ``Executor``. The first two return NotImplemented without the native
+    library, away from CUDA, for tensors that kernels cannot read in place, and while anybody watches the dispatcher or
+    launches. Neither must be called by what ``torch.compile`` traces.
     """
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
         self.run: Callable[..., Any] = self._load_and_run
         self.run_known: Callable[..., Any] = _decline
+        self.kept: Callable[[Tensor], tuple[Tensor, ...] | None] = _nothing_kept
 
     def connect(self, module: Any) -> None:
         """From now on run through a native library; None goes without."""
         if module is None:
-            self.run = self.run_known = _decline
+            self.run, self.run_known, self.kept = _decline, _decline, _nothing_kept
             return
         native = module.Operation(
             name=type(self._operator).__name__,
@@ -70,7 +71,7 @@ class ReplayExecutor:
             record_backward=self._record_backward,
             backward=self._backward,
         )
-        self.run, self.run_known = native, native.known
+        self.run, self.run_known, self.kept = native, native.known, native.kept
 
     def _load_and_run(self, spec: Spec, *arguments: Any) -> Any:
         """The first call on a GPU loads the library, and builds it if need be."""
@@ -137,3 +138,7 @@ class ReplayExecutor:
 
 def _decline(*_: Any) -> Any:
     return NotImplemented
+
+
+def _nothing_kept(_: Tensor) -> None:
+    return None

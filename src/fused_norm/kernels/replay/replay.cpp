@@ -19,6 +19,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -122,6 +123,7 @@ class Owned {
     }
   }
   PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
 
  private:
   PyObject* object_;
@@ -673,6 +675,29 @@ PyObject* known(PyObject* object, PyObject* const* arguments, Py_ssize_t count) 
   return invoke(reinterpret_cast<Operation*>(object), arguments, count, false);
 }
 
+// What the forward behind a tensor has computed for its backward alone; None where no replay has returned the tensor.
+PyObject* kept(PyObject*, PyObject* output) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(THPVariable_Check(output), "fused_norm: only tensors come out of operators");
+  const auto owner = THPVariable_Unpack(output).grad_fn();
+  const auto* node = dynamic_cast<ReplayNode*>(owner.get());
+  if (node == nullptr) {
+    Py_RETURN_NONE;
+  }
+  const Program& program = node->signature->program;
+  const auto& results = program.results;
+  Tensors found;
+  for (size_t i = 0; i < program.saved.size(); ++i) {
+    const int64_t slot = program.saved[i];
+    const bool returned = std::find(results.begin(), results.end(), slot) != results.end();
+    if (slot >= node->operation->tensors && !returned) {
+      found.push_back(node->saved[i].unpack(owner));
+    }
+  }
+  return tuple_of(found.data(), found.size()).release();
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* new_operation(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   const char* name = nullptr;
   Py_ssize_t tensors = 0, values = 0, limit = 0;
@@ -721,6 +746,7 @@ PyObject* forget(PyObject* object, PyObject*) {
 PyMethodDef operation_methods[] = {
     {"known", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(known)), METH_FASTCALL,
      "As a call, but NotImplemented where nothing was recorded yet."},
+    {"kept", kept, METH_O, "What a forward has computed for its backward alone, from one of its outputs; or None."},
     {"replayed", replayed, METH_NOARGS, "How many forwards and backwards were replayed so far."},
     {"forget", forget, METH_NOARGS, "Drops all recordings."},
     {nullptr, nullptr, 0, nullptr},

@@ -1,4 +1,4 @@
-"""The forward of RMSNorm in Triton, with or without the residual add in front of it, and its launcher.
+"""The forward of RMSNorm in Triton, with or without the residual add in front of it, and its launchers.
 
 ``language`` has the names that kernels use.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import ForwardPlan, forward_plan
+from ..plans import ForwardPlan, forward_plan, next_power_of_2
 from .devices import facts_of
 from .language import load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, rstd_of, square, store_tile
 from .launch import Launch
@@ -145,6 +145,28 @@ def _forward_chunked_kernel(
         _store_chunk(total, rstd, w_ptr, y, row, col, N, s_dtype, SPEC)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _from_rstd_kernel(
+    x_ptr,  # [M, N]
+    w_ptr,  # [N] or None
+    rstd_ptr,  # [M] fp32
+    y_ptr,  # [M, N]
+    M,
+    x_stride, y_stride,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Programs are tiles of rows along the first axis of the grid, blocks of columns along the second."""
+    row = rows_of(tl.program_id(0), ROWS, LONG)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = col < N
+    live = (row < M)[:, None] & in_row[None, :]
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+    out = normalised(load_tile((x_ptr, x_stride), row, col, live), rstd, x_ptr.dtype.element_ty, SPEC)
+    if w_ptr is not None:
+        out = out * load_gamma(w_ptr, col, in_row, SPEC)
+    store_tile((y_ptr, y_stride), row, col, live, out)
+
+
 def empty_norm(
     spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, training: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -158,6 +180,9 @@ def empty_norm(
 
 
 _planned: dict[Any, tuple[ForwardPlan, Launch]] = {}
+
+_FROM_RSTD_ELEMENTS = 2048
+"""Elements of a tile where no row is summed: 16 a lane."""
 
 
 def launch_norm_forward(
@@ -197,6 +222,31 @@ def launch_norm_forward(
         sums, strides = x, (*strides[:3], strides[0])
     floats = spec.eps, float(scale) if scaled else None
     launch((tiles, 1), (x, residual, weight, y, sums, rstd), (rows,), strides, floats)
+
+
+_from_rstd_planned: dict[Any, Launch] = {}
+
+
+def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
+    """Write the norm of x to ``y``, from the rstd that its forward has kept: no row is summed.
+
+    The formula is the forward's, element for element, so the bits do not depend on how a launch divides the work.
+    """
+    size, width = y.numel(), x.shape[-1]
+    if size == 0:
+        return
+    rows = size // width
+    (x, rstd, y), (x_stride, _, y_stride) = same_rows(x, rstd, y)  # type: ignore[assignment]
+    weight = contiguous(weight)
+    long = rows * max(x_stride, y_stride) >= INT32_LIMIT
+    block = min(next_power_of_2(width), _FROM_RSTD_ELEMENTS)
+    tile = _FROM_RSTD_ELEMENTS // block
+    key = (x.device, dtypes_of(x, weight, y), width, spec, long)
+    launch = _from_rstd_planned.get(key)
+    if launch is None:
+        constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
+        launch = _from_rstd_planned[key] = Launch(_from_rstd_kernel, facts_of(x.device).warps(4), constants)
+    launch((-(-rows // tile), -(-width // block)), (x, weight, rstd, y), (rows,), (x_stride, y_stride))
 
 
 def _launch_of(plan: ForwardPlan, width: int, spec: NormSpec, long: bool, fuse: bool) -> Launch:

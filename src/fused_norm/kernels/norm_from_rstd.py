@@ -1,0 +1,55 @@
+"""RMSNorm again, from what its forward has kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..spec import NormSpec
+from . import reference
+from .arguments import check_norm
+from .operator import Facts, Operator, Recipe, Tensors
+from .triton.memory import empty_rows_like, norm_dtype
+from .triton.norm_forward import launch_norm_from_rstd
+
+
+class NormFromRstd(Operator):
+    """The output of a norm made a second time, bit for bit, from the rstd of the first; it has no gradients."""
+
+    name = "norm_from_rstd"
+    tensors = "Tensor x, Tensor? weight, Tensor rstd"
+    outputs = ("y",)
+    saved = ""
+    gradients = ()
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, weight, rstd = arguments
+        check_norm(self.name, x, weight)
+        if rstd.shape != (*x.shape[:-1], 1):
+            raise ValueError(f"{self.name}: rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}")
+        if spec.casting == "none":
+            raise ValueError(f"{self.name}: under casting 'none' the forward uses another rstd than it keeps")
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
+        x, weight, _ = arguments
+        return reference.rms_norm(spec, x, weight)
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, rstd = arguments
+        y = empty_rows_like(x, norm_dtype(spec, x.dtype, weight))
+        if launch:
+            launch_norm_from_rstd(spec, x, weight, rstd, y)
+        return (y,)
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        return (), ()
+
+
+NORM_FROM_RSTD = NormFromRstd()
+
+
+def norm_recipe(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Recipe | None:
+    """The recipe of a norm of x; None where the rstd that its forward has kept is not the one that it has used."""
+    return None if spec.casting == "none" else Recipe(NORM_FROM_RSTD, spec, (x, weight, rstd))

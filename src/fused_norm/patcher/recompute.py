@@ -1,0 +1,232 @@
+"""Outputs of fused operators that a layer does not keep for its backward, because they can be made again there.
+
+The output of a norm, the rotated queries and keys and the product of a gate are kept by what comes after them, a linear
+or the attention, for its own backward. One cheap kernel makes them again from what the operators keep anyway. While the
+forward of a layer runs, hooks see every tensor that autograd saves, and save the recipe of such an output instead. The
+backward makes it once for all that have saved it.
+
+A recipe holds the tensors it needs themselves, never another recipe, so no chain of them is ever made again. It is
+taken only for the output itself and for views of it, told by their history: whoever writes into an output by other
+means than PyTorch's must return it from an autograd function of its own, as Liger's rotary embedding does, and its
+result is saved as it is. Nobody but autograd is concerned: what holds the tensor otherwise, holds the tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..kernels.operator import Operator, Recipe, Spec, calls_are_observed, calls_observed_by
+from ..kernels.triton.devices import is_transformed
+from .fused_norm_module import is_disabled
+
+logger = logging.getLogger("fused_norm")
+
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias", "AsStrided", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze", "T",
+        "Transpose", "Unbind", "Unflatten", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View",
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2"}  # fmt: skip
+"""The nodes behind tensors that are nothing but views."""
+
+_explained: set[str] = set()
+
+
+def call_with_recipes(forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``forward(layer, *args, **kwargs)``, the outputs of fused operators saved as recipes where that is possible."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_possible():
+        return forward(layer, *args, **kwargs)
+    register = _Register()
+    try:
+        with saved_tensors_hooks(register.pack, _unpack), calls_observed_by(register):
+            return forward(layer, *args, **kwargs)
+    finally:
+        register.forget()
+
+
+def _is_possible() -> bool:
+    """Return whether hooks of ours would be the only ones that see what is saved."""
+    if calls_are_observed() or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
+        return False
+    autograd: Any = torch._C._autograd
+    if torch.compiler._is_exporting_flag or not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
+        _explain("other saved-tensor hooks are active, as under gradient checkpointing or offloading")
+        return False
+    if torch._C._current_graph_task_id() != -1:
+        _explain("gradient checkpointing runs the layer again in the backward")
+        return False
+    return True
+
+
+def _explain(reason: str) -> None:
+    if reason not in _explained:
+        _explained.add(reason)
+        logger.warning("recompute is off for some calls of layers: %s", reason)
+
+
+class _Register:
+    """What autograd saves while a layer runs; it knows the outputs that can be made again, and does not hold them."""
+
+    __slots__ = ("_outputs", "_own_call")
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, _Output] = {}
+        self._own_call = False
+
+    def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+        """Call the operator, whose own backward keeps tensors as they are, and note its outputs."""
+        self._own_call = True
+        try:
+            results = operator.results_of(spec, *arguments)
+        finally:
+            self._own_call = False
+        outputs = results if isinstance(results, tuple) else (results,)
+        if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
+            return results
+        recipe = operator.recipe(spec, arguments, outputs)
+        if recipe is None or any(_is_gathered_for_its_module(one) for one in recipe.arguments):
+            return results
+        remade = _Remade(recipe, outputs[: len(recipe.operator.outputs)])
+        for place, output in enumerate(outputs[: len(recipe.operator.outputs)]):
+            self._outputs[output.untyped_storage()._cdata] = _Output(remade, place, output)
+        return results
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd saves for a tensor: a recipe, or the tensor and its version."""
+        if tensor.is_leaf:  # itself, not an alias: whoever shards a parameter gives it other memory meanwhile
+            return tensor, tensor._version
+        if self._outputs and not self._own_call and type(tensor) is Tensor and tensor.layout is torch.strided:
+            output = self._outputs.get(tensor.untyped_storage()._cdata)
+            if output is not None and output.is_behind(tensor) and output.remade.is_possible():
+                return output.remade.saved(output.place, tensor)
+        return tensor.detach(), tensor._version
+
+    def forget(self) -> None:
+        """Let go of all outputs: autograd holds its hooks as long as the graph."""
+        self._outputs.clear()
+
+
+class _Output:
+    """One output of a call that can be made again, recognised as long as its memory is there."""
+
+    __slots__ = ("_dtype", "_node", "_storage", "_version", "place", "remade")
+
+    def __init__(self, remade: _Remade, place: int, output: Tensor) -> None:
+        self.remade, self.place = remade, place
+        self._node, self._dtype, self._version = output.grad_fn, output.dtype, output._version
+        # The storage's address belongs to no other as long as there is a weak reference to it.
+        self._storage = StorageWeakRef(output.untyped_storage())
+
+    def is_behind(self, tensor: Tensor) -> bool:
+        """Return whether a tensor in its memory is the output, or a view of it, as the operator has written it."""
+        if tensor._version != self._version or tensor.dtype != self._dtype or tensor.is_neg():
+            return False
+        node: Any = tensor.grad_fn
+        while node is not self._node:
+            if node is None or node.name() not in _VIEWS:
+                return False
+            node = node.next_functions[0][0]
+        return True
+
+
+class _View(NamedTuple):
+    """What autograd saves for an output, or for a view of it."""
+
+    remade: _Remade
+    place: int
+    size: Any
+    strides: Any
+    offset: Any
+
+
+class _Remade:
+    """The outputs of one call, made again once for all who have saved them, and freed when all have got them."""
+
+    __slots__ = ("_layouts", "_made", "_needed", "_recipe", "_saved", "_stream", "_waiting")
+
+    def __init__(self, recipe: Recipe, outputs: Sequence[Tensor]) -> None:
+        self._recipe = recipe
+        self._needed = [(one, one._version) for one in recipe.arguments if isinstance(one, Tensor)]
+        self._layouts = [(output.shape, output.stride()) for output in outputs]
+        self._saved = self._waiting = 0
+        self._made: tuple[Tensor, ...] | None = None
+        self._stream: Any = None
+
+    def is_possible(self) -> bool:
+        """Return whether all that the recipe needs is there, and unchanged."""
+        return all(one._version == version and not _is_freed(one) for one, version in self._needed)
+
+    def saved(self, place: int, tensor: Tensor) -> _View:
+        """Note that somebody saves an output, or a view of it."""
+        self._saved += 1
+        return _View(self, place, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def take(self, place: int) -> Tensor:
+        """An output for one of those who have saved it."""
+        for one, version in self._needed:
+            _check_version(one, version)
+            if _is_freed(one):
+                raise RuntimeError(
+                    f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
+                    "backward; apply_fused_norm(model, recompute=False) goes without it"
+                )
+        # What was made on another stream may not be there yet.
+        stream = _stream()
+        made = self._made
+        if made is None or stream != self._stream:
+            made = self._recipe.outputs()
+            self._made, self._stream, self._waiting = made, stream, self._saved
+        self._waiting -= 1
+        if self._waiting <= 0:
+            self._made = None
+        shape, strides = self._layouts[place]
+        if made[place].stride() != strides:
+            return torch.empty_strided(shape, strides, dtype=made[place].dtype, device=made[place].device).copy_(
+                made[place]
+            )
+        return made[place]
+
+
+def _unpack(saved: Any) -> Tensor:
+    if type(saved) is _View:
+        return saved.remade.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
+    tensor, version = saved
+    _check_version(tensor, version)
+    return tensor
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    """Raise as autograd does where nobody looks at what it saves."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            "instead"
+        )
+
+
+def _is_gathered_for_its_module(argument: Any) -> bool:
+    """Return whether a weight is there only while its own module runs: DeepSpeed's ZeRO-3 has taken it apart."""
+    return isinstance(argument, nn.Parameter) and hasattr(argument, "ds_id")
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor has lost its memory, as those that FSDP gathers have between their uses."""
+    return not tensor.untyped_storage().size() and tensor.numel() > 0
+
+
+def _stream() -> Any:
+    """The stream on which kernels are launched now."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    return None

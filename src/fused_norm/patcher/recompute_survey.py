@@ -1,0 +1,91 @@
+"""The survey of layers: which of them make outputs of fused operators again in their backward, and which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .class_swap import built_upon, foreign_forward, fused_block_class, fused_class, fused_forward_replaced
+from .fused_block import FusedBlock
+from .norm_recognition import looks_like_norm
+from .patch_report import RecomputingLayer, Site
+from .survey import ClassChange, change_to
+
+
+def survey_layers(
+    model: nn.Module, sites: Iterable[Site], changes: list[ClassChange], *, recompute: bool
+) -> tuple[list[RecomputingLayer], list[ClassChange]]:
+    """The layers in which something is fused, and ``changes`` with those of the layers' own classes.
+
+    Args:
+        model: the model, which is not touched.
+        sites: the rows of its survey.
+        changes: those of that survey.
+        recompute: the layers are to make outputs again; otherwise those that do are to stop.
+
+    Raises:
+        FusedNormError: where a layer is to stop and other code has built on its fused class.
+    """
+    planned = {id(change.module): change for change in changes}
+    rows, layers = [], _layers(model, sites) if recompute else {}
+    for path, layer in layers.items():
+        change = planned.get(id(layer))
+        reason = _reason(layer)
+        if reason is None and not _is_built_upon(layer):
+            new = _recomputing(change.new if change else _class_of(layer))
+            reason = fused_forward_replaced(new)
+            if reason is None:
+                planned[id(layer)] = ClassChange(layer, new)
+        rows.append(RecomputingLayer(path, _class_of(layer).__name__, reason))
+    recomputing = {id(layers[row.path]) for row in rows if row.reason is None}
+    for module in model.modules():
+        if _recomputes(module) and id(module) not in recomputing and id(module) not in planned:
+            assert isinstance(module, FusedBlock)
+            rewrites, origin = module.fused_norm_rewrites, module.fused_norm_origin
+            for change in change_to(module, fused_block_class(origin, rewrites) if rewrites else origin):
+                planned[id(module)] = change
+    return rows, [change for change in planned.values() if type(change.module) is not change.new]
+
+
+def _layers(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
+    """The modules with something fused inside that stand in a ``ModuleList``, the outermost one, with their paths."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, nn.Module] = {}
+    for site in sites:
+        names = site.path.split(".") if site.reason is None else []
+        for depth in range(1, len(names)):
+            if isinstance(modules[".".join(names[:depth])], nn.ModuleList):
+                path = ".".join(names[: depth + 1])
+                if not looks_like_norm(modules[path]) and modules[path] not in found.values():
+                    found[path] = modules[path]
+                break
+    return found
+
+
+def _reason(layer: nn.Module) -> str | None:
+    """The reason why a layer cannot be made to recompute."""
+    if owner := foreign_forward(layer):
+        return owner
+    if _is_built_upon(layer) and not _recomputes(layer):
+        return "other code has built on its class since it was patched; remove_fused_norm before sharding"
+    return None
+
+
+def _is_built_upon(layer: nn.Module) -> bool:
+    return isinstance(layer, FusedBlock) and built_upon(layer)
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return isinstance(module, FusedBlock) and module.fused_norm_recompute
+
+
+def _class_of(layer: nn.Module) -> type[nn.Module]:
+    return fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
+
+
+def _recomputing(current: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer like one of class ``current`` that makes outputs again."""
+    if issubclass(current, FusedBlock):
+        return fused_block_class(current.fused_norm_origin, current.fused_norm_rewrites, recompute=True)
+    return fused_block_class(current, (), recompute=True)

@@ -1,0 +1,168 @@
+"""Outputs made again from what the backward keeps: bit for bit, in the layout they had, and of what was kept alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
+from fused_norm.kernels.operator import calls_are_observed, calls_observed_by, norm_spec
+from fused_norm.spec import NormSpec
+
+from .conftest import OPERATORS, Halves
+from .numerics import BF16, FP16, FP32
+
+LLAMA, GEMMA = norm_spec("llama", False, 1e-6), norm_spec("gemma", True, 1e-6)
+CENTERED = norm_spec("llama", True, 1e-3)
+
+
+def made(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def _norm(
+    name: str, shape: tuple[int, ...], x: torch.dtype, w: torch.dtype | None, r: torch.dtype | None = None
+) -> Any:
+    def arguments(device: str) -> tuple[Any, ...]:
+        weight = None if w is None else made(device, shape[-1], dtype=w)
+        if name == "rms_norm":
+            return made(device, *shape, dtype=x), weight, None
+        residual = made(device, *shape, dtype=r or x)
+        if name == "add_rms_norm":
+            return made(device, *shape, dtype=x), residual, weight, None, 0.5
+        return made(device, *shape, dtype=x), residual, made(device, shape[-1], dtype=w or x), weight
+
+    return name, arguments
+
+
+def _transposed(device: str) -> tuple[Any, ...]:
+    return made(device, 2, 3, 5, 40).transpose(1, 2), made(device, 40), None
+
+
+def _heads(device: str) -> tuple[Any, ...]:
+    q, k = made(device, 2, 5, 4, 16).transpose(1, 2), made(device, 2, 5, 2, 16).transpose(1, 2)
+    cos, sin = made(device, 2, 5, 16).detach(), made(device, 2, 5, 16).detach()
+    return q, k, made(device, 16), made(device, 16), cos, sin, 1
+
+
+CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
+    (name, spec, arguments)
+    for spec, (name, arguments) in [
+        (LLAMA, _norm("rms_norm", (3, 5, 40), BF16, BF16)),
+        (LLAMA, _norm("rms_norm", (3, 5, 40), BF16, FP32)),
+        (LLAMA, _norm("rms_norm", (7, 40), FP16, None)),
+        (LLAMA, _norm("rms_norm", (2, 5000), BF16, BF16)),
+        (GEMMA, _norm("rms_norm", (3, 5, 40), FP32, BF16)),
+        (CENTERED, ("rms_norm", _transposed)),
+        (LLAMA, _norm("add_rms_norm", (3, 5, 40), BF16, BF16)),
+        (GEMMA, _norm("add_rms_norm", (3, 5, 40), BF16, BF16, FP32)),
+        (GEMMA, _norm("norm_add_norm", (3, 5, 40), BF16, BF16)),
+        (LLAMA, _norm("norm_add_norm", (2, 2100), BF16, BF16, FP32)),
+        (LLAMA, ("qk_norm", _heads)),
+        (None, ("glu", lambda device: (made(device, 3, 5, 40), made(device, 3, 5, 40), "silu"))),
+        (None, ("glu", lambda device: (made(device, 3, 5, 80), None, "gelu_tanh"))),
+    ]
+]
+
+
+class Observer:
+    """Calls operators as they are called without it, and keeps their recipes."""
+
+    def __init__(self) -> None:
+        self.recipes: list[Any] = []
+
+    def called(self, operator: Any, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
+        results = operator.results_of(spec, *arguments)
+        outputs = results if isinstance(results, tuple) else (results,)
+        self.recipes.append(operator.recipe(spec, arguments, outputs))
+        return results
+
+
+def _check(name: str, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
+    observer = Observer()
+    with calls_observed_by(observer):
+        results = OPERATORS[name](spec, *arguments)
+    outputs = results if isinstance(results, tuple) else (results,)
+    (recipe,) = observer.recipes
+    again = recipe.outputs()
+    for output, made_again in zip(outputs, again, strict=False):
+        assert made_again is not output
+        assert not made_again.requires_grad
+        assert made_again.stride() == output.stride()
+        assert made_again.dtype == output.dtype
+        assert torch.equal(made_again, output)
+    return recipe
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_outputs_are_made_again_bit_for_bit(case: Any, device: str, without_replay: None) -> None:
+    name, spec, arguments = case
+    recipe = _check(name, spec, arguments(device))
+    assert len(recipe.operator.outputs) == (2 if name == "qk_norm" else 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_native_replays_tell_what_they_have_kept(case: Any, device: str, native: Halves) -> None:
+    name, spec, arguments = case
+    recipe = _check(name, spec, arguments(device))
+    itself = name in ("qk_norm", "glu")
+    assert native[name].replayed() == (2 if itself else 1, 0)
+    if not itself:
+        assert NORM_FROM_RSTD.executor.run.replayed()[0] > 0
+        NORM_FROM_RSTD.executor.run.forget()
+    assert recipe is not None
+    native[name].forget()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_add_norm"])
+def test_a_norm_that_uses_another_rstd_than_it_keeps_has_no_recipe(name: str, device: str) -> None:
+    _, arguments = _norm(name, (3, 40), FP16, FP16)
+    observer = Observer()
+    with calls_observed_by(observer):
+        OPERATORS[name](norm_spec("none", False, 1e-6), *arguments(device))
+    assert observer.recipes == [None]
+
+
+def test_sums_and_rotations_without_a_norm_have_no_recipe(device: str) -> None:
+    x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
+    q, k, _, _, cos, sin, heads_dim = _heads(device)
+    observer = Observer()
+    with calls_observed_by(observer):
+        OPERATORS["norm_add"](LLAMA, x, residual, weight)
+        OPERATORS["rope"](None, q, k, cos, sin, heads_dim)
+    assert observer.recipes == [None, None]
+
+
+def test_the_rows_of_an_output_made_again_come_from_the_rstd(device: str) -> None:
+    x, weight = made(device, 6, 40), made(device, 40)
+    rstd = torch.rand(6, 1, device=device)
+    with torch.no_grad():
+        y = NORM_FROM_RSTD(GEMMA, x, weight, rstd)
+        expected = (x.float() * rstd * (1 + weight.float())).to(BF16)
+    assert torch.equal(y, expected)
+    for wrong in (torch.rand(6, device=device), torch.rand(5, 1, device=device)):
+        with pytest.raises(ValueError, match="rstd has shape"):
+            NORM_FROM_RSTD.checked(GEMMA, x, weight, wrong)
+    with pytest.raises(ValueError, match="'none'"):
+        NORM_FROM_RSTD.checked(norm_spec("none", False, 1e-6), x, weight, rstd)
+
+
+def test_an_empty_output_is_made_again(device: str) -> None:
+    x, weight = made(device, 0, 40), made(device, 40)
+    with torch.no_grad():
+        assert NORM_FROM_RSTD(LLAMA, x, weight, torch.empty(0, 1, device=device)).shape == (0, 40)
+
+
+def test_an_observer_is_left_with_its_block() -> None:
+    def fail() -> None:
+        with calls_observed_by(Observer()):
+            assert calls_are_observed()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not calls_are_observed()

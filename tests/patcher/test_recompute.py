@@ -1,0 +1,669 @@
+"""Recomputing layers: the same bits from fewer tensors, and tensors saved as they are wherever that is not certain."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+import fused_norm
+from fused_norm import FusedNormError
+from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
+from fused_norm.kernels.operator import Operator, calls_are_observed, norm_spec
+from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.model_configs import build
+from fused_norm.patcher import recompute
+from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.patcher.recompute import call_with_recipes
+
+from .models import snapshot, step, tokens
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+SPEC = norm_spec("llama", False, 1e-6)
+FEW = tokens("cuda" if torch.cuda.is_available() else "cpu", batch=1, length=4)
+
+
+def pair(model_type: str, device: str, **options: Any) -> tuple[Any, Any]:
+    """Two fused models alike, the second one of which recomputes."""
+    plain = build(model_type, seed=0, device=device, **options)
+    recomputing = copy.deepcopy(plain)
+    fused_norm.apply_fused_norm(plain)
+    fused_norm.apply_fused_norm(recomputing, recompute=True)
+    return plain, recomputing
+
+
+def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    different = [name for name, gradient in one[1].items() if not torch.equal(gradient, other[1][name])]
+    assert not different
+
+
+def saved_in(graph: Any) -> Iterator[Any]:
+    """What autograd has saved behind a node, as it was packed."""
+    nodes, seen = [graph], {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            found = getattr(node, name) if name.startswith("_raw_saved") else ()
+            for one in found if isinstance(found, (tuple, list)) else (found,):
+                if one.data is not None:
+                    yield one.data
+
+
+def recipes_in(graph: Any) -> int:
+    return sum(type(one) is recompute._View for one in saved_in(graph))
+
+
+def saved_bytes(graph: Any) -> int:
+    """The bytes of all memory that autograd keeps behind a node."""
+    held = {}
+    for one in saved_in(graph):
+        tensor = one[0] if isinstance(one, tuple) else one
+        tensors = tensor._recipe.arguments if isinstance(tensor, recompute._Remade) else (tensor,)
+        for kept in tensors:
+            if isinstance(kept, Tensor):
+                held[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@pytest.fixture
+def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the operators that make outputs again."""
+    names: list[str] = []
+    for operator in (NORM_FROM_RSTD, QK_NORM, GLU):
+        forward = operator.forward
+
+        def noted(*args: Any, operator: Operator = operator, forward: Any = forward, **how: Any) -> Any:
+            if torch._C._current_graph_task_id() != -1:
+                names.append(operator.name)
+            return forward(*args, **how)
+
+        monkeypatch.setattr(operator, "forward", noted)
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text"), slow("llama"), slow("gemma2")])
+def test_a_step_has_the_bits_that_it_has_without(
+    model_type: str, dtype: torch.dtype, device: str, made_again: list[str]
+) -> None:
+    plain, recomputing = pair(model_type, device, dtype=dtype)
+    assert_same_bits(step(plain, FEW), step(recomputing, FEW))
+    layers = len(recomputing.model.layers)
+    heads = model_type in ("qwen3", "gemma3_text")
+    assert made_again.count("norm_from_rstd") == 2 * layers
+    assert made_again.count("qk_norm") == heads * layers
+
+
+def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, recomputing = pair("qwen3", device)
+    outputs: list[StorageWeakRef] = []
+    sizes: list[int] = []
+    call = Operator.results_of
+
+    def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
+        results = call(operator, spec, *arguments)
+        first = {"qk_norm": results, "add_rms_norm": results[:1]}.get(operator.name, (results,))
+        outputs.extend(StorageWeakRef(one.untyped_storage()) for one in first)
+        sizes.extend(one.untyped_storage().nbytes() for one in first)
+        return results
+
+    monkeypatch.setattr(Operator, "results_of", noted)
+    loss = loss_of(recomputing, FEW)
+    *in_layers, last = outputs
+    assert len(in_layers) >= 4 * len(recomputing.model.layers)
+    assert all(storage.expired() for storage in in_layers)
+    assert not last.expired()  # the head's, which is in no layer
+    outputs.clear(), sizes.clear()
+    loss_without = loss_of(plain, FEW)
+    kept = sum(size for size, storage in list(zip(sizes, outputs, strict=True))[:-1] if not storage.expired())
+    assert kept >= 0.8 * sum(sizes[:-1])  # transformers 4 keeps a copy of k
+    assert saved_bytes(loss.grad_fn) == saved_bytes(loss_without.grad_fn) - kept
+
+
+def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, made_again: list[str]) -> None:
+    _, recomputing = pair("qwen3", device)
+    loss = loss_of(recomputing, FEW)
+    held = {id(one.remade): one.remade for one in saved_in(loss.grad_fn) if type(one) is recompute._View}
+    *others, up, other_up, qkv, other_qkv = sorted(remade._saved for remade in held.values())
+    assert (up, other_up, qkv, other_qkv) == (2, 2, 3, 3)
+    assert set(others) <= {1, 2}  # q and k, of which transformers 4 saves a copy of k
+    loss.backward(retain_graph=True)
+    assert len(made_again) == len(held)
+    assert all(remade._made is None for remade in held.values())
+    first = {name: one.grad.clone() for name, one in recomputing.named_parameters()}
+    recomputing.zero_grad()
+    loss.backward()
+    assert len(made_again) == 2 * len(held)
+    assert all(torch.equal(one.grad, first[name]) for name, one in recomputing.named_parameters())
+    alive = [weakref.ref(remade) for remade in map(_Weak, held.values())]
+    del held, loss
+    gc.collect()
+    assert not any(one() for one in alive)
+
+
+class _Weak:
+    """Something that weak references can be made to, and that lives as long as nobody forgets it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("trained", [slow("input_layernorm"), slow("q_proj"), slow("embed_tokens")])
+def test_frozen_weights_change_nothing(trained: str, device: str) -> None:
+    models = pair("qwen3", device, dtype=torch.bfloat16)
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+    assert_same_bits(*(step(model, FEW) for model in models))
+
+
+@pytest.mark.slow
+def test_lora_changes_nothing(device: str, made_again: list[str]) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], init_lora_weights=False)
+    models = []
+    for options in ({}, {"recompute": True}):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(build("qwen3", seed=0, device=device), config))
+        fused_norm.apply_fused_norm(models[-1], **options)
+    assert_same_bits(*(step(model, FEW) for model in models))
+    assert "norm_from_rstd" in made_again
+
+
+@pytest.mark.slow
+def test_gradients_accumulate_to_the_same_bits(device: str) -> None:
+    gradients = []
+    for model in pair("qwen3", device, dtype=torch.bfloat16):
+        losses = [loss_of(model, FEW[:, :length]) for length in (2, 3)]
+        for loss in losses:
+            loss.backward()
+        gradients.append((torch.stack(losses), {name: one.grad for name, one in model.named_parameters()}))
+    assert_same_bits(*gradients)
+
+
+@pytest.mark.slow
+def test_a_gradient_can_be_differentiated_again(device: str) -> None:
+    products = []
+    for model in pair("qwen3", device):
+        model.config._attn_implementation = "eager"  # the flash attention of a CPU has no second derivative
+        weights = [model.model.layers[0].self_attn.q_proj.weight, model.model.layers[1].mlp.up_proj.weight]
+        weights.append(model.model.layers[0].input_layernorm.weight)
+        gradients = torch.autograd.grad(loss_of(model, FEW), weights, create_graph=True)
+        direction = [torch.randn(one.shape, generator=torch.Generator().manual_seed(3)).to(device) for one in weights]
+        along = sum((gradient * step).sum() for gradient, step in zip(gradients, direction, strict=True))
+        products.append(torch.autograd.grad(along, weights))
+    assert all(product.abs().max() > 0 for product in products[0])
+    assert all(torch.equal(*both) for both in zip(*products, strict=True))
+
+
+@pytest.mark.slow
+def test_evaluation_and_no_grad_make_no_recipes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, recomputing = pair("qwen3", device)
+    ids = FEW
+    assert recipes_in(loss_of(recomputing.eval(), ids).grad_fn) > 0
+    monkeypatch.setattr(recompute, "_Register", None)
+    with torch.no_grad():
+        assert torch.equal(recomputing(ids, use_cache=False).logits, plain.eval()(ids, use_cache=False).logits)
+    with torch.inference_mode():
+        recomputing(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, slow(True)])
+def test_under_gradient_checkpointing_it_is_off_and_says_so(
+    reentrant: bool, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "_explained", set())
+    plain, recomputing = pair("qwen3", device, dtype=torch.bfloat16)
+    expected = step(plain, FEW)
+    recomputing.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    monkeypatch.setattr(recompute, "_Register", None)
+    with caplog.at_level(logging.WARNING, logger="fused_norm"):
+        assert_same_bits(expected, step(recomputing, FEW))
+    messages = [record.getMessage() for record in caplog.records if "recompute is off" in record.getMessage()]
+    assert len(messages) == 1
+    assert "checkpointing" in messages[0]
+
+
+def test_other_hooks_see_what_they_see_without(device: str) -> None:
+    plain, recomputing = pair("qwen3", device)
+    seen: list[list[Any]] = []
+    for model in (plain, recomputing):
+        seen.append([])
+
+        def pack(tensor: Tensor, found: list[Any] = seen[-1]) -> Tensor:
+            found.append(tuple(tensor.shape))
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss_of(model, FEW)
+    assert seen[0] == seen[1]
+
+
+def test_disabled_is_stock(device: str) -> None:
+    _, recomputing = pair("qwen3", device)
+    with fused_norm.disabled():
+        assert recipes_in(loss_of(recomputing, FEW).grad_fn) == 0
+
+
+def test_torch_func_is_taken_over_the_models_that_recompute(device: str) -> None:
+    plain, recomputing = pair("llama", device)
+    ids = FEW
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(model, parameters, (), {"input_ids": ids, "labels": ids}).loss
+
+        return torch.func.grad(loss)({name: one.detach() for name, one in model.named_parameters()})
+
+    found, expected = gradients(recomputing), gradients(plain)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_as_one_graph(device: str) -> None:
+    plain, recomputing = pair("qwen3", device)
+    compiled = torch.compile(recomputing.model, fullgraph=True, backend="aot_eager")
+    ids = FEW
+    assert torch.equal(compiled(ids, use_cache=False)[0], plain.model(ids, use_cache=False)[0])
+
+
+@pytest.mark.slow
+def test_compiled_parts_of_a_layer_may_save_its_outputs(device: str) -> None:
+    plain, recomputing = pair("qwen3", device)
+    for layer in recomputing.model.layers:
+        layer.mlp.compile(backend="aot_eager")
+    assert_same_bits(step(plain, FEW), step(recomputing, FEW))
+
+
+def test_an_error_in_a_layer_leaves_no_hooks(device: str) -> None:
+    _, recomputing = pair("qwen3", device)
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    handle = recomputing.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        loss_of(recomputing, FEW)
+    assert not calls_are_observed()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    handle.remove()
+    assert recipes_in(loss_of(recomputing, FEW).grad_fn) > 0
+
+
+@pytest.mark.slow
+def test_threads_recompute_at_once(device: str) -> None:
+    plain, recomputing = pair("qwen3", device, dtype=torch.bfloat16)
+    expected, results = step(plain, FEW), []
+    models = [copy.deepcopy(recomputing) for _ in range(3)]
+    threads = [threading.Thread(target=lambda one=one: results.append(step(one, FEW))) for one in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    for result in results:
+        assert_same_bits(expected, result)
+
+
+# ---- One operator, and what others do to its output ----
+
+
+class Doubled(torch.autograd.Function):
+    """Doubles its input in place, and autograd is not told, as Liger's rotary embedding does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return x.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient.transpose(0, 1)
+
+
+def as_it_is(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    return RMS_NORM(SPEC, x, weight, None) * factor
+
+
+def through_views(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    y = RMS_NORM(SPEC, x, weight, None).view(2, 2, 16)
+    return y.transpose(0, 1)[1:, :, 3:5].unsqueeze(0) * factor.view(2, 2, 16)[1:, :, 3:5]
+
+
+def edited_in_place(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    return RMS_NORM(SPEC, x, weight, None).mul_(3) * factor
+
+
+def edited_without_gradient(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    y = RMS_NORM(SPEC, x, weight, None)
+    with torch.no_grad():
+        y.mul_(3)
+    return y * factor
+
+
+def doubled_unseen(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    return Doubled.apply(RMS_NORM(SPEC, x, weight, None)) * factor.t()
+
+
+def copied(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    return RMS_NORM(SPEC, x, weight, None).clone() * factor
+
+
+def of_another_output(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    return RMS_NORM(SPEC, RMS_NORM(SPEC, x, weight, None), factor[0], None) * factor
+
+
+@pytest.mark.parametrize(
+    ("forward", "recipes"),
+    [
+        (as_it_is, 1),
+        (through_views, 1),
+        (edited_in_place, 0),
+        (edited_without_gradient, 0),
+        (doubled_unseen, 0),
+        (copied, 0),
+        (of_another_output, 1),
+    ],
+)
+def test_an_output_is_made_again_where_it_is_what_is_saved(forward: Callable, recipes: int, device: str) -> None:
+    def with_recipes(layer: Tensor, *inputs: Tensor) -> Tensor:
+        return call_with_recipes(forward, layer, inputs, {})
+
+    gradients = []
+    for call in (forward, with_recipes):
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+        result = call(*inputs)
+        gradients.append((recipes_in(result.grad_fn), torch.autograd.grad(result.square().sum(), inputs)))
+    assert [count for count, _ in gradients] == [0, recipes]
+    assert all(torch.equal(*both) for both in zip(gradients[0][1], gradients[1][1], strict=True))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_what_is_changed_before_the_backward_is_noticed(changed: int, device: str) -> None:
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    result = call_with_recipes(as_it_is, inputs[0], tuple(inputs[1:]), {})
+    with torch.no_grad():
+        inputs[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(result.sum(), inputs[2 if changed < 2 else 1])
+
+
+def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:
+    def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, weight, None)
+        weight.data = weight.detach() + 1  # has a version of its own, and memory of its own
+        with torch.no_grad():
+            x.add_(1)
+        return y * factor
+
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    (x, weight, factor) = inputs
+    expected = RMS_NORM(SPEC, x, weight, None).detach()
+    result = call_with_recipes(forward, x, (weight, factor), {})
+    assert recipes_in(result.grad_fn) == 0
+    assert torch.equal(torch.autograd.grad(result.sum(), factor)[0], expected)
+
+
+def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: str) -> None:
+    def forward(x: Tensor, weight: Tensor, factor: Tensor, free: bool) -> Tensor:
+        y = RMS_NORM(SPEC, x, weight, None)
+        if free:
+            weight.untyped_storage().resize_(0)
+        return y * factor
+
+    x, factor = (torch.randn(4, 16, device=device, requires_grad=True) for _ in range(2))
+    for free in (True, False):
+        weight = torch.randn(16, device=device, requires_grad=True)
+        result = call_with_recipes(forward, x, (weight, factor, free), {})
+        assert recipes_in(result.grad_fn) == (not free)
+        if free:
+            torch.autograd.grad(result.sum(), factor)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"memory of a tensor of shape \(16,\) was freed"):
+        torch.autograd.grad(result.sum(), factor)
+
+
+def test_a_weight_that_zero_3_has_taken_apart_is_in_no_recipe(device: str) -> None:
+    x, weight, factor = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16)))
+    weight = nn.Parameter(weight.detach())
+    weight.ds_id = 7
+    assert recipes_in(call_with_recipes(as_it_is, x, (weight, factor), {}).grad_fn) == 0
+
+
+def test_a_leaf_is_saved_as_the_object_it_is(device: str) -> None:
+    leaf = torch.randn(4, 16, device=device, requires_grad=True)
+    result = call_with_recipes(lambda x: x * x.detach(), leaf, (), {})
+    assert any(one[0] is leaf for one in saved_in(result.grad_fn)) is False  # x.detach() is another one
+    result = call_with_recipes(lambda x: x.sin(), leaf, (), {})
+    assert [one[0] is leaf for one in saved_in(result.grad_fn)] == [True]
+
+
+def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    gc.collect()
+    gc.disable()
+    try:
+        result = call_with_recipes(through_views, inputs[0], tuple(inputs[1:]), {})
+        storage = StorageWeakRef(result.untyped_storage())
+        (view,) = (one for one in saved_in(result.grad_fn) if type(one) is recompute._View)
+        kept = weakref.ref(view.remade._recipe.arguments[2])  # rstd
+        del view, result
+        assert storage.expired()
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = RMS_NORM(SPEC, x, weight, None)
+        return y * factor, y * factor.sin(), y * factor.cos()
+
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    results = call_with_recipes(forward, inputs[0], tuple(inputs[1:]), {})
+    (remade,) = {one.remade for result in results for one in saved_in(result.grad_fn) if type(one) is recompute._View}
+    streams = iter([1, 2, 2])
+    monkeypatch.setattr(recompute, "_stream", lambda: next(streams))
+    first, second, third = (remade.take(0) for _ in range(3))
+    assert first is not second
+    assert second is third
+
+
+# ---- Where it is, and where it is not ----
+
+
+def layers_of(model: Any) -> list[bool]:
+    return [getattr(layer, "fused_norm_recompute", False) for layer in model.model.layers]
+
+
+def test_the_report_counts_the_layers(device: str) -> None:
+    model = build("qwen3", seed=0, device=device)
+    stock = snapshot(model)
+    report = fused_norm.apply_fused_norm(model)
+    assert report.recompute is None
+    assert "recompute" not in report.summary() + report.to_json()
+    report = fused_norm.apply_fused_norm(model, recompute=True)
+    assert [(row.path, row.module, row.reason) for row in report.recompute] == [
+        ("model.layers.0", "Qwen3DecoderLayer", None),
+        ("model.layers.1", "Qwen3DecoderLayer", None),
+    ]
+    assert report.summary().endswith("; recompute in 2 layers")
+    assert '"path": "model.layers.1"' in report.to_json()
+    before = snapshot(model)
+    assert fused_norm.apply_fused_norm(model, recompute=True) == report
+    assert snapshot(model) == before
+    fused_norm.apply_fused_norm(model)
+    assert layers_of(model) == [False, False]
+    fused_norm.apply_fused_norm(model, recompute=True)
+    fused_norm.remove_fused_norm(model)
+    assert snapshot(model) == stock
+
+
+@pytest.mark.slow
+def test_layers_without_a_fused_add_recompute_too(device: str, made_again: list[str]) -> None:
+    plain, recomputing = (build("qwen3", seed=0, device=device) for _ in range(2))
+    stock = snapshot(recomputing)
+    fused_norm.apply_fused_norm(plain, residual=False)
+    fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
+    assert_same_bits(step(plain, FEW), step(recomputing, FEW))
+    assert made_again.count("norm_from_rstd") == 4
+    fused_norm.apply_fused_norm(recomputing, residual=False)
+    assert not any(isinstance(layer, FusedBlock) for layer in recomputing.model.layers)
+    fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
+    fused_norm.remove_fused_norm(recomputing)
+    assert snapshot(recomputing) == stock
+
+
+def test_only_layers_with_something_fused_recompute(device: str) -> None:
+    model = build("qwen3", seed=0, device=device)
+    report = fused_norm.apply_fused_norm(model, modules="model.layers.1.*", recompute=True)
+    assert [row.path for row in report.recompute] == ["model.layers.1"]
+    assert layers_of(model) == [False, True]
+    fused_norm.apply_fused_norm(model, modules="model.layers.0.*", recompute=True)
+    assert layers_of(model) == [True, False]
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_its_outputs(device: str) -> None:
+    model = build("qwen3", seed=0, device=device)
+    model.model.layers[0].forward = partial(type(model.model.layers[0]).forward, model.model.layers[0])
+    report = fused_norm.apply_fused_norm(model, recompute=True)
+    assert layers_of(model) == [False, True]
+    assert "its forward was replaced on the instance" in report.recompute[0].reason
+    assert "kept   recompute" in str(report)
+    assert report.summary().endswith("recompute in 1 layers")
+
+
+def test_a_layer_that_other_code_has_built_on_stays_as_it_is(device: str) -> None:
+    for first, wanted in ((False, True), (True, False)):
+        model = build("qwen3", seed=0, device=device)
+        fused_norm.apply_fused_norm(model, recompute=first)
+        layer = model.model.layers[0]
+        layer.__class__ = type("FSDPLayer", (type(layer),), {})
+        if first:
+            with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):
+                fused_norm.apply_fused_norm(model, recompute=wanted)
+            assert fused_norm.apply_fused_norm(model, recompute=True).recompute[0].reason is None
+        else:
+            report = fused_norm.apply_fused_norm(model, recompute=wanted)
+            assert "other code has built on its class" in report.recompute[0].reason
+        assert layers_of(model) == [first, True]
+
+
+@pytest.mark.slow
+def test_copies_and_pickles_recompute(device: str) -> None:
+    _, recomputing = pair("qwen3", device)
+    expected = step(recomputing, FEW)
+    for other in (copy.deepcopy(recomputing), pickle.loads(pickle.dumps(recomputing))):
+        assert layers_of(other) == [True, True]
+        assert type(other.model.layers[0]) is type(recomputing.model.layers[0])
+        assert_same_bits(expected, step(other, FEW))
+
+
+def test_the_option_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="recompute must be True or False, not 1"):
+        fused_norm.FuseOptions(recompute=1)
+
+
+# ---- Several processes ----
+
+
+def sharded(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
+    """The losses, and at the end the parameters, of a rank of FSDP2 with its own batches."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = build("gemma3_text", seed=0, dtype=torch.bfloat16)
+    fused_norm.apply_fused_norm(model, recompute=recompute)
+    fully_shard(model.model.layers[1].pre_feedforward_layernorm, mesh=mesh)
+    fully_shard(model.model.layers[1].self_attn.q_norm, mesh=mesh)
+    for layer in model.model.layers[1:]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(layer.fused_norm_recompute == recompute for layer in model.model.layers)
+    ids = torch.randint(0, 256, (2, 8 * ranks), generator=torch.Generator().manual_seed(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(2):
+        for length in (5, 8):  # accumulated
+            loss = loss_of(model, ids[:, :length])
+            if recompute:
+                assert recipes_in(loss.grad_fn) > 10
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+def replicated(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
+    """The losses, and at the end the gradients, of a rank of DDP with its own batches."""
+    model = build("qwen3", seed=0, dtype=torch.bfloat16)
+    fused_norm.apply_fused_norm(model, recompute=recompute)
+    parallel = DistributedDataParallel(model)
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for length in (9, 16):
+        loss = loss_of(parallel, ids[:, :length])
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_recompute_changes_nothing(rank: int, ranks: int) -> None:
+    for run in (sharded, replicated):
+        plain, recomputed = (run(recompute, rank, ranks) for recompute in (False, True))
+        assert all(torch.equal(*both) for both in zip(plain, recomputed, strict=True)), run.__name__
+
+
+@pytest.mark.slow
+def test_one_rank_of_fsdp2_and_ddp_has_the_bits_that_it_has_without() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert_recompute_changes_nothing(0, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_of_two(rank: int, port: int, results: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    assert_recompute_changes_nothing(rank, 2)
+    (results / str(rank)).touch()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp2_and_ddp_have_the_bits_that_they_have_without(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(rank_of_two, args=(port, tmp_path), nprocs=2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["0", "1"]
