@@ -381,6 +381,22 @@ def test_an_activation_that_is_a_function_is_fused(act: Callable, device: str, l
     assert torch.equal(fused(x), fused.up(x) * torch.relu(fused.up(-x)))
 
 
+def test_an_mlp_without_a_gate_has_no_row() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.dropout = nn.Linear(6, 10), nn.GELU(), nn.Dropout(0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.act(self.up(x))) * 2.0
+
+    plain = Plain()
+    replaced = Plain()
+    replaced.forward = types.MethodType(lambda self, x: x, replaced)
+    report = fused_norm.apply_fused_norm(nn.ModuleList([plain, replaced]), strict=False)
+    assert (report.fused, report.kept) == ((), ())
+
+
 def test_halves_of_one_tensor_that_are_no_halves_are_the_error_that_they_are_in_stock(device: str) -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:

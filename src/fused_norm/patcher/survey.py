@@ -182,7 +182,7 @@ class _BlockSurvey:
         owner = self._owner or class_forward_replaced(self._origin) or (reason if replaced else None)
         kinds: list[Kind] = ["residual"] if self._is_layer else []
         if owner:
-            kinds += self._kinds_without_source()
+            kinds += self._kinds_of_what_was(wrapped=replaced)
         cause: Cause = "owner" if owner else "formula"
         return [
             Site(self.path, kind, self._origin.__name__, reason=owner or reason, cause=cause)
@@ -190,14 +190,17 @@ class _BlockSurvey:
             if not any(row.kind == kind for row in rows)
         ]
 
-    def _kinds_without_source(self) -> Iterator[Kind]:
-        """The kinds of sites in a module whose forward is not to be read, by what was fused and by what it names."""
+    def _kinds_of_what_was(self, *, wrapped: bool) -> Iterator[Kind]:
+        """The kinds of sites in a module whose forward other code has changed.
+
+        They are told by what the module holds, by what was fused in it, and, of a ``wrapped`` forward, by its names.
+        """
         rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
         holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
         rotated = any(isinstance(one, (PairRewrite, RotationRewrite)) for one in rewrites)
-        if holds_heads or rotated or _names_rotation(self._origin, self._origin.forward):
+        if holds_heads or rotated or (wrapped and _names_rotation(self._origin, self._origin.forward)):
             yield "rope"
-        if _names_activation(self.module) or any(isinstance(one, GateRewrite) for one in rewrites):
+        if any(isinstance(one, GateRewrite) for one in rewrites) or (wrapped and _names_activation(self.module)):
             yield "mlp"
 
     def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
