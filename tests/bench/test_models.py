@@ -45,15 +45,12 @@ def results_of(run):
     [QUICK[1], *(case for case in QUICK_BY_NAME if not case.in_processes_of_its_own)],
     ids=lambda case: case.name,
 )
-def test_every_variant_that_is_here_is_right_and_timed(case, run, monkeypatch):
-    recompute = "fused-recompute"
-    if not case.generates:
-        monkeypatch.setitem(VARIANTS, recompute, VARIANTS["fused"])  # Whether it may be asked for is tested apart.
+def test_every_variant_that_is_here_is_right_and_timed(case, run):
     autocast = case.step == "autocast"
     models.measure(run, [case], VARIANTS, torch.bfloat16 if autocast else torch.float32)
     assert run.results.steps
     for result in run.results.steps:
-        if (result.variant, result.verdict) == (recompute, "refused") and case.generates:
+        if (result.variant, result.verdict) == ("fused-recompute", "refused") and case.generates:
             continue
         assert (result.verdict, result.detail) == ("ok", None)
         assert result.timing is not None
@@ -61,7 +58,7 @@ def test_every_variant_that_is_here_is_right_and_timed(case, run, monkeypatch):
         if result.variant not in UNLIKE_STOCK:
             assert result.error < (0.1 if autocast else 1e-3)
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in run.results.left_out}
-    assert {"stock", "fused", recompute, "torch", "identity", "identity-no-rope"} <= set(results_of(run))
+    assert {"stock", "fused", "fused-recompute", "torch", "identity", "identity-no-rope"} <= set(results_of(run))
     assert set(results_of(run)) | left_out == set(VARIANTS)
 
 

@@ -23,6 +23,7 @@ from ..kernels.operator import Operator
 from ..patcher import Site, disabled
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedNorm
+from ..spec import Kind
 
 _METHODS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
@@ -30,15 +31,11 @@ _METHODS_OF: Mapping[str, frozenset[str]] = {
 }
 """The methods of blocks that stand for a site which is the block; sites of other kinds are norms."""
 
-_BLOCK_METHODS = tuple(
-    name
-    for name in (
-        "fused_norm_add",
-        "fused_norm_onto",
-        "fused_norm_pair",
-        *sorted(frozenset().union(*_METHODS_OF.values())),
-    )
-    if hasattr(FusedBlock, name)
+_BLOCK_METHODS = (
+    "fused_norm_add",
+    "fused_norm_onto",
+    "fused_norm_pair",
+    *sorted(frozenset().union(*_METHODS_OF.values())),
 )
 
 _LOSS_SCALE = 2.0**12
@@ -46,7 +43,7 @@ _LOSS_SCALE = 2.0**12
 FAR = 1 / 64
 """More than roundings make of a number, one in the rstd of its row among them; less than a row in another's place."""
 
-_OPERATORS_OF: Mapping[str, frozenset[str]] = {
+_OPERATORS_OF: Mapping[Kind, frozenset[str]] = {
     "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm"}),
     "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),
     "residual": frozenset({"add_rms_norm", "norm_add_norm"}),

@@ -182,13 +182,13 @@ def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
     """Put a function in the place of a method of an operator or a module; nothing is replayed meanwhile."""
     own = vars(owner)
     had, old = name in own, getattr(owner, name)
-    replay.switch(False)
+    replayed = replay.switch(False)
     setattr(owner, name, new)
     try:
         yield
     finally:
         setattr(owner, name, old) if had else delattr(owner, name)
-        replay.switch(True)
+        replay.switch(replayed)
 
 
 def _copy(one: Any) -> Any:

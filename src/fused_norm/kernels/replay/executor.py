@@ -24,11 +24,12 @@ _on = False
 _connecting = threading.Lock()
 
 
-def switch(on: bool) -> None:
-    """Turn native replay on or off for every operator; what was recorded is kept for the next time."""
+def switch(on: bool) -> bool:
+    """Turn native replay on or off for every operator, and return whether it was on; what was recorded is kept."""
     global _on
-    _on = on
+    before, _on = _on, on
     set_executor(_executor_of if on else None)
+    return before
 
 
 def state() -> str:
