@@ -46,3 +46,12 @@ def device() -> str:
 def _seeded() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def large_graphs():
+    """Compiled graphs keep operators, however small the tensors of a test are."""
+    from fused_norm.kernels.operator import in_graphs_of_any_size
+
+    with in_graphs_of_any_size():
+        yield

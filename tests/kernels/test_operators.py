@@ -14,12 +14,24 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
+from fused_norm.kernels import (
+    add_rms_norm,
+    glu,
+    norm_add,
+    norm_add_norm,
+    operator,
+    qk_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)
 from fused_norm.kernels.triton import norm_backward, norm_forward, weight_grad
 from fused_norm.spec import NormSpec
 
 from .conftest import OPERATORS
 from .numerics import BF16, FP16, FP32, WIDE, Inputs, Norm, in_layout, make_inputs, run
+
+pytestmark = pytest.mark.usefixtures("large_graphs")
 
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 
@@ -132,6 +144,28 @@ def test_compiles_as_one_graph_with_equal_results(index: int, device: str) -> No
     for ours, expected in zip(call.results(compiled), call.results(), strict=True):
         assert torch.equal(ours, expected)
         assert ours.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_small_tensors_in_a_graph_are_left_to_the_compiler(
+    dynamic: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(operator, "smallest_in_graphs", 4 * 32)
+    x, w = torch.randn(5, 32, device=device, dtype=BF16), torch.randn(32, device=device, dtype=BF16)
+    called: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        called.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(rms_norm, backend=noting, dynamic=dynamic, fullgraph=True)
+    for rows in (3, 4, 2, 5):
+        assert torch.equal(compiled(x[:rows], w), rms_norm(x[:rows], w))
+    assert {"fused_norm.rms_norm_forward" in graph for graph in called} == {True, False}
+    assert ("fused_norm.rms_norm_forward" in called[0]) is False
+    if dynamic:
+        assert len(called) == 2
 
 
 def _rms_norm(block: Block, x: Tensor, w: Tensor, _: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from fused_norm.patcher.fused_norm_module import FusedNorm
 
 from .models import MODEL_TYPES, relative, sites, step, tokens, twins
 
+pytestmark = pytest.mark.usefixtures("large_graphs")
+
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_forward_runs_every_site_fused(model_type: str, device: str, launches: list[str]) -> None:

@@ -40,6 +40,9 @@ _BLOCK_METHODS = (
 
 _LOSS_SCALE = 2.0**12
 
+_BEGINNING, _LONG = 21, 32
+"""Positions in the beginning of a sequence, and positions above which a sequence has one."""
+
 FAR = 1 / 64
 """More than roundings make of a number, one in the rstd of its row among them; less than a row in another's place."""
 
@@ -223,8 +226,8 @@ def probe_calls(
 def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool = False) -> CallRecord:
     """Make fused calls again and hold them to the stock modules.
 
-    Each is made as it was. The first of each kind is also made with its norms frozen, without gradients, of the first
-    sequence alone, which is another shape, and with a number that is none.
+    Each is made as it was. The first of each kind is also made with its norms frozen, without gradients, of the
+    beginning of the first sequence, which is another shape, and with a number that is none.
 
     Args:
         model: neither wrapped nor sharded; gradients that its parameters have are left as they are.
@@ -263,12 +266,12 @@ def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool =
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
     """Calls to make in the place of one, by what is special: the call, whether norms are frozen, and whether
     it is differentiated."""
-    first, spoilt = (_with_tensors(call, change) for change in (_first_sequence, _with_a_nan))
+    beginning, spoilt = (_with_tensors(call, change) for change in (_beginning, _with_a_nan))
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),
         ", no gradients": (call, False, False),
-        ", one sequence": (first, False, True),
+        ", its beginning": (beginning, False, True),
         ", one NaN": (spoilt, False, False),
     }
 
@@ -385,8 +388,10 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _first_sequence(tensor: Tensor) -> Tensor:
-    return tensor.detach()[:1].requires_grad_(tensor.requires_grad)
+def _beginning(tensor: Tensor) -> Tensor:
+    """The first positions of the first sequence: a few rows make up a large part of them."""
+    inner = [slice(_BEGINNING) if size > _LONG else slice(None) for size in tensor.shape[1:-1]]
+    return tensor.detach()[(slice(1), *inner)].requires_grad_(tensor.requires_grad)
 
 
 def _with_a_nan(tensor: Tensor) -> Tensor:

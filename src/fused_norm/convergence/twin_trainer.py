@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels.operator import in_graphs_of_any_size
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
 from .call_probe import CallRecord, FusedCall, first_of_each_kind, probe_calls, sites_not_compiled
@@ -149,7 +150,7 @@ class TwinTrainer:
         model = self.recipe.build(seed=self.comparison.seed, dtype=dtype, device=device)
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(device)
-        with make_twin(model) as changed:
+        with make_twin(model) as changed, in_graphs_of_any_size():
             probe = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)

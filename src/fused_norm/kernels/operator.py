@@ -117,7 +117,7 @@ class Operator(ABC):
     - the executor, if one has registered itself and takes the call;
     - the launch, inside an autograd function if a gradient is wanted, where nobody watches the dispatcher;
     - the operators registered under ``torch.ops.fused_norm`` otherwise: what torch.compile, dispatch modes and tensor
-      subclasses see.
+      subclasses see; in compiled graphs only where tensors are large, and the reference where they are small.
     """
 
     name: ClassVar[str]
@@ -232,6 +232,8 @@ class Operator(ABC):
         """``__call__``, which nobody observes."""
         tensors = arguments[: self.tensor_count]
         if torch.compiler.is_compiling():
+            if tensors[0].numel() < smallest_in_graphs:
+                return self.reference(spec, *arguments)
             # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.
             if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
                 pass
@@ -274,6 +276,25 @@ class Operator(ABC):
             return None, arguments
         casting, zero_centered, eps, *rest = arguments
         return NormSpec(casting, zero_centered, eps=eps), rest
+
+
+smallest_in_graphs = 2**23
+"""Elements of the first tensor below which a call in a compiled graph is left to the compiler, as PyTorch's operators.
+
+A registered operator takes the host some 90 microseconds longer than a kernel that Inductor wrote. On an H200 with 512
+tokens that made 38 ms of a Qwen3-0.6B's step 58; with 16384 the GPU is never idle, and the kernels gain 2 to 5 %.
+"""
+
+
+@contextmanager
+def in_graphs_of_any_size() -> Iterator[None]:
+    """Keep operators in compiled graphs even where tensors are small."""
+    global smallest_in_graphs
+    before, smallest_in_graphs = smallest_in_graphs, 0
+    try:
+        yield
+    finally:
+        smallest_in_graphs = before
 
 
 _operators: list[Operator] = []
