@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
 from fused_norm import FusedNormError
+from fused_norm.kernels import replay
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
 from fused_norm.kernels.operator import Operator, calls_are_observed, norm_spec
@@ -97,9 +98,10 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the operators that make outputs again."""
+def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the operators that make outputs again; where they are replayed nobody sees them."""
     names: list[str] = []
+    replayed = replay.switch(False)
     for operator in (NORM_FROM_RSTD, QK_NORM, GLU):
         forward = operator.forward
 
@@ -109,7 +111,8 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return forward(*args, **how)
 
         monkeypatch.setattr(operator, "forward", noted)
-    return names
+    yield names
+    replay.switch(replayed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
@@ -147,7 +150,7 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
     outputs.clear(), sizes.clear()
     loss_without = loss_of(plain, FEW)
     kept = sum(size for size, storage in list(zip(sizes, outputs, strict=True))[:-1] if not storage.expired())
-    assert kept >= 0.8 * sum(sizes[:-1])  # transformers 4 keeps a copy of k
+    assert kept >= 0.6 * sum(sizes[:-1])  # transformers 4, or the attention, keeps copies of q and k
     assert saved_bytes(loss.grad_fn) == saved_bytes(loss_without.grad_fn) - kept
 
 
