@@ -64,8 +64,9 @@ def measure(run: BenchmarkRun, cases: Sequence[ModelCase], variants: Sequence[st
 
 def measure_here(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: torch.dtype) -> None:
     """Measure one case in this process, which for a sharded model is one of several that do the same."""
+    before = _allocated(run.device)
     step = prepare(case, dtype, run.device)
-    weights = _allocated(run.device)
+    weights = _allocated(run.device) - before
     candidates: dict[str, _Candidate] = {}
     try:
         with _room_for_graphs():
