@@ -493,7 +493,7 @@ def test_of_several_threads_with_a_first_call_one_looks_for_it(
 
         def Operation(self, **_: Any) -> Any:  # noqa: N802
             half = lambda *_: "replayed"  # noqa: E731
-            half.known = half
+            half.known = half.kept = half
             made.append(half)
             time.sleep(0.05)
             return half

@@ -12,6 +12,7 @@ import fused_norm
 from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.patcher.rotations import RotationRewrite
 
 from .models import EXPERTS_ARE_MLPS, counts, relative
 
@@ -145,11 +146,11 @@ def test_a_scale_that_is_a_tensor_is_multiplied_as_in_stock(device: str) -> None
     assert fused.model.layers[0].residual_multiplier.grad != 0
 
 
-def test_an_attention_whose_q_and_k_norms_differ_in_width_is_left_as_it_is() -> None:
+def test_of_an_attention_whose_q_and_k_norms_differ_in_width_the_rotation_is_fused_alone() -> None:
     model = model_of("olmo2")
     fused_norm.apply_fused_norm(model)
     assert isinstance(model.model.layers[0], FusedBlock)
-    assert not isinstance(model.model.layers[0].self_attn, FusedBlock)
+    assert model.model.layers[0].self_attn.fused_norm_rewrites == (RotationRewrite(0),)
 
 
 def test_a_layer_in_which_no_norm_takes_a_sum_has_a_row_that_says_so() -> None:

@@ -98,10 +98,17 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the operators that make outputs again; where they are replayed nobody sees them."""
-    names: list[str] = []
+def in_python() -> Iterator[None]:
+    """Nothing is replayed, so Python sees every call and all that is saved."""
     replayed = replay.switch(False)
+    yield
+    replay.switch(replayed)
+
+
+@pytest.fixture
+def made_again(monkeypatch: pytest.MonkeyPatch, in_python: None) -> list[str]:
+    """The names of the operators that make outputs again."""
+    names: list[str] = []
     for operator in (NORM_FROM_RSTD, QK_NORM, GLU):
         forward = operator.forward
 
@@ -111,8 +118,7 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return forward(*args, **how)
 
         monkeypatch.setattr(operator, "forward", noted)
-    yield names
-    replay.switch(replayed)
+    return names
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
@@ -128,7 +134,7 @@ def test_a_step_has_the_bits_that_it_has_without(
     assert made_again.count("qk_norm") == heads * layers
 
 
-def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch, in_python: None) -> None:
     plain, recomputing = pair("qwen3", device)
     outputs: list[StorageWeakRef] = []
     sizes: list[int] = []

@@ -27,7 +27,7 @@ _VARIANTS = (
     "of models: stock, fused, fused-recompute, liger, liger-fused, compile-layers, fused-compile-layers, "
     "compile-layers-max, compile, fused-compile, liger-norms, torch (F.rms_norm), identity (no norms), "
     "identity-no-rope (default: the first seven); of features: all, all again (a control), without rope, without qk, "
-    "without residual, without sandwich, without norms, without native replay, stock (default: all of them)"
+    "without residual, without sandwich, without norms, without mlp, without native replay, stock (default: all)"
 )
 _MOST_JOBS = 12
 
