@@ -43,6 +43,7 @@ def by_variant(run):
     return {result.variant: result for result in run.results.features}
 
 
+@pytest.mark.slow
 def test_steps_are_compared_with_all_features(run):
     features.measure(run, [LLAMA], ["without residual", "stock"], torch.float32)
     assert [(row.row, row.variant) for row in run.results.features] == [
@@ -65,6 +66,7 @@ def test_every_variant_is_right(case, lacks, run):
     assert set(VARIANTS) - set(results) - {"without native replay"} == lacks
 
 
+@pytest.mark.slow
 def test_a_variant_that_changes_nothing_is_left_out(run, calls):
     features.measure(run, [LLAMA], list(VARIANTS), torch.float32)
     measured = by_variant(run)

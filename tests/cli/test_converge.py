@@ -35,7 +35,11 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--config", "llama"], "two models are called llama"),
         (["llama", "--out", "{}/short.txt/below"], "/short.txt/below: this folder cannot be made (Not a directory)"),
-        (["llama", "--out", "{}/taken"], "/taken/report.json cannot be written (Is a directory)"),
+        pytest.param(
+            ["llama", "--out", "{}/taken"],
+            "/taken/report.json cannot be written (Is a directory)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_used_is_one_line_and_exit_code_two(arguments, message, tmp_path, capsys):
@@ -71,6 +75,7 @@ def test_a_loss_that_is_not_a_number_is_invalid_and_what_was_finished_stays(tmp_
     assert main([*good, "--seeds", "2"]) == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
     build("gemma", seed=5).save_pretrained(tmp_path / "mine")
     text = tmp_path / "text.txt"

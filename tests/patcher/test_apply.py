@@ -69,7 +69,7 @@ IN_16_BITS = ("llama", "qwen3", "gemma2")
             for model_type in MODEL_TYPES
         ),
         pytest.param("qwen3", torch.float16, marks=pytest.mark.slow),
-        ("gemma2", torch.float16),
+        pytest.param("gemma2", torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_16_bit_errors_stay_within_the_stock_errors_budget(model_type: str, dtype: torch.dtype, device: str) -> None:
@@ -255,7 +255,7 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
     assert hash(report) == hash(copy.deepcopy(report))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_copies_pickles_and_checkpoints_keep_working(model_type: str, device: str, tmp_path) -> None:
     model = build(model_type, seed=0, device=device)
     stock_keys = list(model.state_dict())
@@ -374,7 +374,16 @@ def with_a_copy_of_a_layer(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma2"])
-@pytest.mark.parametrize("operate", [without_a_layer, with_layers_swapped, with_a_layer_twice, with_a_copy_of_a_layer])
+@pytest.mark.parametrize(
+    "operate",
+    [
+        with_a_copy_of_a_layer,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (without_a_layer, with_layers_swapped, with_a_layer_twice)
+        ),
+    ],
+)
 def test_layers_may_be_moved_after_patching(operate: Callable, model_type: str) -> None:
     stock = build(tiny_config(model_type, num_hidden_layers=3, layer_types=["full_attention"] * 3), seed=0)
     fused = copy.deepcopy(stock)

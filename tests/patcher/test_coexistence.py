@@ -216,7 +216,14 @@ def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str
     assert_trains_as_stock(build(model_type, seed=0, device=device), fused, ids)
 
 
-@pytest.mark.parametrize("place", ["self_attn", "mlp", "", "input_layernorm", "self_attn.k_norm"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "mlp",
+        "self_attn.k_norm",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("self_attn", "", "input_layernorm")),
+    ],
+)
 def test_a_forward_bound_to_one_instance_is_reported_there_alone(place: str, device: str) -> None:
     stock, fused = twins("qwen3", device)
     for model in (stock, fused):

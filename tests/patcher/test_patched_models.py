@@ -123,7 +123,7 @@ def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> 
 
 
 COMPILED = [
-    ("llama", True, "eager"),
+    pytest.param("llama", True, "eager", marks=pytest.mark.slow),
     *(
         pytest.param(name, True, "aot_eager", marks=pytest.mark.slow)
         for name in ("llama", "qwen3", "gemma2", "gemma3_text")
