@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
-from fused_norm.kernels.operator import calls_are_observed, calls_observed_by, norm_spec
+from fused_norm.kernels.operator import calls, norm_spec
 from fused_norm.spec import NormSpec
 
 from .conftest import OPERATORS, Halves
@@ -84,7 +84,7 @@ class Observer:
 
 def _check(name: str, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
     observer = Observer()
-    with calls_observed_by(observer):
+    with calls.by(observer):
         results = OPERATORS[name](spec, *arguments)
     outputs = results if isinstance(results, tuple) else (results,)
     (recipe,) = observer.recipes
@@ -122,7 +122,7 @@ def test_native_replays_tell_what_they_have_kept(case: Any, device: str, native:
 def test_a_norm_that_uses_another_rstd_than_it_keeps_has_no_recipe(name: str, device: str) -> None:
     _, arguments = _norm(name, (3, 40), FP16, FP16)
     observer = Observer()
-    with calls_observed_by(observer):
+    with calls.by(observer):
         OPERATORS[name](norm_spec("none", False, 1e-6), *arguments(device))
     assert observer.recipes == [None]
 
@@ -131,7 +131,7 @@ def test_sums_and_rotations_without_a_norm_have_no_recipe(device: str) -> None:
     x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
     q, k, _, _, cos, sin, heads_dim = _heads(device)
     observer = Observer()
-    with calls_observed_by(observer):
+    with calls.by(observer):
         OPERATORS["norm_add"](LLAMA, x, residual, weight)
         OPERATORS["rope"](None, q, k, cos, sin, heads_dim)
     assert observer.recipes == [None, None]
@@ -159,10 +159,10 @@ def test_an_empty_output_is_made_again(device: str) -> None:
 
 def test_an_observer_is_left_with_its_block() -> None:
     def fail() -> None:
-        with calls_observed_by(Observer()):
-            assert calls_are_observed()
+        with calls.by(Observer()):
+            assert calls.observer is not None
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert not calls_are_observed()
+    assert calls.observer is None

@@ -192,7 +192,7 @@ class TheirNorm(nn.Module):
         return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.their_eps) * 1.5
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device)
@@ -265,7 +265,7 @@ def their_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up * 1.5
 
 
-@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+@pytest.mark.parametrize("order", ["theirs first", pytest.param("ours first", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("place", "reason"),
     [

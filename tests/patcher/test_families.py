@@ -105,7 +105,12 @@ def ids(device: str) -> torch.Tensor:
     return torch.randint(2, 64, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+_LONG = ("gemma3n_text", "glm4_moe", "hunyuan_v1_dense", "smollm3", "stablelm")
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.slow if name in _LONG else ()) for name in FAMILIES]
+)
 def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str]) -> None:
     if EXPERTS_ARE_MLPS and model_type in ONLY_IN_5:
         pytest.skip("transformers 4 writes this attention, or these norms, in a way that is kept")

@@ -32,7 +32,7 @@ def edits(module: nn.Module, args: tuple, output: object) -> None:
 
 
 @pytest.mark.parametrize("hook", [reads, replaces, edits])
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layer", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_hooks_on_layers_are_heard(hook: Callable, layer: int, device: str) -> None:
     stock, fused = twins("gemma2", device)
     for model in (stock, fused):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
+from .observation import Observation
 from .triton.devices import is_transformed, runs_kernels_on
 
 Tensors = Sequence[Tensor | None]
@@ -71,27 +71,8 @@ class CallObserver(Protocol):
         """The outputs of the call, which are those of ``operator.results_of(spec, *arguments)``."""
 
 
-class _Observed(threading.local):
-    observer: CallObserver | None = None
-
-
-_observed = _Observed()
-
-
-@contextmanager
-def calls_observed_by(observer: CallObserver) -> Iterator[None]:
-    """Hand this thread's calls of operators to ``observer``; what is traced is not handed over."""
-    before = _observed.observer
-    _observed.observer = observer
-    try:
-        yield
-    finally:
-        _observed.observer = before
-
-
-def calls_are_observed() -> bool:
-    """Return whether this thread's calls of operators are handed to somebody."""
-    return _observed.observer is not None
+calls = Observation()
+"""The calls of operators, but for traced ones, which a ``CallObserver`` may take."""
 
 
 class Executor(Protocol):
@@ -224,8 +205,8 @@ class Operator(ABC):
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
-        if not torch.compiler.is_compiling() and _observed.observer is not None:
-            return _observed.observer.called(self, spec, arguments)
+        if not torch.compiler.is_compiling() and calls.observer is not None:
+            return calls.observer.called(self, spec, arguments)
         return self.results_of(spec, *arguments)
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:

@@ -10,12 +10,12 @@ from torch import nn
 from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter
 from ..spec import FusedNormError, Kind
-from .class_swap import change_class, class_forward_replaced, origin_of, stock_class
+from .class_swap import ClassChange, change_class, class_forward_replaced, origin_of, stock_class
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
 from .patch_report import PatchReport, Site
 from .recompute_survey import survey_layers
-from .survey import ClassChange, survey
+from .survey import survey
 
 logger = logging.getLogger("fused_norm")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
@@ -162,6 +163,27 @@ def _name_of(forward: Any) -> str:
     function = getattr(forward, "func", getattr(forward, "__func__", forward))
     name = getattr(function, "__qualname__", type(forward).__name__)
     return f"{getattr(function, '__module__', '?')}.{name}"
+
+
+@dataclass(frozen=True)
+class ClassChange:
+    """A module and the class that it is to have."""
+
+    module: nn.Module
+    new: type[nn.Module]
+
+
+def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
+    """The change that gives a module this class, where it has another one.
+
+    Raises:
+        FusedNormError: where other code has built on its fused class.
+    """
+    if isinstance(module, (FusedNorm, FusedBlock)):
+        if fused_class(module) is new:
+            return []
+        origin_of(module)  # raises there
+    return [] if type(module) is new else [ClassChange(module, new)]
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..kernels.operator import Operator, Recipe, Spec, calls_are_observed, calls_observed_by
+from ..kernels.operator import Operator, Recipe, Spec, calls
 from ..kernels.triton.devices import is_transformed
 from .fused_norm_module import is_disabled
 
@@ -46,7 +46,7 @@ def call_with_recipes(forward: Callable[..., Any], layer: Any, args: tuple[Any, 
         return forward(layer, *args, **kwargs)
     register = _Register()
     try:
-        with saved_tensors_hooks(register.pack, _unpack), calls_observed_by(register):
+        with saved_tensors_hooks(register.pack, _unpack), calls.by(register):
             return forward(layer, *args, **kwargs)
     finally:
         register.forget()
@@ -54,7 +54,7 @@ def call_with_recipes(forward: Callable[..., Any], layer: Any, args: tuple[Any, 
 
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
-    if calls_are_observed() or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
+    if calls.observer is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     autograd: Any = torch._C._autograd
     if torch.compiler._is_exporting_flag or not autograd._saved_tensors_hooks_is_enabled():

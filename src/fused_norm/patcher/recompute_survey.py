@@ -6,11 +6,18 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .class_swap import built_upon, foreign_forward, fused_block_class, fused_class, fused_forward_replaced
+from .class_swap import (
+    ClassChange,
+    built_upon,
+    change_to,
+    foreign_forward,
+    fused_block_class,
+    fused_class,
+    fused_forward_replaced,
+)
 from .fused_block import FusedBlock
 from .norm_recognition import looks_like_norm
 from .patch_report import RecomputingLayer, Site
-from .survey import ClassChange, change_to
 
 
 def survey_layers(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..triton.devices import INTERPRETED
-from ..triton.launch import Launch, observed_by
+from ..triton.launch import Launch, launches
 from ..triton.memory import INT32_LIMIT
 
 _ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self._observing = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
-        self._observing.enter_context(observed_by(self))
+        self._observing.enter_context(launches.by(self))
         super().__enter__()
         return self
 
@@ -125,13 +125,13 @@ class Recorder(TorchDispatchMode):
                 raise NotRecordableError("a tensor is a view of another")
             return slot
 
-        launches = []
+        programs = []
         for launch, grid, arguments, strides in self._launches:
             kernel = _kernel_of(launch, grid, arguments, strides)
             parameters = _parameters(kernel, arguments, slot_of)
-            launches.append((kernel.function, *grid, kernel.threads, kernel.shared_bytes, kernel.overlaps, parameters))
+            programs.append((kernel.function, *grid, kernel.threads, kernel.shared_bytes, kernel.overlaps, parameters))
         allocations = [(tuple(t.shape), t.stride(), t.dtype) for t in allocated]
-        return allocations, launches, [whole(t) for t in results], [whole(t) for t in saved]
+        return allocations, programs, [whole(t) for t in results], [whole(t) for t in saved]
 
 
 def _kernel_of(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from triton import knobs
 
+from ..observation import Observation
 from .devices import INTERPRETED, on
 from .memory import INT32_LIMIT
 
@@ -28,22 +28,8 @@ class LaunchObserver(Protocol):
         """Take note of a launch; ``arguments`` are the kernel's without its compile-time constants."""
 
 
-class _Observed(threading.local):
-    observer: LaunchObserver | None = None
-
-
-_observed = _Observed()
-
-
-@contextmanager
-def observed_by(observer: LaunchObserver) -> Iterator[None]:
-    """Hand this thread's launches to ``observer``."""
-    before = _observed.observer
-    _observed.observer = observer
-    try:
-        yield
-    finally:
-        _observed.observer = before
+launches = Observation()
+"""The launches of a thread, which a ``LaunchObserver`` may take."""
 
 
 class Launch:
@@ -94,8 +80,8 @@ class Launch:
         """
         lead = tensors[0]
         assert lead is not None
-        if _observed.observer is not None:
-            _observed.observer.launched(self, grid, (*tensors, *counts, *strides, *floats), strides)
+        if launches.observer is not None:
+            launches.observer.launched(self, grid, (*tensors, *counts, *strides, *floats), strides)
             return
         if not INTERPRETED and lead.is_cuda and counts[0] < INT32_LIMIT:
             addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -1,0 +1,337 @@
+"""The survey of one module whose forward may be rewritten: a row for each of its sites, and its change of class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from ..options import FuseOptions
+from ..spec import Kind
+from .activation_recognition import recognise_activation
+from .class_swap import (
+    ClassChange,
+    built_upon,
+    change_to,
+    class_forward_replaced,
+    foreign_forward,
+    fused_block_class,
+    fused_forward_replaced,
+    is_called_around,
+    stock_class,
+)
+from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
+from .forward_source import SourceError, WrappedError, global_of, names_in
+from .fused_block import FusedBlock
+from .fused_norm_module import has_hooks, has_origin_forward
+from .gates import Gate, GateRewrite
+from .norm_recognition import UnrecognisedError, looks_like_norm
+from .patch_report import Cause, Site
+from .query_key_norms import QK_NAME, Pair, PairRewrite
+from .residual_adds import Add, AddRewrite
+from .rotations import ROTATION_NAME, RotationCall, RotationRewrite
+
+
+@dataclass(frozen=True)
+class SurveyedModel:
+    """A model's modules by path, their paths by identity, the rows of its norms, and the options."""
+
+    modules: dict[str, nn.Module]
+    paths: dict[int, str]
+    norm_sites: dict[str, Site]
+    options: FuseOptions
+
+
+class BlockSurvey:
+    """The survey of one module whose forward may be rewritten: a layer, an attention or an MLP."""
+
+    def __init__(self, path: str, model: SurveyedModel, *, is_layer: bool) -> None:
+        self.path, self.model = path, model
+        self.module = model.modules[path]
+        self.changes: list[ClassChange] = []
+        self._is_layer = is_layer
+        self._origin: Any = stock_class(self.module)
+        self._owner = foreign_forward(self.module)
+        self._fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
+        self._done: tuple[Rewrite, ...] = ()
+        if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
+            self._done = self.module.fused_norm_rewrites
+        self._rewrites: list[Rewrite] = []
+
+    def rows(self) -> list[Site]:
+        """The module's rows; afterwards ``changes`` holds the change of class that they need."""
+        try:
+            patterns = patterns_of(self._origin)
+        except SourceError as error:
+            rows = self._without_patterns(str(error), replaced=isinstance(error, WrappedError))
+        else:
+            rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
+            rows += self._survey_rotations(patterns)
+            rows += self._survey_gates(patterns.gates)
+            rows += self._without_patterns("no norm in its forward takes the sum of an add", rows)
+        if self._owner is not None or self._fixed:
+            return rows
+        try:
+            rewrites = tuple(self._rewrites)
+            new = fused_block_class(self._origin, rewrites) if rewrites else self._origin
+        except SourceError as error:
+            new = self._origin
+            rows = [replace(row, reason=row.reason or str(error), cause=row.cause or "formula") for row in rows]
+        if new is not self._origin and (owner := fused_forward_replaced(new)):
+            return [replace(row, reason=row.reason or owner, cause=row.cause or "owner") for row in rows]
+        self.changes = change_to(self.module, new)
+        return rows
+
+    def _without_patterns(self, reason: str, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
+        """A row of each kind that ``rows`` has none of, for a layer and for what other code has changed."""
+        owner = self._owner or class_forward_replaced(self._origin) or (reason if replaced else None)
+        kinds: list[Kind] = ["residual"] if self._is_layer else []
+        if owner:
+            kinds += self._kinds_of_what_was(wrapped=replaced)
+        cause: Cause = "owner" if owner else "formula"
+        return [
+            Site(self.path, kind, self._origin.__name__, reason=owner or reason, cause=cause)
+            for kind in kinds
+            if not any(row.kind == kind for row in rows)
+        ]
+
+    def _kinds_of_what_was(self, *, wrapped: bool) -> Iterator[Kind]:
+        """The kinds of sites in a module whose forward other code has changed.
+
+        They are told by what the module holds, by what was fused in it, and, of a ``wrapped`` forward, by its names.
+        """
+        rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
+        holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
+        rotated = any(isinstance(one, (PairRewrite, RotationRewrite)) for one in rewrites)
+        if holds_heads or rotated or (wrapped and _names_rotation(self._origin, self._origin.forward)):
+            yield "rope"
+        if any(isinstance(one, GateRewrite) for one in rewrites) or (wrapped and _names_activation(self.module)):
+            yield "mlp"
+
+    def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
+        """The rows of an add: with the norm after it, and with the norm of its branch."""
+        done = next((one for one in self._done if isinstance(one, AddRewrite) and one.index == index), None)
+        after = inner = None
+        if add.norm is not None and self._holds_norm(add.norm):
+            after = self._row(self._path_of(add.norm), "residual", "residual", done is not None and done.norm)
+            yield after
+        if add.inner is not None and self._holds_norm(add.inner):
+            inner = self._row(self._path_of(add.inner), "sandwich", "sandwich", done is not None and done.inner)
+            if inner.reason is None and after is not None and after.reason is None and not _alike(inner, after):
+                reason = "it differs from the norm after the add in more than the weight"
+                inner = replace(inner, reason=reason, cause="formula")
+            yield inner
+        with_norm, with_inner = (row is not None and row.reason is None for row in (after, inner))
+        if with_norm or with_inner:
+            self._rewrites.append(AddRewrite(index, with_norm, with_inner))
+
+    def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
+        """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""
+        with_norms: dict[int | None, Site] = {}
+        for index, pair in enumerate(patterns.pairs):
+            row = self._survey_pair(index, pair)
+            if row is not None and row.reason is None:
+                with_norms[index] = row
+        for index, rotation in enumerate(patterns.rotations):
+            yield with_norms.get(rotation.pair) or self._survey_rotation(index, rotation)
+
+    def _survey_pair(self, index: int, pair: Pair) -> Site | None:
+        """The row of the norms of queries and keys with the rotation after them; None without either."""
+        done = next((one for one in self._done if isinstance(one, PairRewrite) and one.index == index), None)
+        names = (pair.q_norm, pair.k_norm)
+        if not all(self._holds_norm(name) for name in names):
+            return None
+        together = self._both([self._row(self._path_of(name), "rope", "qk", done is not None) for name in names], pair)
+        rotated = None
+        if pair.rotate is not None:
+            already = done is not None and done.rotate
+            rotated = self._both([self._row(self._path_of(name), "rope", "rope", already) for name in names], pair)
+            if together.reason is not None:
+                rotated = together
+            elif rotated.reason is None:
+                rotated = self._recognised(rotated, pair.rotate)
+        if together.reason is None:
+            self._rewrites.append(PairRewrite(index, rotated is not None and rotated.reason is None))
+        return rotated
+
+    def _survey_rotation(self, index: int, rotation: RotationCall) -> Site:
+        """The row of a rotation by itself."""
+        row = self._own_row("rope", RotationRewrite(index) in self._done)
+        if row.reason is None and not rotation.tensors:
+            return replace(row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="formula")
+        if row.reason is None:
+            row = self._recognised(row, rotation.rotate, rotation.tensors)
+        if row.reason is None:
+            self._rewrites.append(RotationRewrite(index))
+        return row
+
+    def _recognised(self, row: Site, rotate: str, tensors: int = 2) -> Site:
+        """``row``, or one that says why the function called by this name cannot be fused."""
+        try:
+            rotation_of(self._origin, rotate, tensors)
+        except UnrecognisedError as error:
+            owner = _owner_of(global_of(self._origin, rotate), self._origin)
+            reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"
+            return replace(row, reason=reason, cause="formula" if owner is None else "owner")
+        return row
+
+    def _survey_gates(self, gates: tuple[Gate, ...]) -> Iterator[Site]:
+        """The rows of the products of something with an activation."""
+        rows: dict[int, Site] = {}
+        for index, gate in enumerate(gates):
+            known = rows.get(gate.product)
+            if known is not None and known.activation is not None:
+                continue
+            row = self._own_row("mlp", any(isinstance(one, GateRewrite) and one.index == index for one in self._done))
+            act = getattr(self.module, gate.act, None)
+            try:
+                activation = recognise_activation(act)
+            except UnrecognisedError as error:
+                if known is None and _looks_like_activation(gate.act, act):
+                    rows[gate.product] = replace(row, reason=row.reason or str(error), cause=row.cause or "formula")
+                continue
+            row = replace(row, activation=activation.formula)
+            if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
+                row = replace(row, reason="hooks or other code stand on its activation", cause="owner")
+            if row.reason is None:
+                self._rewrites.append(GateRewrite(index, activation))
+            rows[gate.product] = row
+        yield from rows.values()
+
+    def _both(self, rows: list[Site], pair: Pair) -> Site:
+        """The row of an attention, from the rows of its q norm and its k norm."""
+        row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
+        if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, pair)):
+            return replace(row, reason="its q and k norms differ in more than the weight", cause="formula")
+        return row
+
+    def _row(self, path: str, kind: Kind, option: Kind, already: bool) -> Site:
+        """The row of a site that takes in the norm at ``path``: fused unless something prevents it.
+
+        ``option``: the kind of sites whose option decides; ``already``: it is fused now.
+
+        Raises:
+            FusedNormError: where it is not to be fused any more and other code has built on the fused class.
+        """
+        row = Site(path, kind, self._origin.__name__)
+        site = self.model.norm_sites.get(path)
+        norm = self.model.modules[path]
+        if site is None:
+            reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
+            return replace(row, reason=reason, cause="owner")
+        row = replace(row, spec=site.spec)
+        if site.reason is not None:
+            return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
+        if has_hooks(norm) or (kind in ("sandwich", "rope") and is_called_around(norm)):
+            return replace(row, reason="hooks or other code stand on its norm", cause="owner")
+        return self._unless_prevented(row, option, norm, already)
+
+    def _own_row(self, kind: Kind, already: bool) -> Site:
+        """The row of a site of the module itself, without a norm: fused unless something prevents it.
+
+        Raises:
+            FusedNormError: as ``_row``.
+        """
+        return self._unless_prevented(Site(self.path, kind, self._origin.__name__), kind, self.module, already)
+
+    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, already: bool) -> Site:
+        """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
+        if self._fixed and not already:
+            reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
+            return replace(row, reason=reason, cause="owner")
+        if self._owner is not None:
+            return replace(row, reason=self._owner, cause="owner")
+        if unwanted := why_deselected(option, row.path, selected, self.model.options):
+            if self._fixed:
+                change_to(self.module, self._origin)
+            return replace(row, reason=unwanted, cause="option")
+        return row
+
+    def _path_of(self, name: str) -> str:
+        """The path under which the norm is reported: its first one, where several modules share it."""
+        return self.model.paths[id(getattr(self.module, name))]
+
+    def _holds_norm(self, name: str) -> bool:
+        """Return whether an attribute is a norm or wraps one."""
+        norm = getattr(self.module, name, None)
+        return id(norm) in self.model.paths and _is_norm(norm)
+
+
+def _is_norm(module: Any) -> bool:
+    """Return whether it is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
+    return isinstance(module, nn.Module) and all(
+        looks_like_norm(leaf) for leaf in module.modules() if not leaf._modules
+    )
+
+
+def _alike(one: Site, other: Site) -> bool:
+    """Return whether the norms of two sites compute the same but for their weights."""
+    return (
+        one.spec is not None
+        and other.spec is not None
+        and replace(one.spec, weighted=True) == replace(other.spec, weighted=True)
+    )
+
+
+def _widths_differ(attention: nn.Module, pair: Pair) -> bool:
+    q_weight, k_weight = (getattr(getattr(attention, name), "weight", None) for name in (pair.q_norm, pair.k_norm))
+    shapes = [getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in (q_weight, k_weight)]
+    return shapes[0] != shapes[1]
+
+
+def why_deselected(kind: Kind, path: str, norm: nn.Module, options: FuseOptions) -> str | None:
+    """The reason why the options leave a site of this kind out, if they do."""
+    if not options.wants(kind):
+        return f"switched off: {options.because(kind)}"
+    return None if options.selects(path, norm) else "not selected by modules"
+
+
+def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
+    """The name of a function of another package than that of the class which calls it; None for one of its own."""
+    if not isinstance(function, FunctionType):
+        return None
+    if function.__module__.partition(".")[0] == origin.__module__.partition(".")[0]:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def may_rotate_or_gate(module: nn.Module) -> bool:
+    """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
+    if isinstance(module, FusedBlock):
+        return True
+    origin: Any = type(module)
+    return _names_rotation(origin, origin.forward) or _names_activation(module)
+
+
+@cache
+def _names_rotation(origin: Any, forward: Callable[..., Any]) -> bool:
+    """Return whether a forward uses the name of a rotary embedding that its module defines."""
+    return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
+
+
+def _names_activation(module: nn.Module) -> bool:
+    """Return whether the forward of a module uses the name of an activation that it holds."""
+    functions = (FunctionType, BuiltinFunctionType)
+    held: list[tuple[str, Any]] = [
+        (name, child) for name, child in vars(module).items() if isinstance(child, functions)
+    ]
+    held += [(name, child) for name, child in module._modules.items() if child is not None]
+    names = names_in(stock_class(module)) if held else ()
+    return any(name in names and _looks_like_activation(name, child) for name, child in held)
+
+
+def _looks_like_activation(name: str, act: Any) -> bool:
+    """Return whether an attribute is an activation by its values, or by its name."""
+    if isinstance(act, nn.Module) and next(act.parameters(), None) is not None:
+        return False
+    if "act" in name.lower():
+        return True
+    try:
+        recognise_activation(act)
+    except UnrecognisedError:
+        return False
+    return True
