@@ -165,6 +165,7 @@ def fused_operators(graphs):
 _QUICK_TO_COMPILE = ("compile-layers", "compile-layers-max")
 
 
+@pytest.mark.usefixtures("large_graphs")
 @pytest.mark.parametrize(
     "variant",
     [name if name in _QUICK_TO_COMPILE else pytest.param(name, marks=pytest.mark.slow) for name in sorted(COMPILED)],
