@@ -8,7 +8,15 @@ from pathlib import Path
 import fused_norm
 
 ROOT = Path(fused_norm.__file__).parent
-LAYERS = ("spec", "kernels.plans", "kernels.triton", "kernels.reference", "kernels.arguments", "kernels.operator")
+LAYERS = (
+    "spec",
+    "kernels.observation",
+    "kernels.plans",
+    "kernels.triton",
+    "kernels.reference",
+    "kernels.arguments",
+    "kernels.operator",
+)
 """From the bottom to the top; above them are the operators, a file each, then replay, then the package itself."""
 
 
