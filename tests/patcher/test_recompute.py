@@ -298,6 +298,7 @@ def test_torch_func_is_taken_over_the_models_that_recompute(device: str) -> None
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.usefixtures("large_graphs")
 @pytest.mark.slow
 def test_a_layer_compiles_as_one_graph(device: str) -> None:
     plain, recomputing = pair("qwen3", device)
@@ -306,6 +307,7 @@ def test_a_layer_compiles_as_one_graph(device: str) -> None:
     assert torch.equal(compiled(ids, use_cache=False)[0], plain.model(ids, use_cache=False)[0])
 
 
+@pytest.mark.usefixtures("large_graphs")
 @pytest.mark.slow
 def test_compiled_parts_of_a_layer_may_save_its_outputs(device: str) -> None:
     plain, recomputing = pair("qwen3", device)

@@ -106,12 +106,12 @@ def _kind_of(path: str) -> Kind:
 
 
 def _holders(model: nn.Module, known: SurveyedModel) -> dict[str, None]:
-    """The paths of modules that hold a recognised norm, directly or in a wrapper of up to two levels."""
+    """The paths of modules that hold a norm, recognised or others' by now, directly or in up to two wrappers."""
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[str, None] = {}
     for path, module in modules.items():
         site = known.norm_sites.get(known.paths[id(module)])
-        if site is None or site.spec is None:
+        if site is None or (site.spec is None and site.cause != "owner"):
             continue
         for _ in range(3 if site.kind == "norm" else 1):
             if not path:
