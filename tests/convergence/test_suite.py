@@ -97,7 +97,8 @@ def test_no_fault_is_missed(family, precision, names):
     outcomes = {result.comparison.mutation: result.outcome for result in run_plan(tiny_plan(planted), None, Silent())}
     outcomes.pop("none", None)
     assert len(outcomes) >= 13
-    assert set(outcomes.values()) == {"caught", "hidden"}
+    assert "caught" in outcomes.values()
+    assert set(outcomes.values()) <= {"caught", "hidden"}
 
 
 FEW_FAULTS = ("add_rms_norm-casting", "add_rms_norm-dx-cut", "rms_norm-dw-tile", "add_rms_norm-in-place", "left-stock")
