@@ -14,13 +14,15 @@ from fused_norm.bench.providers import FUSED, FUSED_MODES, PROVIDERS
 def test_operators_are_compiled_in_other_processes(run):
     said = []
     run.say = said.append
-    case, wide = OperatorCase("norm", 8, 64), OperatorCase("norm", 1, 65536)
-    refusing = next(provider for provider in FUSED_MODES if provider.name == "multi_wave_cached")
-    tasks = [(case, torch.float32, FUSED), (case, torch.float32, PROVIDERS["stock"]), (wide, torch.float32, refusing)]
-    precompile(run, tasks, 1)
+    small, too_wide, unknown = (
+        OperatorCase(*case) for case in (("norm", 8, 64), ("norm", 1, 65536), ("nothing", 8, 64))
+    )
+    in_one_wave = next(provider for provider in FUSED_MODES if provider.name == "multi_wave_cached")
+    pairs = [(small, FUSED), (small, PROVIDERS["stock"]), (too_wide, in_one_wave), (unknown, FUSED)]
+    precompile(run, [(case, torch.float32, provider) for case, provider in pairs], 1)
     assert said == [
-        "precompiling 2 operators in 1 processes",
-        "precompiled; 1 failed: multi_wave_cached norm 1x65536: ValueError",
+        "precompiling 3 operators in 1 processes",
+        "precompiled; 1 failed: fused nothing 8x64: KeyError",
     ]
 
 

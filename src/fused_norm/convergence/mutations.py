@@ -408,7 +408,7 @@ _WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight")
 
 
 def _falls_back(name: str) -> Any:
-    """A function of the blocks declines, and the modules are called one after the other."""
+    """A function of the blocks declines without a word, and the modules are called one after the other."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -417,7 +417,7 @@ def _falls_back(name: str) -> Any:
         def declines(*arguments: Any) -> Any:
             state.calls += 1
             state.share = 1.0
-            return "declined" if name.endswith("obstacle") else None
+            return "" if name.endswith("obstacle") else None
 
         old = getattr(fused_block, name)
         setattr(fused_block, name, declines)

@@ -22,6 +22,7 @@ from .activation_recognition import Activation, Formula
 from .forward_rewrite import Rewrite
 from .fused_norm_module import (
     explain,
+    is_plain,
     may_be_bypassed,
     obstacle,
     same_norms,
@@ -117,7 +118,9 @@ class FusedBlock(nn.Module):
         return rotate(x, cos, sin, **named)
 
     def _kernel_may_rotate(self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
-        reason = obstacle(q, None, None, None) if k is None else _pair_obstacle(q, k, None, None, None)
+        reason = obstacle(q, None, None, None) if k is None else _obstacle_of_two("q and k", q, k)
+        if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
+            reason = "q and k differ in width"
         if reason is None and not _kernel_rotates_alike(rotation, q, k, None, None, cos, sin, heads_dim):
             reason = f"{rotation.function.__name__} is called with other shapes or dtypes than the kernel takes"
         if reason:
@@ -135,7 +138,9 @@ class FusedBlock(nn.Module):
         """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
         if activation is None:
             return gate * up
-        reason = _gate_obstacle(gate, up)
+        reason = _obstacle_of_two("gate and up", gate, up)
+        if reason is None and gate.shape != up.shape:
+            reason = "gate and up differ in shape"
         if reason is None:
             return GLU(None, gate, up, activation)
         if reason:
@@ -166,9 +171,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 
-def _pair_obstacle(
-    q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec | None
-) -> str | None:
+def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
     reason = obstacle(q, q_weight, None, spec)
     if reason is None:
         reason = obstacle(k, k_weight, None, spec)
@@ -177,12 +180,13 @@ def _pair_obstacle(
     return reason
 
 
-def _gate_obstacle(gate: Any, up: Any) -> str | None:
-    reason = obstacle(gate, None, None, None)
-    if reason is None:
-        reason = obstacle(up, None, None, None)
-    if reason is None and (gate.dtype != up.dtype or gate.shape != up.shape or gate.device != up.device):
-        reason = "gate and up differ in dtype, shape or device"
+def _obstacle_of_two(names: str, one: Any, other: Any) -> str | None:
+    """``obstacle`` for two tensors without a norm, which have to be of one dtype and device."""
+    reason = obstacle(one, None, None, None)
+    if reason is None and not is_plain(other):
+        reason = f"one of {names} is a {type(other).__name__}"
+    if reason is None and (one.dtype != other.dtype or one.device != other.device):
+        reason = f"{names} differ in dtype or device"
     return reason
 
 

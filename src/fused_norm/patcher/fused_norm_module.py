@@ -151,7 +151,7 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str |
     """
     if _disabled_depth:
         return ""
-    if not _is_plain(x) or x.dim() == 0:
+    if not is_plain(x) or x.dim() == 0:
         return f"the input is a {type(x).__name__}"
     if x.dtype not in KERNEL_DTYPES:
         return f"the input is {x.dtype}"
@@ -162,14 +162,14 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str |
             "torch.func or forward AD transforms it" if is_transformed() else f"kernels do not run on {x.device.type}"
         )
     if weight is not None:
-        if not _is_plain(weight):
+        if not is_plain(weight):
             return f"the weight is a {type(weight).__name__}"
         if weight.dtype not in KERNEL_DTYPES or weight.device != x.device:
             return f"the weight is {weight.dtype} on {weight.device}, the input {x.dtype} on {x.device}"
         if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
             return f"the weight has shape {tuple(weight.shape)} and the input rows of {x.shape[-1]}"
     if residual is not None:
-        if not _is_plain(residual) or residual.dtype not in KERNEL_DTYPES:
+        if not is_plain(residual) or residual.dtype not in KERNEL_DTYPES:
             return f"the residual is a {type(residual).__name__}"
         if residual.shape != x.shape or residual.device != x.device:
             return "the residual has another shape or device than the input"
@@ -179,7 +179,7 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str |
     return "" if torch.compiler._is_exporting_flag else None
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have."""
     kind = type(value)
     return kind is Tensor or (isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
