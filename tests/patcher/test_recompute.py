@@ -156,7 +156,8 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
     outputs.clear(), sizes.clear()
     loss_without = loss_of(plain, FEW)
     kept = sum(size for size, storage in list(zip(sizes, outputs, strict=True))[:-1] if not storage.expired())
-    assert kept >= 0.6 * sum(sizes[:-1])  # transformers 4, or the attention, keeps copies of q and k
+    # transformers 4, and the attention on a GPU, keep copies of q and k.
+    assert kept >= (0.6 if device == "cuda" else 0.8) * sum(sizes[:-1])
     assert saved_bytes(loss.grad_fn) == saved_bytes(loss_without.grad_fn) - kept
 
 

@@ -54,6 +54,13 @@ class BenchmarkRun:
         self.leave_out(what, f"after {self.budget:g} s")
         return True
 
+    def passes_over(self, what: str, why: str | None) -> bool:
+        """Return whether ``what`` is left out, for the reason ``why`` or for want of time; if so, note it."""
+        if why is None:
+            return self.out_of_time(what)
+        self.leave_out(what, why)
+        return True
+
     def remaining(self) -> float:
         """Seconds left of the time budget."""
         return float("inf") if self.budget is None else self.budget - (time.perf_counter() - self.began)

@@ -36,11 +36,7 @@ def measure(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: 
     """Measure a case in new processes: one for each variant of a cold start, two for a sharded model."""
     if case.step == "cold start":
         for variant in variants:
-            what = f"{case.name} {variant}"
-            why = missing(variant, run.device)
-            if why is not None:
-                run.leave_out(what, why)
-            elif not run.out_of_time(what):
+            if not run.passes_over(f"{case.name} {variant}", missing(variant, run.device)):
                 _measure_in_children(run, case, [variant], dtype)
     elif run.device.type != "cpu" and torch.cuda.device_count() < _PROCESSES:
         run.leave_out(case.name, f"needs {_PROCESSES} GPUs")

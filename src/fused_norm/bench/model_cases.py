@@ -64,12 +64,12 @@ class ModelCase:
 
     @property
     def generates(self) -> bool:
-        """Whether tokens are generated instead of trained on."""
+        """Return whether the step generates tokens; others train."""
         return self.step in ("generate", "generate static")
 
     @property
     def in_processes_of_its_own(self) -> bool:
-        """Whether the step cannot be taken in the process that asks for it."""
+        """Return whether the step is measured in new processes: a cold start, or several GPUs."""
         return self.step in ("cold start", "fsdp2")
 
     def config(self) -> PreTrainedConfig:
@@ -100,7 +100,7 @@ _LLAMA_8B = ("llama", "meta-llama/Llama-3.1-8B")
 _SMALL = (QWEN3_06B, LLAMA_1B, GEMMA_1B)
 
 DEFAULT: tuple[ModelCase, ...] = (*(ModelCase(*model, 4, 4096) for model in _SMALL), ModelCase(*QWEN3_06B, 1, 512))
-"""What is measured where no rows are named: with the default variants nine minutes on an H200."""
+"""The rows that are measured where none are named."""
 
 CASES: tuple[ModelCase, ...] = (
     *DEFAULT,

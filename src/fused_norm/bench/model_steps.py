@@ -58,15 +58,15 @@ class BenchmarkedModel:
     autocast: torch.dtype | None = None
 
     shares_weights = True
-    """Whether a twin has the weights of the model that it was made from."""
+    """A twin uses the parameters of the model it was made from; sharded ones have their own."""
 
     @property
     def parts(self) -> int:
-        """What the time of a step is divided by: 1, or the tokens that a generation makes one after the other."""
+        """The number that a step's time is divided by for the tables: 1, or a generation's tokens in each sequence."""
         return 1
 
     def twin(self: Step) -> Step:
-        """The same step of a copy of the model that shares its weights, to be changed by a variant."""
+        """Copy the step, with a model that a variant may change and that shares the weights of this one."""
         return replace(self, model=twin_of(self.model))
 
     def place(self) -> None:
@@ -145,7 +145,7 @@ class Generation(BenchmarkedModel):
 
     @property
     def parts(self) -> int:
-        """The tokens that each sequence gets."""
+        """The number of tokens that each sequence gets."""
         return self.tokens.shape[1] - _PROMPT_TOKENS
 
     def step(self, model: Any = None) -> None:
@@ -185,7 +185,7 @@ class ShardedModel(BenchmarkedModel):
     shares_weights = False
 
     def twin(self) -> ShardedModel:
-        """The same step of a model of its own with the same weights, sharded by ``place``."""
+        """Copy the step, with a model that has equal weights of its own, which ``place`` shards."""
         assert self.case is not None
         model = build(self.case, self.gradient.dtype, self.tokens.device)
         model.load_state_dict(self.model.state_dict())

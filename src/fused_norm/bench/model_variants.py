@@ -171,9 +171,9 @@ def _both(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """What ``create_causal_mask`` returns in eager runs, so that sdpa takes its causal flash kernel.
+    """Return None in place of ``create_causal_mask``, as in eager runs, so that sdpa takes its causal flash kernel.
 
-    While it is traced it builds a dense mask, and sdpa takes a slower kernel.
+    The original builds a dense mask while it is traced, and sdpa takes a slower kernel.
     """
 
 

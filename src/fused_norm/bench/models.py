@@ -73,10 +73,7 @@ def measure_here(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dt
             stock = step.outputs_and_gradients()
             for variant in variants:
                 what = f"{case.name} {variant}"
-                why = missing(variant, run.device)
-                if why is not None:
-                    run.leave_out(what, why)
-                elif not run.out_of_time(what):
+                if not run.passes_over(what, missing(variant, run.device)):
                     candidates[variant] = _checked(run, case, variant, step, stock, weights)
                     run.say(f"{what}: {candidates[variant].result.verdict}")
             _take_turns(run, step, candidates)

@@ -1,118 +1,49 @@
-"""Faults planted in fused operators and blocks, one at a time, to see that the verdict turns red.
+"""The faults that are planted in fused operators and blocks, one at a time, to see that the verdict turns red.
 
-Each stands for a mistake that kernels or patchers have made. A fault that changes no number is no test, so each counts
-those that it changed.
+Each stands for a mistake that kernels or patchers have made.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..kernels import replay
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
-from ..kernels.operator import BackwardCall, Operator
+from ..kernels.operator import Operator
 from ..kernels.qk_norm import QK_NORM
 from ..kernels.rms_norm import RMS_NORM
 from ..kernels.rope import ROPE
-from ..patcher import fused_block
-from ..patcher.fused_block import FusedBlock
-from ..spec import Casting, NormSpec
-from .call_probe import share_different
+from ..spec import Casting
+from .planting import (
+    WEIGHTS,
+    Backward,
+    Forward,
+    Planting,
+    falls_back,
+    in_backward,
+    in_compiled_backward,
+    in_forward,
+    left_stock,
+)
 
 SOUND = "none"
 """Stands for no mutation: the fused twin as it is, for as many steps as those with faults. It must be green."""
-
-Results = tuple[Tensor | None, ...]
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
 _EVERY = (*_NORMED, ROPE, GLU)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 _WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM)  # norm_add has that of rms_norm
 _EVERY_BACKWARD = (*_WITH_BACKWARD, ROPE, GLU)
+_INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
-_MIXED = "no stream is wider than what is added to it"
-
-
-@dataclass
-class PlantedFault:
-    """A fault that is in place.
-
-    Attributes:
-        calls: number of calls that it was part of.
-        share: of the numbers that a call gives, those that it changed; of the call in which it changed most.
-        memory: what it remembers from call to call.
-    """
-
-    calls: int = 0
-    share: float = 0.0
-    memory: dict[Any, Any] = field(default_factory=dict)
-
-    def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Count a call that gave one of each pair where the other was right."""
-        shares = [_share_changed(one, other) for one, other in pairs if isinstance(one, Tensor)]
-        self.calls += 1
-        self.share = max(self.share, *shares)
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A forward of an operator that may go wrong.
-
-    Attributes:
-        operator, spec, arguments, training: as in ``Operator.forward``.
-        right: runs it as it should be, with another spec or other arguments.
-        memory: the fault's.
-    """
-
-    operator: Operator
-    spec: NormSpec | None
-    arguments: tuple[Any, ...]
-    training: bool
-    right: Callable[..., Results]
-    memory: dict[Any, Any]
-
-    def results(self, *, spec: NormSpec | None = None, arguments: Sequence[Any] | None = None) -> list[Tensor | None]:
-        """The right results, for another spec or other arguments where given."""
-        given = self.arguments if arguments is None else arguments
-        return list(self.right(spec or self.spec, *given, training=self.training))
-
-    def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """The results with the outputs of these names, all unless given, changed."""
-        results = self.results()
-        for place, name in enumerate(self.operator.outputs):
-            output = results[place]
-            if output is not None and (not names or name in names):
-                results[place] = edit(output)
-        return results
-
-
-@dataclass(frozen=True)
-class Backward:
-    """A backward of an operator that may go wrong; attributes as in ``Forward`` and ``Operator.backward``."""
-
-    operator: Operator
-    spec: NormSpec | None
-    call: BackwardCall
-    right: Callable[..., Results]
-
-    def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """The gradients, those of these names changed."""
-        found = list(self.right(self.spec, self.call))
-        for place, name in enumerate(self.operator.gradients):
-            gradient = found[place]
-            if gradient is not None and name in names:
-                found[place] = edit(gradient)
-        return found
 
 
 @dataclass(frozen=True)
@@ -129,74 +60,9 @@ class Mutation:
 
     name: str
     what: str
-    planted: Callable[[nn.Module], contextlib.AbstractContextManager[PlantedFault]]
+    planted: Planting
     hidden: str = ""
     execution: str = "eager"
-
-
-def _in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | None]]) -> Any:
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), operator.forward
-
-        def forward(spec: NormSpec | None, *arguments: Any, training: bool, launch: bool = True) -> Results:
-            if not launch:
-                return right(spec, *arguments, training=training, launch=False)
-            before = [_copy(one) for one in arguments]
-            expected = right(spec, *arguments, training=training)
-            found = wrong(Forward(operator, spec, arguments, training, right, state.memory))
-            # What is kept for the backward is nobody's number.
-            given = zip(operator.outputs, expected, found, strict=False)
-            state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
-            return tuple(found)
-
-        with _replaced(operator, "forward", forward):
-            yield state
-
-    return planted
-
-
-def _in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor | None]]) -> Any:
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), operator.backward
-
-        def backward(spec: NormSpec | None, call: BackwardCall, *, launch: bool = True) -> Results:
-            if not launch:
-                return right(spec, call, launch=False)
-            before = [_copy(one) for one in call.incoming]
-            expected = right(spec, call)
-            found = wrong(Backward(operator, spec, call, right))
-            pairs = [*zip(expected, found, strict=True), *zip(before, call.incoming, strict=True)]
-            state.count(pairs)
-            return tuple(found)
-
-        with _replaced(operator, "backward", backward):
-            yield state
-
-    return planted
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of a method of an operator or a module; nothing is replayed meanwhile."""
-    own = vars(owner)
-    had, old = name in own, getattr(owner, name)
-    replayed = replay.switch(False)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old) if had else delattr(owner, name)
-        replay.switch(replayed)
-
-
-def _copy(one: Any) -> Any:
-    return one.clone() if isinstance(one, Tensor) else one
-
-
-def _share_changed(one: Tensor, other: Any) -> float:
-    return share_different(one, other) if isinstance(other, Tensor) else 0.0
 
 
 # ---- Faults of forwards ----
@@ -346,7 +212,7 @@ def _truncated(gradient: Tensor) -> Tensor:
 
 
 def _dx_where_the_weight_is_frozen(call: Backward) -> Sequence[Tensor | None]:
-    weights = [need for name, need in zip(call.operator.gradients, call.call.needed, strict=True) if name in _WEIGHTS]
+    weights = [need for name, need in zip(call.operator.gradients, call.call.needed, strict=True) if name in WEIGHTS]
     return call.edited(lambda dx: dx if any(weights) else dx * 0.99, *_INPUTS)
 
 
@@ -364,7 +230,7 @@ def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Sequence[T
         found = list(call.right(call.spec, call.call))
         less = call.right(call.spec, call.call._replace(incoming=tuple(incoming)))
         for place, name in enumerate(call.operator.gradients):
-            if name in _WEIGHTS:
+            if name in WEIGHTS:
                 found[place] = less[place]
         return found
 
@@ -378,84 +244,18 @@ def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
     return found
 
 
-def _in_compiled_backward(operator: Operator) -> Any:
-    """dw is 1 % too large in the registered operator, which compiled code calls, and right elsewhere."""
-
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right, forward = PlantedFault(), operator._backward_op, operator.forward
-        weights = [name in _WEIGHTS for name in operator.gradients]
-
-        def counted(*arguments: Any, **how: Any) -> Any:
-            state.calls, state.share = state.calls + 1, 1.0
-            return forward(*arguments, **how)
-
-        def wrong(*arguments: Any) -> Any:
-            found = right(*arguments)
-            return tuple(one * 1.01 if weight else one for one, weight in zip(found, weights, strict=True))
-
-        with _replaced(operator, "_backward_op", wrong), _replaced(operator, "forward", counted):
-            yield state
-
-    return planted
-
-
-_INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
-_WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight")
-
-
-# ---- Faults of the patcher ----
-
-
-def _falls_back(name: str) -> Any:
-    """A function of the blocks declines without a word, and the modules are called one after the other."""
-
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state = PlantedFault()
-
-        def declines(*arguments: Any) -> Any:
-            state.calls += 1
-            state.share = 1.0
-            return "" if name.endswith("obstacle") else None
-
-        old = getattr(fused_block, name)
-        setattr(fused_block, name, declines)
-        try:
-            yield state
-        finally:
-            setattr(fused_block, name, old)
-
-    return planted
-
-
-@contextlib.contextmanager
-def _left_stock(model: nn.Module) -> Iterator[PlantedFault]:
-    """One block has its own class again, and the report does not know."""
-    block = next((module for module in model.modules() if isinstance(module, FusedBlock)), None)
-    if block is None:
-        yield PlantedFault()
-        return
-    fused = type(block)
-    block.__class__ = fused.fused_norm_origin  # type: ignore[assignment]
-    try:
-        yield PlantedFault(calls=1, share=1.0)
-    finally:
-        block.__class__ = fused
-
-
 def _mutations() -> Iterator[Mutation]:
     def forward(
         name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Forward], Any], hidden: str = ""
     ) -> Iterator[Mutation]:
         for operator in operators:
-            yield Mutation(f"{operator.name}-{name}", what, _in_forward(operator, wrong), hidden)
+            yield Mutation(f"{operator.name}-{name}", what, in_forward(operator, wrong), hidden)
 
     def backward(
         name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Backward], Any], hidden: str = ""
     ) -> Iterator[Mutation]:
         for operator in operators:
-            yield Mutation(f"{operator.name}-{name}", what, _in_backward(operator, wrong), hidden)
+            yield Mutation(f"{operator.name}-{name}", what, in_backward(operator, wrong), hidden)
 
     yield from forward("casting", "x_hat is rounded elsewhere than stock rounds it", _NORMED, _other_casting, _16_BITS)
     yield from forward("centering", "the + 1 of gamma is missing, or one too many", _NORMED, _other_centering)
@@ -503,10 +303,10 @@ def _mutations() -> Iterator[Mutation]:
     )  # fmt: skip
     yield from backward(
         "dw-size", "the gradient of a weight is 1 % too large", _WITH_BACKWARD,
-        lambda call: call.edited(lambda dw: dw * 1.01, *_WEIGHTS),
+        lambda call: call.edited(lambda dw: dw * 1.01, *WEIGHTS),
     )  # fmt: skip
     yield from backward(
-        "dw", "the gradient of a weight is zero", _WITH_BACKWARD, lambda call: call.edited(torch.zeros_like, *_WEIGHTS)
+        "dw", "the gradient of a weight is zero", _WITH_BACKWARD, lambda call: call.edited(torch.zeros_like, *WEIGHTS)
     )
     yield from backward("dw-tile", "dw lacks the last eight rows", _WITH_BACKWARD, _without_rows(lambda rows: 8))
     yield from backward(
@@ -521,10 +321,12 @@ def _mutations() -> Iterator[Mutation]:
 
     for operator in (RMS_NORM, ADD_RMS_NORM):
         what = "the gradient of a weight is 1 % too large in compiled code"
-        yield Mutation(f"{operator.name}-compiled-dw", what, _in_compiled_backward(operator), execution="compile")
-    for name, function in (("rotated", "_pair_obstacle"), ("sandwich", "_norm_add_norm"), ("onto", "obstacle")):
-        yield Mutation(f"fallback-{name}", "runs its parts in silence", _falls_back(function))
-    yield Mutation("left-stock", "one block has its stock class, and the report says fused", _left_stock)
+        yield Mutation(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), execution="compile")
+    silent = "runs its parts in silence"
+    yield Mutation("fallback-rotated", silent, falls_back("_qk_obstacle", "_pair_obstacle"))
+    yield Mutation("fallback-sandwich", silent, falls_back("_norm_add_norm", answer=None))
+    yield Mutation("fallback-onto", silent, falls_back("obstacle"))
+    yield Mutation("left-stock", "one block has its stock class, and the report says fused", left_stock)
 
 
 MUTATIONS: Mapping[str, Mutation] = MappingProxyType({mutation.name: mutation for mutation in _mutations()})

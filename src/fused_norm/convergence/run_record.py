@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .call_probe import slope_error
+from .distances import slope_error
 
 ZERO_SHARE = 1e-3
 """A tensor that is zero in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance. Each

@@ -11,8 +11,9 @@ from accelerate.utils import broadcast_object_list
 from ..spec import FusedNormError
 from .call_probe import CallRecord
 from .comparison import Comparison, by_baseline
-from .mutations import MUTATIONS, PlantedFault
+from .mutations import MUTATIONS
 from .plan import Plan
+from .planting import PlantedFault
 from .result_store import ComparisonResult, ResultStore
 from .run_record import record_run
 from .twin_trainer import TwinTrainer

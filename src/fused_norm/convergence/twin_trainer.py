@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from ..kernels.operator import in_graphs_of_any_size
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
-from .call_probe import CallRecord, FusedCall, first_of_each_kind, probe_calls, sites_not_compiled
+from .call_probe import CallRecord, probe_calls
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
+from .fused_calls import FusedCall, first_of_each_kind, sites_not_compiled
 from .model_recipe import ModelRecipe, set_up_execution
-from .mutations import MUTATIONS, SOUND, PlantedFault
+from .mutations import MUTATIONS, SOUND
+from .planting import PlantedFault
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_probe import probe_step
 from .tiers import Settings, TrainingOptions

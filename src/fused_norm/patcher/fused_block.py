@@ -82,7 +82,7 @@ class FusedBlock(nn.Module):
         if not postponed:
             return q, k
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
-        if _pair_obstacle(q, k, *weights, spec) is not None:
+        if _qk_obstacle(q, k, *weights, spec) is not None:
             return q_norm(q), k_norm(k)
         return QK_NORM(spec, q, k, *weights, None, None, 1)
 
@@ -93,7 +93,7 @@ class FusedBlock(nn.Module):
         if not postponed:
             return rotate(q, k, cos, sin, **named)
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
-        if _pair_obstacle(q, k, *weights, spec) is not None:
+        if _qk_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
@@ -118,7 +118,7 @@ class FusedBlock(nn.Module):
         return rotate(x, cos, sin, **named)
 
     def _kernel_may_rotate(self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
-        reason = obstacle(q, None, None, None) if k is None else _obstacle_of_two("q and k", q, k)
+        reason = obstacle(q, None, None, None) if k is None else _pair_obstacle("q and k", q, k)
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
             reason = "q and k differ in width"
         if reason is None and not _kernel_rotates_alike(rotation, q, k, None, None, cos, sin, heads_dim):
@@ -138,7 +138,7 @@ class FusedBlock(nn.Module):
         """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
         if activation is None:
             return gate * up
-        reason = _obstacle_of_two("gate and up", gate, up)
+        reason = _pair_obstacle("gate and up", gate, up)
         if reason is None and gate.shape != up.shape:
             reason = "gate and up differ in shape"
         if reason is None:
@@ -171,7 +171,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 
-def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
+def _qk_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
     reason = obstacle(q, q_weight, None, spec)
     if reason is None:
         reason = obstacle(k, k_weight, None, spec)
@@ -180,7 +180,7 @@ def _pair_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | N
     return reason
 
 
-def _obstacle_of_two(names: str, one: Any, other: Any) -> str | None:
+def _pair_obstacle(names: str, one: Any, other: Any) -> str | None:
     """``obstacle`` for two tensors without a norm, which have to be of one dtype and device."""
     reason = obstacle(one, None, None, None)
     if reason is None and not is_plain(other):

@@ -1,0 +1,60 @@
+"""How far a tensor is from another: numbers that differ, rows that are far off, distances and slopes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FAR = 1 / 64
+"""More than roundings make of a number, one in the rstd of its row among them; less than a row in another's place."""
+
+
+def share_apart(one: Tensor, other: Tensor) -> float:
+    """The share of the numbers that differ; in fp32, by more than two roundings of the largest in their row."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return 1.0
+    roundings = 2 * torch.finfo(other.dtype).eps if other.dtype == torch.float32 else 0.0
+    return _share(_apart(one, other, roundings))
+
+
+def share_far_in_worst_row(one: Tensor, other: Tensor) -> float:
+    """The share of the numbers in a row that are off by more than ``FAR`` of the largest, in the worst row."""
+    if one.shape != other.shape or (one.isnan() != other.isnan()).any():
+        return 1.0
+    apart = _apart(one, other, FAR)
+    return apart.double().mean(-1).max().item() if apart.numel() else 0.0
+
+
+def _apart(one: Tensor, other: Tensor, share: float) -> Tensor:
+    """A mask of the numbers that are further apart than a share of the largest in their row."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    if not share or not other.numel():
+        return ~same
+    one, other = one.float(), other.float()
+    largest = other.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
+    return ~same & ~((one - other).abs() <= share * largest)
+
+
+def _share(apart: Tensor) -> float:
+    return apart.double().mean().item() if apart.numel() else 0.0
+
+
+def share_different(one: Tensor, other: Tensor) -> float:
+    """The share of the numbers that differ."""
+    return _share((one != other) & ~(one.isnan() & other.isnan()))
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """``|one - other| / |other|``; ``|one|`` where ``other`` is zero, infinite where something is not finite."""
+    apart, size = (one.double() - other.double()).norm().item(), other.double().norm().item()
+    found = apart / size if size else apart
+    return found if math.isfinite(found) else math.inf
+
+
+def slope_error(one: Tensor, other: Tensor) -> float:
+    """``|<one, other> / <other, other> - 1|``; 0 where ``other`` is zero, infinite where something is not finite."""
+    square = other.double().square().sum().item()
+    error = abs((one.double() * other.double()).sum().item() / square - 1) if square else 0.0
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,197 @@
+"""The fused calls of a model, watched as they run in it, with what they were given and the gradients that came back.
+
+No module has a hook meanwhile, and blocks take the way that they take in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels.operator import Operator
+from ..patcher import Site
+from ..patcher.fused_block import FusedBlock
+from ..patcher.fused_norm_module import FusedNorm
+from ..spec import Kind
+from .distances import share_different
+
+_METHODS_OF: Mapping[str, frozenset[str]] = {
+    "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
+    "mlp": frozenset({"fused_norm_gate", "fused_norm_gate_packed"}),
+}
+"""The methods of blocks that stand for a site which is the block; sites of other kinds are norms."""
+
+_BLOCK_METHODS = (
+    "fused_norm_add",
+    "fused_norm_onto",
+    "fused_norm_pair",
+    *sorted(frozenset().union(*_METHODS_OF.values())),
+)
+
+_OPERATORS_OF: Mapping[Kind, frozenset[str]] = {
+    "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm"}),
+    "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),
+    "residual": frozenset({"add_rms_norm", "norm_add_norm"}),
+    "sandwich": frozenset({"norm_add", "norm_add_norm"}),
+    "rope": frozenset({"qk_norm_rope", "rope"}),
+    "mlp": frozenset({"glu"}),
+}
+"""The operators that make a site of each kind fused."""
+
+
+@dataclass
+class FusedCall:
+    """A call of a fused norm, or of a block's fused method.
+
+    Attributes:
+        path: of the module that was called.
+        method: that was called.
+        norms: paths of the norms that took part.
+        arguments: the method's, by its parameters' names; tensors are copies.
+        operators: names of the operators that it ran.
+        changed: share of the numbers among its arguments that it changed.
+        gradients: of the tensors it returned, in order; None for one that nothing depends on.
+    """
+
+    path: str
+    method: Callable[..., Any]
+    norms: tuple[str, ...]
+    arguments: inspect.BoundArguments
+    operators: list[str] = field(default_factory=list)
+    changed: float = 0.0
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls of one method that run the same operators on tensors of the same dtypes."""
+        return self.method, *self.operators, *(one.dtype for one in tensors_in(self.arguments.arguments))
+
+    @property
+    def name(self) -> str:
+        """The path, and the method unless it is the module's forward."""
+        return self.path if self.method.__name__ == "forward" else f"{self.path}.{self.method.__name__}"
+
+
+@contextlib.contextmanager
+def watched_calls(model: nn.Module) -> Iterator[list[FusedCall]]:
+    """Keep every fused call that ``model`` makes inside the ``with``, in order; inner calls are part of outer ones."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    calls: list[FusedCall] = []
+    under_way: list[FusedCall] = []
+    run_operator = Operator.__call__
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def watch(*positional: Any, **named: Any) -> Any:
+            if under_way or id(positional[0]) not in paths:
+                return method(*positional, **named)
+            given = signature.bind(*positional, **named)
+            norms = [one for one in given.arguments.values() if isinstance(one, FusedNorm)]
+            kept = with_arguments(given, copied)
+            call = FusedCall(paths[id(positional[0])], method, tuple(paths[id(one)] for one in norms), kept)
+            under_way.append(call)
+            try:
+                outputs = method(*positional, **named)
+            finally:
+                under_way.pop()
+            calls.append(call)
+            call.changed = share_changed(given, kept)
+            _keep_gradients(call, tensors_in(outputs))
+            return outputs
+
+        return watch
+
+    def counted(operator: Operator, *arguments: Any) -> Any:
+        if under_way:
+            rotates = operator.name == "qk_norm" and arguments[5] is not None
+            under_way[0].operators.append("qk_norm_rope" if rotates else operator.name)
+        return run_operator(operator, *arguments)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(Operator, "__call__", counted))
+        for owner, name in ((FusedNorm, "forward"), *((FusedBlock, name) for name in _BLOCK_METHODS)):
+            stack.enter_context(_replaced(owner, name, watched(getattr(owner, name))))
+        yield calls
+
+
+def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[str, ...]:
+    """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind."""
+    missing = []
+    for site in sites:
+        if site.kind in _METHODS_OF:
+            mine = [c for c in calls if c.path == site.path and c.method.__name__ in _METHODS_OF[site.kind]]
+        else:
+            mine = [c for c in calls if site.path in c.norms]
+        if not mine or any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine):
+            missing.append(f"{site.path} ({site.kind})")
+    return tuple(missing)
+
+
+def first_of_each_kind(calls: Sequence[FusedCall]) -> list[FusedCall]:
+    """The first call of each kind, in order."""
+    return list({call.kind: call for call in reversed(calls)}.values())[::-1]
+
+
+def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[str, ...]:
+    """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
+    names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}
+    names |= {"qk_norm_rope"} if "qk_norm" in names else set()  # one operator, with and without
+    return tuple(f"{site.path} ({site.kind})" for site in sites if _OPERATORS_OF[site.kind].isdisjoint(names))
+
+
+def is_tensor(one: Any) -> bool:
+    """Return whether a value is a tensor that is no parameter."""
+    return isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, without parameters."""
+    return [one for one in tree_leaves(tree) if is_tensor(one)]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy that is a leaf of autograd, and wants a gradient where the tensor does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
+    """The arguments of a call, their tensors changed."""
+    changed = inspect.BoundArguments(given.signature, type(given.arguments)(given.arguments))
+    changed.arguments.update(tree_map(lambda one: change(one) if is_tensor(one) else one, dict(given.arguments)))
+    return changed
+
+
+def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments) -> float:
+    """The share of the numbers that a call changed, of the tensor of which it changed most."""
+    pairs = zip(tensors_in(given.arguments), tensors_in(before.arguments), strict=True)
+    return max((share_different(one, other) for one, other in pairs), default=0.0)
+
+
+def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
+    call.gradients = [None] * len(outputs)
+
+    def keep(index: int, gradient: Tensor) -> None:
+        call.gradients[index] = gradient.detach().clone()
+
+    for index, output in enumerate(outputs):
+        if output.requires_grad:
+            output.register_hook(functools.partial(keep, index))
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
