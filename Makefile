@@ -12,8 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Two workers of one thread each: with more threads than cores the tests get slower, not faster.
-PYTEST := -m pytest -n 2
+# Two workers of one thread each: with more threads than cores the tests get slower, not faster. Some tests take minutes,
+# so a worker without work takes over what another has not begun.
+PYTEST := -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo converge test test-all lint format matrix clean

@@ -20,6 +20,15 @@ def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(device)
 
 
+QUICK = [
+    ("qwen3", torch.float32),
+    ("gemma2", torch.float32),
+    ("llama", torch.bfloat16),
+    ("gemma3_text", torch.bfloat16),
+]
+"""What the fast tests take."""
+
+
 class Steps:
     """Follows the steps of a check: ``now`` is the one that runs, and ``before`` is called ahead of it."""
 
@@ -42,8 +51,14 @@ def damaged(model, path, change):
     return check_step(model, tokens_of(model, model.device), progress=Steps(before))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [
+        pytest.param(model_type, dtype, marks=() if (model_type, dtype) in QUICK else pytest.mark.slow)
+        for model_type in FAMILIES
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_the_fused_step_is_as_near_to_the_truth_as_the_stock_step(model_type, dtype, device):
     model = build(model_type, seed=1, dtype=dtype, device=device)
     found = check_step(model, tokens_of(model, device))

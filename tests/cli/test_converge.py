@@ -154,6 +154,7 @@ def _die(comparisons):
     os._exit(9)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
     from fused_norm.convergence import twin_trainer
     from fused_norm.patcher import apply_fused_norm

@@ -1,6 +1,7 @@
 """The suite on tiny models: every family is green, every planted fault is caught, work is kept."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from fused_norm.cli import main
 from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, Comparison
 from fused_norm.convergence.curve_charts import draw_curves
 from fused_norm.convergence.model_recipe import ModelRecipe
+from fused_norm.convergence.mutations import MUTATIONS
 from fused_norm.convergence.plan import Plan, with_mutations
 from fused_norm.convergence.report_page import render_page
 from fused_norm.convergence.result_store import ResultStore
@@ -66,15 +68,12 @@ def results_in(folder):
     return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["results"]}
 
 
-def test_a_family_is_green(tmp_path):
-    assert main(["converge", "llama", "--dtype", "bf16", "--out", str(tmp_path)]) == 0
-    assert {row["outcome"] for row in results_in(tmp_path).values()} == {"green"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3"])
-def test_the_quick_tier_is_green(family, tmp_path):
-    assert main(["converge", family, "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize(
+    ("family", "precision"), zip((name for name in FAMILIES if name != "qwen3"), itertools.cycle(("bf16", "mixed")))
+)
+def test_the_quick_tier_is_green(family, precision, tmp_path):
+    assert main(["converge", family, "--dtype", precision, "--out", str(tmp_path)]) == 0
     assert {row["outcome"] for row in results_in(tmp_path).values()} == {"green"}
 
 
@@ -86,29 +85,31 @@ def test_the_quick_tier_covers_features_and_executions(tmp_path):
     assert {row["comparison"]["feature"] for row in rows} == set(FEATURES)
 
 
+def one_fault_of_each_form():
+    """Each way to go wrong once where code is not compiled, the operators in turns: by family, the names of faults."""
+    forms = {}
+    for name, mutation in MUTATIONS.items():
+        if mutation.execution == "eager":
+            operator, _, form = name.partition("-")
+            forms.setdefault(form, []).append(operator)
+    chosen = {"granite": [], "gemma3_text": []}
+    for turn, (form, operators) in enumerate(forms.items()):
+        operator = operators[turn % len(operators)]
+        in_gemma = operator in ("qk_norm", "norm_add", "norm_add_norm") or form == "sandwich"
+        chosen["gemma3_text" if in_gemma else "granite"].append(f"{operator}-{form}")
+    return chosen
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "precision", "names"),
-    [("granite", "mixed", ""), ("qwen3", "fp32", "qk"), ("llama", "bf16", "rope")],
-)
-def test_no_fault_is_missed(family, precision, names):
-    """Together these have a scaled branch, a wide stream, heads, and a rotation by itself."""
-    planted = [each for each in with_mutations([Comparison(family, precision)]) if each.mutation.startswith(names)]
+@pytest.mark.parametrize(("family", "precision"), [("granite", "mixed"), ("gemma3_text", "bf16")])
+def test_no_fault_is_missed(family, precision):
+    """Together these have a scaled branch, a wide stream, sandwiches, heads, gates and a rotation by itself."""
+    names = one_fault_of_each_form()[family]
+    planted = [each for each in with_mutations([Comparison(family, precision)]) if each.mutation in names]
     outcomes = {result.comparison.mutation: result.outcome for result in run_plan(tiny_plan(planted), None, Silent())}
-    outcomes.pop("none", None)
-    assert len(outcomes) >= 13
-    assert "caught" in outcomes.values()
+    assert set(outcomes) == set(names)
     assert set(outcomes.values()) <= {"caught", "hidden"}
-
-
-FEW_FAULTS = ("add_rms_norm-casting", "add_rms_norm-dx-cut", "rms_norm-dw-tile", "add_rms_norm-in-place", "left-stock")
-
-
-@pytest.mark.slow
-def test_faults_are_caught():
-    planted = [each for each in with_mutations([Comparison("llama", "bf16")]) if each.mutation in FEW_FAULTS]
-    results = list(run_plan(tiny_plan(planted), None, Silent()))
-    assert {result.comparison.mutation: result.outcome for result in results} == dict.fromkeys(FEW_FAULTS, "caught")
+    assert list(outcomes.values()).count("caught") >= 0.8 * len(names)
 
 
 @pytest.mark.slow

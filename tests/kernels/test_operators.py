@@ -114,7 +114,8 @@ CALLS = pytest.mark.parametrize("index", range(14), ids=lambda i: f"{_calls('cpu
 NORMED_CALLS = pytest.mark.parametrize("index", range(10), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
 
 
-@pytest.mark.parametrize("layout", ["contiguous", pytest.param("transposed heads", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "transposed heads"])
 @CALLS
 def test_opcheck(index: int, layout: str, device: str) -> None:
     call = _calls(device, layout)[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -13,6 +14,15 @@ from fused_norm.model_configs import FAMILIES, build
 from fused_norm.spec import KINDS, Kind
 
 MODEL_TYPES = list(FAMILIES)
+
+QUICK_MODEL_TYPES = ("qwen3", "llama", "gemma3_text")
+"""Those that the fast tests take: with norms of heads, with rotations by themselves, with sandwiches."""
+
+SLOW_BUT_FOR_A_FEW = [
+    *QUICK_MODEL_TYPES,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MODEL_TYPES if name not in QUICK_MODEL_TYPES),
+]
+"""All of them, for tests that take long with each."""
 
 EXPERTS_ARE_MLPS = transformers.__version__.startswith("4.")
 """Each expert is a module of its own, like a dense MLP."""

@@ -59,7 +59,7 @@ def test_checkpointing_of_the_last_layer_alone_recomputes_it(device: str) -> Non
     [
         ("qwen3", "model.layers.1.self_attn.q_norm"),
         pytest.param("gemma3_text", "model.layers.0.self_attn.k_norm", marks=pytest.mark.slow),
-        ("gemma2", "model.layers.0.post_attention_layernorm"),
+        pytest.param("gemma2", "model.layers.0.post_attention_layernorm", marks=pytest.mark.slow),
         pytest.param("gemma2", "model.layers.1.post_feedforward_layernorm", marks=pytest.mark.slow),
         pytest.param("gemma2", "model.layers.1.input_layernorm", marks=pytest.mark.slow),
         pytest.param("qwen3", "model.norm", marks=pytest.mark.slow),
