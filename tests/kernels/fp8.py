@@ -29,8 +29,8 @@ def hard_rows(rows: int, width: int, dtype: torch.dtype, *, finite: bool = False
     values[1] = numbers.tiny
     values[2] = numbers.smallest_normal / 4
     values[3, width // 2] = numbers.max
-    values[4, 1] = 1.0 if finite else float("nan")
-    values[5, 2] = 1.0 if finite else -float("inf")
+    values[4, -1] = 1.0 if finite else float("nan")
+    values[5, width // 3] = 1.0 if finite else -float("inf")
     return values
 
 
@@ -56,6 +56,6 @@ def assert_same_codes(ours: Quantized, expected: Quantized) -> None:
         pairs.append((ours.transposed, expected.transposed))
     for one, other in pairs:
         assert_same_bits(one, other)
-        if 1 not in one.shape:
+        if min(one.shape, default=0) > 1:  # other strides mean nothing
             assert one.stride() == other.stride()
     assert ours.recipe == expected.recipe
