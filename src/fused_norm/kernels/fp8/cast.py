@@ -52,7 +52,7 @@ def dequantize(codes: Quantized) -> Tensor:
     values = q.to(torch.float32)
     if recipe.granularity != "group":
         return (values * codes.scale).contiguous()
-    rows = values.t() if along_rows else values.reshape(q.shape[:-1].numel(), q.shape[-1])
+    rows = values.t() if along_rows else values.reshape(math.prod(q.shape[:-1]), q.shape[-1])
     groups = -(-rows.shape[1] // recipe.group)
     if recipe.layout == "swizzled":
         scale = _unswizzled(codes.scale, rows.shape[0], groups).to(torch.float32)
@@ -86,7 +86,7 @@ def check_groups(name: str, recipe: FP8Recipe, width: int, transposed: bool) -> 
 
 def cast(y: Tensor, recipe: FP8Recipe, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and, if asked for, transposed codes of good arguments."""
-    rows, width = y.shape[:-1].numel(), y.shape[-1]
+    rows, width = math.prod(y.shape[:-1]), y.shape[-1]
     if recipe.axis == 0:
         q, scale = _cast_along_rows(y.reshape(rows, width), recipe)
         return q, scale, None
@@ -113,10 +113,10 @@ def empty_columns(like: Tensor, rows: int, columns: int, aligned: int) -> Tensor
     return like.new_empty((columns, step), dtype=torch.float32)[:, :rows].t()
 
 
-def empty_swizzled(like: Tensor, rows: int, groups: int) -> Tensor:
-    """Empty E8M0 scales in blocks of 32 by 16; zeros where kernels, whose tiles are as narrow, leave padding out."""
+def empty_swizzled(like: Tensor, rows: int, groups: int, *, zeros: bool = False) -> Tensor:
+    """Empty E8M0 scales in blocks of 32 by 16, or the smallest one everywhere, which is how padding looks."""
     shape = 32 * -(-rows // 128), 16 * -(-groups // 4)
-    made = like.new_zeros(shape, dtype=torch.uint8) if groups < 4 else like.new_empty(shape, dtype=torch.uint8)
+    made = like.new_zeros(shape, dtype=torch.uint8) if zeros else like.new_empty(shape, dtype=torch.uint8)
     return made.view(torch.float8_e8m0fnu)
 
 
