@@ -16,7 +16,7 @@ from fused_norm.kernels.fp8 import RECIPES, FP8Recipe, Quantized, dequantize, qu
 from fused_norm.kernels.fp8.cast import cast, cast_groups
 from fused_norm.kernels.fp8.codes import codes_of, rule_of, scale_of, values_of
 
-from .fp8 import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
+from .fp8_values import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
 from .numerics import BF16, DTYPES, FP16, FP32
 
 FP8 = pytest.mark.parametrize("code", [E4M3, E5M2], ids=["e4m3", "e5m2"])

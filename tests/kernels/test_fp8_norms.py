@@ -34,7 +34,7 @@ from fused_norm.kernels.operator import Operator, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
-from .fp8 import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
+from .fp8_values import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
 from .numerics import BF16, FP16, FP32
 
 Names = list[str]

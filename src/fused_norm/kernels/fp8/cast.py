@@ -169,7 +169,7 @@ def cast_groups(values: Tensor, amax: Tensor, recipe: FP8Recipe) -> tuple[Tensor
             multiplier = torch.exp2(torch.floor(torch.log2(multiplier)))
         scaled, scale = values * multiplier, 1.0 / multiplier
     elif recipe.formula in ("reciprocal", "quotient"):
-        scale = (amax.clamp(min=recipe.floor) if recipe.formula == "reciprocal" else amax + recipe.floor) / top
+        scale = _quotient(amax.clamp(min=recipe.floor) if recipe.formula == "reciprocal" else amax + recipe.floor, top)
         if recipe.power_of_2:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         scaled = values * (1.0 / scale) if recipe.formula == "reciprocal" else values / scale
@@ -188,8 +188,13 @@ def _power_of_2(amax: Tensor, formula: str, top: float) -> tuple[Tensor, Tensor]
         factor = torch.exp2(_BIAS - exponent.clamp(min=1).to(torch.float32))
         exponent = torch.where(amax.isnan(), 255, exponent)
         return exponent, torch.where(amax.isnan(), 0.0, factor)
-    scale = amax / top
+    scale = _quotient(amax, top)
     exponent = torch.ceil(torch.log2(scale)).clamp(-_BIAS, _BIAS) + _BIAS
     exponent = torch.where(amax.isnan(), 255.0, torch.where(scale.isinf(), 254.0, exponent))
     factor = torch.where(exponent == 0, 1.0, torch.exp2(_BIAS - exponent))
     return exponent, torch.where(amax.isnan(), amax, factor)
+
+
+def _quotient(values: Tensor, divisor: float) -> Tensor:
+    """A division that is rounded once: on CUDA PyTorch's own, by a number, multiplies by the reciprocal of it."""
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
