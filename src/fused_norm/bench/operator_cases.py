@@ -345,7 +345,7 @@ QUICK: tuple[OperatorCase, ...] = (
     OperatorCase("swiglu", 8, 64),
     OperatorCase("geglu", 8, 64),
     OperatorCase("norm", 1, 128, backward=False),
-    *(OperatorCase("fp8", 8, 256, backward=False, recipe=recipe) for recipe in _CAST_TO),
+    *(OperatorCase("fp8", 8, 128, backward=False, recipe=recipe) for recipe in _CAST_TO),
     OperatorCase("fp8-add", 8, 128, backward=False, recipe="rowwise"),
     *(OperatorCase("fp8-columns", 128, 128, backward=False, recipe=recipe) for recipe in _CAST_TO[1:4]),
 )
