@@ -1,6 +1,6 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
-from . import replay
+from . import fp8, replay
 from .add_rms_norm import add_rms_norm
 from .glu import glu
 from .norm_add import norm_add
@@ -13,6 +13,7 @@ from .rope import rope
 __all__ = [
     "MODES",
     "add_rms_norm",
+    "fp8",
     "glu",
     "norm_add",
     "norm_add_norm",

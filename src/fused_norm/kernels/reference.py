@@ -14,23 +14,30 @@ from ..spec import NormSpec
 
 
 def rms_norm(
-    spec: NormSpec, x: Tensor, weight: Tensor | None, *, inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt
+    spec: NormSpec,
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
     ``inverse_root`` is how ``v ** -0.5`` is spelled: modelling code differs in it, in the last place of an fp32.
+    ``dtype`` is what ``llama`` and ``gemma`` round to instead of x's own.
     """
     if spec.casting == "none":
         return _uncast(spec, x, weight, inverse_root)
+    dtype = dtype or x.dtype
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
     x_hat = x_wide * inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
     if spec.casting == "llama":
-        x_hat = x_hat.to(x.dtype)
+        x_hat = x_hat.to(dtype)
         return x_hat if weight is None else gamma(weight, spec.zero_centered) * x_hat
     if weight is not None:
         x_hat = x_hat * gamma(weight.to(wide), spec.zero_centered)
-    return x_hat.to(x.dtype)
+    return x_hat.to(dtype)
 
 
 def add_rms_norm(
