@@ -394,7 +394,9 @@ def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Call
     assert launched() == []
 
 
-def test_gpus_that_cannot_cast_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_cannot_cast_take_the_reference_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     capability = {"sm": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability["sm"])
     monkeypatch.setattr(torch.version, "hip", None)
@@ -402,8 +404,9 @@ def test_gpus_that_cannot_cast_take_the_reference(monkeypatch: pytest.MonkeyPatc
     for sm, casts in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         capability["sm"] = sm
         codes._casts_to_fp8.cache_clear()
-        assert codes._casts_to_fp8(device) is casts
+        assert [codes._casts_to_fp8(device) for _ in range(2)] == [casts, casts]
     codes._casts_to_fp8.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
@@ -455,6 +458,7 @@ def _operator_calls(device: str) -> list[tuple[Operator, tuple[Tensor | None, ..
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(6))
 def test_opcheck(index: int, device: str) -> None:
     operator, tensors, options = _operator_calls(device)[index]
@@ -473,7 +477,8 @@ def test_opcheck(index: int, device: str) -> None:
 
 
 @pytest.mark.usefixtures("large_graphs")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> None:
     torch._dynamo.reset()
     leaves = [one[6:] if one.dim() == 2 else one for one in ADDED.tensors((10, 128), device)]

@@ -2,6 +2,7 @@
 
 from . import fp8, replay
 from .add_rms_norm import add_rms_norm
+from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .glu import glu
 from .norm_add import norm_add
 from .norm_add_norm import norm_add_norm
@@ -13,6 +14,7 @@ from .rope import rope
 __all__ = [
     "MODES",
     "add_rms_norm",
+    "add_rms_norm_fp8",
     "fp8",
     "glu",
     "norm_add",
@@ -21,5 +23,6 @@ __all__ = [
     "qk_norm_rope",
     "replay",
     "rms_norm",
+    "rms_norm_fp8",
     "rope",
 ]

@@ -7,6 +7,7 @@ codes) and RULE, a ``ScaleRule``.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ from .recipe import FP8Recipe
 
 CODES_OF_KERNELS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The dtypes of codes that kernels read and write."""
+
+logger = logging.getLogger("fused_norm")
 
 _input_group = tl.constexpr(INPUT_GROUP)
 
@@ -87,7 +90,11 @@ def runs_fp8_kernels_on(recipe: FP8Recipe, *tensors: Tensor | None) -> bool:
 
 @lru_cache(maxsize=64)
 def _casts_to_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
+        return True
+    if not torch.compiler.is_compiling():
+        logger.warning("norms give FP8 by PyTorch's operators on %s, where Triton is not known to cast to it", device)
+    return False
 
 
 def in_bytes(scales: Tensor) -> Tensor:
