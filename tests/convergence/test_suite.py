@@ -94,7 +94,8 @@ def one_fault_of_each_form():
             forms.setdefault(form, []).append(operator)
     chosen = {"granite": [], "gemma3_text": []}
     for turn, (form, operators) in enumerate(forms.items()):
-        operator = operators[turn % len(operators)]
+        # Half a last place in the gradients of a few heads is at the limit of what so small a model shows.
+        operator = "add_rms_norm" if form == "dx-cut" else operators[turn % len(operators)]
         in_gemma = operator in ("qk_norm", "norm_add", "norm_add_norm") or form == "sandwich"
         chosen["gemma3_text" if in_gemma else "granite"].append(f"{operator}-{form}")
     return chosen
