@@ -21,6 +21,7 @@ from ..spec import NormSpec
 from .activation_recognition import Activation, Formula
 from .forward_rewrite import Rewrite
 from .fused_norm_module import (
+    READERS,
     explain,
     is_plain,
     may_be_bypassed,
@@ -164,6 +165,8 @@ class FusedBlock(nn.Module):
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
+        return None
+    if READERS in norm.__dict__:  # which the kernel does not serve
         return None
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
