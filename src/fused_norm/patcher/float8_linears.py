@@ -88,7 +88,7 @@ class NormReaders:
 
         Takes what the norm's own operator takes.
         """
-        if not self._may_read(norm, x, residual, weight):
+        if not self.may_read(norm, x, residual, weight):
             return None
         named: Any = {
             "recipe": self.input_cast.recipe, "casting": spec.casting, "zero_centered": spec.zero_centered
@@ -103,7 +103,7 @@ class NormReaders:
         y = quantized_activation(NormResult(spec, s, weight, codes.rstd), made, codes.carrier)
         return y if residual is None else (y, s)
 
-    def _may_read(self, norm: nn.Module, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool:
+    def may_read(self, norm: nn.Module, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool:
         """Return whether the linears would get codes, and nobody else would see them."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return False

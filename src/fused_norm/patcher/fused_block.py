@@ -166,11 +166,13 @@ class FusedBlock(nn.Module):
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
-    if READERS in norm.__dict__:  # which the kernel does not serve
-        return None
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
+    readers = norm.__dict__.get(READERS)
+    if readers is not None and readers.may_read(norm, x, residual, weight):
+        s = NORM_ADD(spec, x, residual, inner_weight)
+        return norm(s), s
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 

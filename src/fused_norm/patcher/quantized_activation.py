@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.fp8 import FP8Recipe, Quantized, rms_norm_columns_fp8
@@ -155,7 +156,8 @@ class QuantizedActivation(Tensor):
     @property
     def exact(self) -> Tensor:
         """y, in this tensor's shape."""
-        return self.result.y().view(self.shape)
+        with _disable_current_modes():  # whoever traces this tensor asks for what is there
+            return self.result.y().view(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({self.exact!r})"
