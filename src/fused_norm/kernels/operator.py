@@ -109,6 +109,8 @@ class Operator(ABC):
     options: ClassVar[str] = ""
     """The schema of what follows the tensors."""
     outputs: ClassVar[tuple[str, ...]]
+    not_differentiable: ClassVar[tuple[str, ...]] = ()
+    """The outputs that no gradient flows into. An operator with such outputs has no executor."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     saved: ClassVar[str]
@@ -140,6 +142,8 @@ class Operator(ABC):
         self.function = _autograd_function(self)
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+        if self.not_differentiable:
+            return
         _operators.append(self)
         if _make_executor is not None:
             self.executor = _make_executor(self)
@@ -346,11 +350,14 @@ def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[T
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
     differentiated = len(operator.gradients)
     rest = (None,) * (operator.tensor_count - differentiated + operator.option_count)
+    outputs_apart = [operator.outputs.index(output) for output in operator.not_differentiable]
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
         saved, facts = operator.save(arguments, results)
         ctx.save_for_backward(*saved)
+        if outputs_apart:
+            ctx.mark_non_differentiable(*(results[index] for index in outputs_apart if results[index] is not None))
         ctx.set_materialize_grads(False)
         ctx.spec_and_facts = spec, facts
         return operator.only_outputs(results)

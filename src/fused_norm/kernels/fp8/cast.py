@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from .quantized import Quantized, carrier_of
-from .recipe import FP8Recipe, recipe_of
+from .recipe import RECIPES, FP8Recipe, recipe_of
+
+INPUT_GROUP = RECIPES["coat_input"].group
+"""Columns that share a scale where a norm reads codes."""
 
 _BIAS = 127
 """Of the exponents of fp32 and E8M0."""
@@ -57,6 +60,12 @@ def dequantize(codes: Quantized) -> Tensor:
         scale = codes.scale.t() if along_rows else codes.scale.reshape(rows.shape[0], groups)
     rows = rows * scale.repeat_interleave(recipe.group, dim=1)[:, : rows.shape[1]]
     return rows.t().contiguous() if along_rows else rows.reshape(q.shape)
+
+
+def numbers_of(codes: Tensor, scale: Tensor) -> Tensor:
+    """The products of codes [..., N] and their scales [..., N / 16], in fp32."""
+    grouped = codes.detach().to(torch.float32).unflatten(-1, (-1, INPUT_GROUP))
+    return (grouped * scale.detach().to(torch.float32).unsqueeze(-1)).flatten(-2)
 
 
 def check_groups(name: str, recipe: FP8Recipe, width: int, transposed: bool) -> None:

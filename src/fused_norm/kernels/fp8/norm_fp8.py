@@ -2,18 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...spec import Casting, NormSpec
 from .. import reference
+from ..add_rms_norm import ADD_RMS_NORM
 from ..arguments import check_norm, check_residual, check_scale
-from ..operator import norm_spec
-from .cast import cast, check_groups
+from ..operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from ..plans import WIDEST_FORWARD
+from ..rms_norm import RMS_NORM
+from .backward_kernels import launch_backward_from_codes
+from .cast import INPUT_GROUP, cast, check_groups, numbers_of
+from .codes import runs_fp8_kernels_on
+from .forward_kernels import empty_fp8_norm, launch_fp8_norm
 from .quantized import Quantized, carrier_of, on_carrier
-from .recipe import RECIPES, FP8Recipe, recipe_of
+from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_of
 
-_INPUT_GROUP = RECIPES["coat_input"].group
+
+class _NormToFP8(Operator):
+    """What the operators share: the recipe and ``transposed`` are the last of their options."""
+
+    options = f"{RECIPE_OPTIONS}, bool transposed"
+    not_differentiable = ("q", "scale", "transposed", "rstd")
+
+    def takes(self, *arguments: Any) -> bool:
+        recipe, _ = _recipe_in(arguments)
+        return arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(recipe, *arguments[: self.tensor_count])
+
+
+def _recipe_in(arguments: Sequence[Any]) -> tuple[FP8Recipe, bool]:
+    """The recipe among an operator's arguments, and whether codes are wanted transposed as well."""
+    return FP8Recipe(*arguments[-10:-1]), arguments[-1]
+
+
+class RMSNormFP8(_NormToFP8):
+    """``rms_norm_fp8`` of an x that is no codes, as an operator."""
+
+    name = "rms_norm_fp8"
+    tensors = "Tensor x, Tensor? weight"
+    outputs = ("q", "scale", "transposed", "carrier", "rstd")
+    saved = "Tensor x, Tensor? weight, Tensor rstd"
+    gradients = ("dx", "dw")
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, weight = arguments[:2]
+        check_norm(self.name, x, weight)
+        check_recipe(self.name, *_recipe_in(arguments), x)
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
+        x, weight = arguments[:2]
+        return _cast_norm(reference.rms_norm(spec, x, weight), x, spec, arguments)
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight = arguments[:2]
+        recipe, transposed = _recipe_in(arguments)
+        outputs = empty_fp8_norm(spec, x, None, weight, recipe, transposed)
+        if launch:
+            launch_fp8_norm(spec, x, None, None, weight, recipe, outputs)
+        return *outputs[:4], outputs.rstd
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        return (*arguments[:2], results[-1]), ()
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+        return RMS_NORM.differentiate(spec, call._replace(incoming=call.incoming[3:4]), by)
+
+
+class AddRMSNormFP8(_NormToFP8):
+    """``add_rms_norm_fp8`` as an operator."""
+
+    name = "add_rms_norm_fp8"
+    tensors = "Tensor x, Tensor residual, Tensor? weight"
+    options = f"float scale, {_NormToFP8.options}"
+    outputs = ("q", "scale", "transposed", "carrier", "s", "rstd")
+    saved = "Tensor s, Tensor? weight, Tensor rstd"
+    facts = ADD_RMS_NORM.facts
+    gradients = ("dx", "dr", "dw")
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, residual, weight, scale = arguments[:4]
+        check_norm(self.name, x, weight)
+        check_residual(self.name, x, residual)
+        check_scale(self.name, scale)
+        check_recipe(self.name, *_recipe_in(arguments), x)
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
+        x, residual, weight, scale = arguments[:4]
+        y, s = reference.add_rms_norm(spec, x, residual, weight, scale)
+        *quantised, rstd = _cast_norm(y, s, spec, arguments)
+        return *quantised, s.contiguous(), rstd
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, residual, weight, scale = arguments[:4]
+        recipe, transposed = _recipe_in(arguments)
+        outputs = empty_fp8_norm(spec, x, residual, weight, recipe, transposed)
+        if launch:
+            launch_fp8_norm(spec, x, None, residual, weight, recipe, outputs, scale)
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, residual, weight, scale = arguments[:4]
+        s, rstd = results[4:]
+        return (s, weight, rstd), (x.dtype, residual.dtype, scale)
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+        return ADD_RMS_NORM.differentiate(spec, call._replace(incoming=call.incoming[3:5]), by)
+
+
+class RMSNormOfFP8(_NormToFP8):
+    """``rms_norm_fp8`` of codes, as an operator; x is the carrier of what they stand for."""
+
+    name = "rms_norm_of_fp8"
+    tensors = "Tensor x, Tensor? weight, Tensor codes, Tensor codes_scale"
+    outputs = RMSNormFP8.outputs
+    saved = "Tensor codes, Tensor codes_scale, Tensor? weight, Tensor rstd"
+    facts = "ScalarType x_dtype"
+    gradients = ("dx", "dw")
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, weight, codes, scale = arguments[:4]
+        if not codes.is_floating_point() or codes.dtype.itemsize != 1:
+            raise TypeError(f"rms_norm_fp8: with x_scale x must be FP8 codes, not {codes.dtype}")
+        if codes.dim() == 0 or codes.shape[-1] % INPUT_GROUP:
+            raise ValueError(f"rms_norm_fp8: codes x must have groups of {INPUT_GROUP}, not shape {tuple(codes.shape)}")
+        if scale.shape != (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP) or not scale.is_floating_point():
+            raise ValueError(
+                f"rms_norm_fp8: x_scale must have a number for each {INPUT_GROUP} columns of x, whose shape is"
+                f" {tuple(codes.shape)}, not {tuple(scale.shape)} of {scale.dtype}"
+            )
+        if x.shape != codes.shape or x.device != codes.device or scale.device != codes.device:
+            raise ValueError("rms_norm_fp8: x_carrier and x_scale must go with x, in shape and device")
+        if spec.casting == "none":
+            raise ValueError("rms_norm_fp8: casting 'none' rounds all it computes to x's dtype, which codes have not")
+        check_norm("rms_norm_fp8", x, weight)
+        check_recipe("rms_norm_fp8", *_recipe_in(arguments), x)
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
+        x, weight, codes, scale = arguments[:4]
+        values = on_carrier(numbers_of(codes, scale), x)
+        return _cast_norm(reference.rms_norm(spec, values, weight, dtype=x.dtype), values, spec, arguments)
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, codes, scale = arguments[:4]
+        recipe, transposed = _recipe_in(arguments)
+        outputs = empty_fp8_norm(spec, codes, None, weight, recipe, transposed, x.dtype)
+        if launch:
+            launch_fp8_norm(spec, codes, scale, None, weight, recipe, outputs, stands_for=x.dtype)
+        return *outputs[:4], outputs.rstd
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, weight, codes, scale = arguments[:4]
+        return (codes, scale, weight, results[-1]), (x.dtype,)
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        codes, scale, weight, rstd = call.saved
+        need_dx, need_dw = call.needed
+        dx = codes.new_empty(codes.shape, dtype=call.facts[0]) if need_dx else None
+        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        if launch:
+            launch_backward_from_codes(spec, call.incoming[3], codes, scale, weight, rstd, dx, dw)
+        return dx, dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        codes, scale, weight, _ = call.saved
+        dx, dw = reference.rms_norm_backward(spec, call.incoming[3], numbers_of(codes, scale), weight)
+        return dx.to(call.facts[0]), dw
+
+
+RMS_NORM_FP8 = RMSNormFP8()
+ADD_RMS_NORM_FP8 = AddRMSNormFP8()
+RMS_NORM_OF_FP8 = RMSNormOfFP8()
 
 
 def rms_norm_fp8(
@@ -54,15 +216,15 @@ def rms_norm_fp8(
         ValueError: for an unknown recipe or casting, for groups that do not divide a row, for the transpose of codes
             that share their scale along a row, and where ``rms_norm`` raises it.
     """
-    name, recipe, spec = "rms_norm_fp8", recipe_of(recipe), norm_spec(casting, zero_centered, eps)
+    recipe, spec = recipe_of(recipe), norm_spec(casting, zero_centered, eps)
+    options = (*recipe.options, transposed)
     if x_scale is None:
-        check_norm(name, x, weight)
-        y, s = reference.rms_norm(spec, x, weight), x
+        q, scale, qt, carrier, rstd = RMS_NORM_FP8.checked(spec, x, weight, *options)
     else:
-        s, dtype = _dequantised(name, spec, x, x_scale, x_carrier, weight)
-        y = reference.rms_norm(spec, s, weight, dtype=dtype)
-    check_recipe(name, recipe, x, transposed)
-    return _quantised(y, s, spec, recipe, transposed)
+        if x_carrier is None:
+            x_carrier = x.new_empty((), dtype=torch.bfloat16).expand(x.shape)
+        q, scale, qt, carrier, rstd = RMS_NORM_OF_FP8.checked(spec, x_carrier, weight, x, x_scale, *options)
+    return Quantized(q, scale, recipe, carrier, qt if transposed else None, rstd)
 
 
 def add_rms_norm_fp8(
@@ -99,50 +261,24 @@ def add_rms_norm_fp8(
         TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
         ValueError: for a residual of another shape or device, and where ``rms_norm_fp8`` raises it.
     """
-    name, recipe, spec = "add_rms_norm_fp8", recipe_of(recipe), norm_spec(casting, zero_centered, eps)
-    check_norm(name, x, weight)
-    check_residual(name, x, residual)
-    check_scale(name, scale)
-    check_recipe(name, recipe, x, transposed)
-    y, s = reference.add_rms_norm(spec, x, residual, weight, scale)
-    s = s.contiguous()
-    return _quantised(y, s, spec, recipe, transposed), s
+    recipe, spec = recipe_of(recipe), norm_spec(casting, zero_centered, eps)
+    q, codes_scale, qt, carrier, s, rstd = ADD_RMS_NORM_FP8.checked(
+        spec, x, residual, weight, scale, *recipe.options, transposed
+    )
+    return Quantized(q, codes_scale, recipe, carrier, qt if transposed else None, rstd), s
 
 
-def check_recipe(name: str, recipe: FP8Recipe, x: Tensor, transposed: bool) -> None:
+def check_recipe(name: str, recipe: FP8Recipe, transposed: bool, x: Tensor) -> None:
     """Raises ValueError where a recipe does not go with the rows of x, or is not along them."""
     if recipe.axis != -1:
         raise ValueError(f"{name}: scales must be shared along a row; rms_norm_columns_fp8 takes recipes along columns")
     check_groups(name, recipe, x.shape[-1], transposed)
 
 
-def _quantised(y: Tensor, s: Tensor, spec: NormSpec, recipe: FP8Recipe, transposed: bool) -> Quantized:
-    """What a norm returns for the y that the reference has made of s."""
-    rstd = None
+def _cast_norm(y: Tensor, s: Tensor, spec: NormSpec, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Codes, scales, transposed codes, carrier and rstd, from the y that the reference has made of s."""
     with torch.no_grad():
-        q, scale, qt = cast(y.detach(), recipe, transposed)
-        if y.requires_grad:
-            wide = s.detach().to(torch.promote_types(s.dtype, torch.float32))
-            rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
-    return Quantized(q, scale, recipe, carrier_of(y), qt, rstd)
-
-
-def _dequantised(
-    name: str, spec: NormSpec, x: Tensor, x_scale: Tensor, carrier: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor, torch.dtype]:
-    """Codes times scales in fp32, and the dtype of the tensor that they stand for."""
-    if not x.dtype.itemsize == 1 or not x.is_floating_point():
-        raise TypeError(f"{name}: with x_scale x must be FP8 codes, not {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] % _INPUT_GROUP or x_scale.shape != (*x.shape[:-1], x.shape[-1] // _INPUT_GROUP):
-        raise ValueError(
-            f"{name}: x_scale must have a scale for each {_INPUT_GROUP} columns of x, not shape {tuple(x_scale.shape)}"
-            f" for x's {tuple(x.shape)}"
-        )
-    if carrier is not None and carrier.shape != x.shape:
-        raise ValueError(f"{name}: x_carrier has shape {tuple(carrier.shape)}, and x {tuple(x.shape)}")
-    if spec.casting == "none":
-        raise ValueError(f"{name}: casting 'none' rounds what it computes to x's dtype, and codes have none")
-    grouped = x.detach().to(torch.float32).unflatten(-1, (-1, _INPUT_GROUP))
-    values = (grouped * x_scale.detach().to(torch.float32).unsqueeze(-1)).flatten(-2)
-    check_norm(name, values, weight)
-    return on_carrier(values, carrier), torch.bfloat16 if carrier is None else carrier.dtype
+        q, scale, qt = cast(y.detach(), *_recipe_in(arguments))
+        wide = s.detach().to(torch.promote_types(s.dtype, torch.float32))
+        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
+    return q, scale, qt, carrier_of(y), rstd

@@ -25,10 +25,10 @@ class Quantized:
         recipe: how they were made.
         carrier: a tensor of y's shape and dtype without storage of its own, one element expanded. It holds no numbers:
             it is y's place in autograd's graph, to which whoever reads the codes hands the gradient of y, because codes
-            can carry no gradient. Under transforms of ``torch.func`` it is y. None where nothing is differentiated.
+            can carry no gradient. Under transforms of ``torch.func`` it is y. None where
+            nothing can be differentiated.
         transposed: y's codes once more as [N, M], contiguous; None unless asked for.
-        rstd: fp32 [..., 1], from which y can be made again (``rms_norm_columns_fp8``); None unless a norm has made y
-            and a gradient is wanted.
+        rstd: fp32 [..., 1] where a norm has made y, which can be made again from it (``rms_norm_columns_fp8``).
     """
 
     q: Tensor
@@ -55,7 +55,7 @@ class _CarrierOf(torch.autograd.Function):
 
 
 def carrier_of(y: Tensor) -> Tensor:
-    """The carrier of a y that is there; y gets what the carrier gets. Transforms have y itself, which they look into."""
+    """The carrier of a y that is there, which gets what the carrier gets; transforms, which look inside, have y."""
     return y if is_transformed() else _CarrierOf.apply(y)
 
 

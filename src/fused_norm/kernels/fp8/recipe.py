@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -73,13 +73,29 @@ class FP8Recipe:
                 f"layout {self.layout!r} does not go with formula {self.formula!r} and granularity"
                 f" {self.granularity!r}: scales of groups have layouts, and E8M0 ones are swizzled"
             )
-        if not self.floor >= 0.0 or self.aligned < 1:
-            raise ValueError(f"floor must not be negative and aligned at least 1, not {self.floor} and {self.aligned}")
+        if self.layout != "swizzled" and not 1e-30 <= self.floor < float("inf"):
+            raise ValueError(f"floor must be 1e-30 or more, so that zeros have an fp32 scale, not {self.floor!r}")
+        if self.aligned < 1:
+            raise ValueError(f"aligned must be 1 or more, not {self.aligned!r}")
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What ``FP8Recipe(*options)`` makes the recipe of again, as operators take it: see ``RECIPE_OPTIONS``."""
+        return (
+            self.granularity, self.group, self.dtype, self.formula, self.power_of_2, self.floor, self.layout,
+            self.aligned, self.axis,
+        )  # fmt: skip
 
     def along_rows(self) -> FP8Recipe:
         """The same recipe with scales shared along columns, over rows."""
         return replace(self, axis=0)
 
+
+RECIPE_OPTIONS = (
+    "str granularity, int group, ScalarType dtype, str formula, bool power_of_2, float floor, str layout,"
+    " int aligned, int axis"
+)
+"""The schema of a recipe among an operator's options."""
 
 RECIPES: dict[str, FP8Recipe] = {
     # torchao's and torch's scaled products'

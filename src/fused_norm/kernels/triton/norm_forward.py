@@ -21,7 +21,7 @@ from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dt
 
 
 @triton.jit
-def _add(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
+def add_rounded(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
     """The sum of residual and scaled branch; product and sum are rounded by themselves, as two operators round them."""
     if scale is not None:
         x = round_to(x * scale, x_dtype)
@@ -38,7 +38,7 @@ def _forward_tile(
     total = load_tile(x, row, col, live)
     s_dtype: tl.constexpr = x[0].dtype.element_ty if r[0] is None else s[0].dtype.element_ty
     if r[0] is not None:
-        total = _add(total, load_tile(r, row, col, live), scale, x[0].dtype.element_ty, s_dtype)
+        total = add_rounded(total, load_tile(r, row, col, live), scale, x[0].dtype.element_ty, s_dtype)
         store_tile(s, row, col, live, total)
     rstd = rstd_of(total, rstd_ptr, row, M, eps, s_dtype, N, SPEC)
     out = normalised(total, rstd, s_dtype, SPEC)
@@ -88,7 +88,7 @@ def _load_sum(x, r, s, row, col, scale, N: tl.constexpr):
     total = total.to(tl.float32)
     if r_ptr is not None:
         res = tl.load(r_ptr + row * r_stride + col[None, :], mask=live, other=0.0, eviction_policy="evict_first")
-        total = _add(total, res.to(tl.float32), scale, x_ptr.dtype.element_ty, s_ptr.dtype.element_ty)
+        total = add_rounded(total, res.to(tl.float32), scale, x_ptr.dtype.element_ty, s_ptr.dtype.element_ty)
         tl.store(s_ptr + row * s_stride + col[None, :], total, mask=live)
     return total
 
