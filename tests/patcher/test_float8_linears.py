@@ -144,7 +144,8 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         slow("qwen3", "tensorwise", False),
         slow("qwen3", "rowwise", False),
         slow("qwen3", "rowwise_with_gw_hp", True),
-        slow("qwen2", "tensorwise", False),
+        slow("granite", "tensorwise", False),
+        slow("gemma", "rowwise", False),
     ],
 )
 def test_a_model_has_the_bits_of_one_whose_linears_cast(
@@ -352,7 +353,7 @@ def test_linears_keep_no_16_bit_input(recipe: str, bytes_an_element: int, device
     attach(norm, linears)
     outputs = sum(linear(read) for read in [norm(x)] for linear in linears)
     held = kept_bytes(outputs.grad_fn)
-    expected = x.numel() * bytes_an_element
+    expected = x.numel() * (x.element_size() + bytes_an_element)  # x is kept for the backward of the norm
     assert expected <= held <= expected + 64 * 16  # rstd and scales
 
 
@@ -737,9 +738,7 @@ def test_it_is_undone_by_removal_and_by_applying_without(device: str) -> None:
     assert not any(isinstance(module, Float8Reader) for module in model.modules())
 
 
-def test_a_model_that_was_patched_first_and_converted_then_is_patched_again(
-    device: str, quantised: list[Any]
-) -> None:
+def test_a_model_that_was_patched_first_and_converted_then_is_patched_again(device: str, quantised: list[Any]) -> None:
     model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=torch.bfloat16, device=device)
     first = fused_norm.apply_fused_norm(model, fp8="auto", strict=False)
     assert list(rows(first)) == [""]
@@ -781,9 +780,7 @@ def test_linears_keep_their_names_parameters_and_classes() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, slow(lambda model: pickle.loads(pickle.dumps(model)), id="pickle")])
-def test_copies_quantise_for_their_own_linears(
-    copied: Callable[[Any], Any], device: str, quantised: list[Any]
-) -> None:
+def test_copies_quantise_for_their_own_linears(copied: Callable[[Any], Any], device: str, quantised: list[Any]) -> None:
     _, model = pair("llama", device, "rowwise")
     other = copied(model)
     for norm in PER_LAYER:

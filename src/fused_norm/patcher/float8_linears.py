@@ -19,7 +19,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels.fp8 import FP8Recipe, add_rms_norm_fp8, rms_norm_fp8
+from ..kernels.fp8 import FP8Recipe
+from ..kernels.fp8.codes import runs_fp8_kernels_on
+from ..kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
+from ..kernels.plans import WIDEST_FORWARD
 from ..spec import NormSpec
 from .fused_norm_module import has_hooks, has_origin_forward
 from .quantized_activation import Codes, NormResult, QuantizedActivation, quantized_activation
@@ -90,17 +93,16 @@ class NormReaders:
         """
         if not self.may_read(norm, x, residual, weight):
             return None
-        named: Any = {
-            "recipe": self.input_cast.recipe, "casting": spec.casting, "zero_centered": spec.zero_centered
-        }  # fmt: skip
+        recipe = self.input_cast.recipe
         if residual is None:
-            codes, s = rms_norm_fp8(x, weight, spec.eps, **named), x
+            q, dequantising, _, carrier, rstd = RMS_NORM_FP8(spec, x, weight, *recipe.options, False)
+            s = x
         else:
-            codes, s = add_rms_norm_fp8(x, residual, weight, spec.eps, scale=scale, **named)
-        assert codes.rstd is not None
-        assert codes.carrier is not None
-        made = Codes(codes.q, codes.scale.reciprocal(), codes.recipe)
-        y = quantized_activation(NormResult(spec, s, weight, codes.rstd), made, codes.carrier)
+            q, dequantising, _, carrier, s, rstd = ADD_RMS_NORM_FP8(
+                spec, x, residual, weight, scale, *recipe.options, False
+            )
+        codes = Codes(q, dequantising.reciprocal(), recipe)
+        y = quantized_activation(NormResult(spec, s, weight, rstd), codes, carrier)
         return y if residual is None else (y, s)
 
     def may_read(self, norm: nn.Module, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool:
@@ -109,6 +111,8 @@ class NormReaders:
             return False
         tensors = [one for one in (x, residual, weight) if one is not None]
         if not any(one.requires_grad for one in tensors) or x.shape[-1] == 0 or x.numel() == 0:
+            return False
+        if not runs_fp8_kernels_on(self.input_cast.recipe, x) or x.shape[-1] > WIDEST_FORWARD:
             return False
         if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
             return False

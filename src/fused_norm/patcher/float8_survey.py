@@ -95,7 +95,7 @@ def survey_float8(
                 for _, _, linear in readers.linears:
                     if id(linear) not in reading:
                         reading.add(id(linear))
-                        linears += change_to(linear, float8_reader_class(stock_class(linear), readers.input_cast))
+                        linears += change_to(linear, _reading(linear, readers.input_cast))
     for module in model.modules():
         if readers_of(module) is not None and id(module) not in quantising:
             norms.append(ReadersChange(module, None))
@@ -117,6 +117,11 @@ def why_no_float8(model: nn.Module) -> str | None:
     if not any(isinstance(module, linear) for module in model.modules()):
         return "the model has no float8 linears: convert it by torchao's convert_to_float8_training first"
     return None
+
+
+def _reading(linear: nn.Module, cast: InputCast) -> type[nn.Module]:
+    origin: Any = stock_class(linear)
+    return float8_reader_class(origin, cast)
 
 
 def _float8_linear() -> Any:
@@ -281,14 +286,15 @@ def computes_alike(config: Any, cast: InputCast) -> bool:
             for shape in ((2, 8, 32), (16, 32), 16, (2, 8, 16))
         )
         y[0, 0, 0] = torch.finfo(cast.recipe.dtype).max  # a tensor's scale is then a power of two, as emulation needs
-        linear = _float8_linear()(32, 16, bias=False, config=config)
+        origin = _float8_linear()
+        linear = origin(32, 16, bias=False, config=config)
         linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
         found = []
         for read in (False, True):
             leaf = y.clone().requires_grad_()
             given = leaf
             if read:
-                linear.__class__ = float8_reader_class(type(linear), cast)
+                linear.__class__ = float8_reader_class(origin, cast)
                 codes = quantize(leaf, cast.recipe)
                 assert codes.carrier is not None
                 made = Codes(codes.q, codes.scale.reciprocal(), codes.recipe)

@@ -134,8 +134,8 @@ class PatchReport:
         rows += [("kept", *row) for row in _grouped(keeping)]
         for status, fused in (("fused", True), ("kept", False)):
             norms = (row for row in self.fp8 or () if (row.reason is None) == fused)
-            found = (("fp8", row.module, row.reason or f"{row.recipe} codes", row.path) for row in norms)
-            rows += [(status, *row) for row in _grouped(found)]
+            quantising = (("fp8", row.module, row.reason or f"{row.recipe} codes", row.path) for row in norms)
+            rows += [(status, *row) for row in _grouped(quantising)]
         widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([self.summary(), *(lines if len(rows) > 1 else ())])

@@ -139,9 +139,7 @@ class QuantizedActivation(Tensor):
             shape: y's, or another one with the same last dimension.
             dtype: y's.
         """
-        self: QuantizedActivation = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=result.device
-        )
+        self: QuantizedActivation = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=result.device)
         self.result, self.codes = result, codes
         return self
 
@@ -159,7 +157,7 @@ class QuantizedActivation(Tensor):
         with _disable_current_modes():  # whoever traces this tensor asks for what is there
             return self.result.y().view(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"{type(self).__name__}({self.exact!r})"
 
     # What traces this tensor sees y, as every operator does.
@@ -170,10 +168,12 @@ class QuantizedActivation(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Tensor:
         return inner["exact"]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         self = args[0] if args else None
         if isinstance(self, QuantizedActivation):
@@ -216,4 +216,4 @@ class _OnCarrier(torch.autograd.Function):
 
 def quantized_activation(result: NormResult, codes: Codes, carrier: Tensor) -> Tensor:
     """The activation that stands for a norm's result; its gradient goes where the carrier's goes."""
-    return _OnCarrier.apply(carrier, result, codes)  # type: ignore[no-any-return]
+    return _OnCarrier.apply(carrier, result, codes)

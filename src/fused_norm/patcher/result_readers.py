@@ -128,8 +128,12 @@ def _of_name(statements: Sequence[ast.stmt], name: str, own: str, *, whole: bool
         raise SourceError("its result may be read by what follows")
 
 
-def _uses_in(statement: ast.stmt, name: str, own: str) -> Iterator[tuple[ast.Name, Use]]:
-    """The places in a statement where the name is an argument of a call of an own attribute."""
+def _uses_in(statement: ast.stmt, name: str, own: str) -> list[tuple[ast.Name, Use]]:
+    """The places in a statement, in order, where the name is an argument of a call of an own attribute."""
+    return sorted(_unordered_uses_in(statement, name, own), key=lambda use: (use[0].lineno, use[0].col_offset))
+
+
+def _unordered_uses_in(statement: ast.stmt, name: str, own: str) -> Iterator[tuple[ast.Name, Use]]:
     for node in ast.walk(statement):
         if not isinstance(node, ast.Call) or (attribute := _attribute(node.func, own)) is None:
             continue
