@@ -138,9 +138,9 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("model_type", "recipe", "emulate"),
     [
         ("llama", "tensorwise", False),
-        ("qwen3", "rowwise", True),
-        ("llama", "rowwise_with_gw_hp", False),
+        slow("llama", "rowwise_with_gw_hp", False),
         slow("llama", "rowwise", False),
+        slow("qwen3", "rowwise", True),
         slow("qwen3", "tensorwise", False),
         slow("qwen3", "rowwise", False),
         slow("qwen3", "rowwise_with_gw_hp", True),
@@ -163,7 +163,8 @@ def add_then_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor,
     return RMS_NORM(norm_spec("gemma", True, 1e-6), s, norm.weight, None), s
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", slow("tensorwise"), slow("rowwise_with_gw_hp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_behind_a_normed_branch_the_sum_is_made_first(
     recipe: str, device: str, quantised: list[Any], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,9 +176,10 @@ def test_behind_a_normed_branch_the_sum_is_made_first(
     assert_same_bits(step(separate, FEW), found)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["rowwise", slow("tensorwise"), slow("rowwise_with_gw_hp")])
 def test_the_input_is_cast_by_the_norm_alone(recipe: str, device: str, casts: list[str]) -> None:
     separate, quantising = pair("llama", device, recipe)
+    casts.clear()  # those of a trial, at the first patching
     loss = loss_of(separate, FEW)
     assert casts.count("input") == 7
     loss.backward()
@@ -432,23 +434,19 @@ LATER: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", LATER)
 def test_what_others_put_between_norm_and_linears_keeps_the_casts_apart(
-    change: str, device: str, quantised: list[Any], casts: list[str]
+    change: str, device: str, quantised: list[Any]
 ) -> None:
     _, model = pair("llama", device, "rowwise")
     layer = model.model.layers[0]
     LATER[change](layer)
-    seen: list[type] = []
     hidden = torch.randn(1, 16, model.config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
-    given = layer.input_layernorm(hidden)
-    seen.append(type(given))
-    assert seen == [Tensor]
+    assert type(layer.input_layernorm(hidden)) is Tensor
     assert not quantised
     assert type(layer.post_attention_layernorm(hidden)) is QuantizedActivation
 
 
-@pytest.mark.parametrize("recipe", ["rowwise"])
-def test_calls_without_gradient_and_of_other_dtypes_keep_the_casts_apart(recipe: str, device: str) -> None:
-    _, model = pair("llama", device, recipe)
+def test_calls_without_gradient_and_of_other_dtypes_keep_the_casts_apart(device: str) -> None:
+    _, model = pair("llama", device, "rowwise")
     norm = model.model.layers[0].input_layernorm
     hidden = torch.randn(1, 16, model.config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     assert type(norm(hidden)) is QuantizedActivation
@@ -489,7 +487,8 @@ class AlsoElsewhere(nn.Module):
         return self.linear(x) + x.sum(-1, keepdim=True) + 2 * x[..., :1]
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", slow("tensorwise"), slow("rowwise_with_gw_hp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_reader_that_nobody_knows_of_gets_the_result_itself(
     recipe: str, device: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,7 +670,8 @@ def test_a_norm_that_is_kept_does_not_quantise() -> None:
 def test_experts_read_a_result_in_other_ways() -> None:
     model = converted("qwen3_moe", "cpu", layers=2)
     report = fused_norm.apply_fused_norm(model, fp8="auto", strict=False)
-    assert all(path.endswith("input_layernorm") for path, reason in rows(report).items() if reason is None)
+    found = {path.removeprefix("model.layers.") for path, reason in rows(report).items() if reason is None}
+    assert found == {"0.input_layernorm", "0.post_attention_layernorm", "1.input_layernorm"}  # the first MLP is dense
 
 
 def test_without_float8_linears_there_is_one_row_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -745,7 +745,7 @@ def test_a_model_that_was_patched_first_and_converted_then_is_patched_again(devi
     float8.convert_to_float8_training(model, module_filter_fn=lambda module, path: "lm_head" not in path)
     second = fused_norm.apply_fused_norm(model, fp8="auto")
     assert set(rows(second).values()) == {None}
-    loss_of(model, FEW).backward()
+    loss_of(model, FEW)
     assert len(quantised) == 2
     float8.convert_to_float8_training(
         model, config=config_of("rowwise"), module_filter_fn=lambda module, path: "lm_head" not in path
@@ -779,7 +779,8 @@ def test_linears_keep_their_names_parameters_and_classes() -> None:
     assert model.state_dict().keys() == state.keys()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, slow(lambda model: pickle.loads(pickle.dumps(model)), id="pickle")])
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_quantise_for_their_own_linears(copied: Callable[[Any], Any], device: str, quantised: list[Any]) -> None:
     _, model = pair("llama", device, "rowwise")
     other = copied(model)
@@ -846,8 +847,8 @@ def replicated(fp8: Any, recipe: str, rank: int, ranks: int) -> list[Tensor]:
 
 def assert_ranks_have_the_same_bits(rank: int, ranks: int) -> None:
     calls = count_quantised(setattr)
-    for run, count in ((sharded, 3), (replicated, 2)):
-        for recipe in RECIPES:
+    for run, count, recipes in ((sharded, 3, ("tensorwise", "rowwise")), (replicated, 2, ("rowwise_with_gw_hp",))):
+        for recipe in recipes:
             separate = run(None, recipe, rank, ranks)
             assert not calls
             quantising = run("auto", recipe, rank, ranks)

@@ -157,7 +157,7 @@ class QuantizedActivation(Tensor):
         with _disable_current_modes():  # whoever traces this tensor asks for what is there
             return self.result.y().view(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"{type(self).__name__}({self.exact!r})"
 
     # What traces this tensor sees y, as every operator does.
