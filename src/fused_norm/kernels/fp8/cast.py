@@ -113,6 +113,13 @@ def empty_columns(like: Tensor, rows: int, columns: int, aligned: int) -> Tensor
     return like.new_empty((columns, step), dtype=torch.float32)[:, :rows].t()
 
 
+def empty_swizzled(like: Tensor, rows: int, groups: int) -> Tensor:
+    """Empty E8M0 scales in blocks of 32 by 16; zeros where kernels, whose tiles are as narrow, leave padding out."""
+    shape = 32 * -(-rows // 128), 16 * -(-groups // 4)
+    made = like.new_zeros(shape, dtype=torch.uint8) if groups < 4 else like.new_empty(shape, dtype=torch.uint8)
+    return made.view(torch.float8_e8m0fnu)
+
+
 def swizzled(scale: Tensor) -> Tensor:
     """E8M0 scales [M, G] in blocks of 32 by 16, see ``FP8Recipe``."""
     rows, groups = scale.shape

@@ -87,6 +87,11 @@ def _casts_to_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def in_bytes(scales: Tensor) -> Tensor:
+    """E8M0 scales as the bytes that kernels write."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+
+
 @triton.jit
 def magnitude_bits(values, live):
     """The bits of magnitudes, 0 where nothing is live."""

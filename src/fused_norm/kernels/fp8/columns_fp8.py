@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...spec import Casting
+from ...spec import Casting, NormSpec
 from ..norm_from_rstd import NORM_FROM_RSTD
-from ..operator import norm_spec
+from ..operator import Facts, Operator, Tensors, norm_spec
 from .cast import cast, check_groups
+from .codes import runs_fp8_kernels_on
+from .column_kernels import empty_columns_fp8, launch_columns_fp8
 from .quantized import Quantized
-from .recipe import FP8Recipe, recipe_of
+from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_of
+
+
+class RMSNormColumnsFP8(Operator):
+    """``rms_norm_columns_fp8`` as an operator, which has no gradients; it gives codes as [N, M]."""
+
+    name = "rms_norm_columns_fp8"
+    tensors = "Tensor x, Tensor? weight, Tensor rstd"
+    options = RECIPE_OPTIONS
+    outputs = ("q", "scale")
+    not_differentiable = outputs
+    saved = ""
+    gradients = ()
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        NORM_FROM_RSTD.check(spec, *arguments[:3])
+        check_groups(self.name, FP8Recipe(*arguments[3:]), arguments[0].shape[-1], False)
+
+    def takes(self, *arguments: Any) -> bool:
+        return runs_fp8_kernels_on(FP8Recipe(*arguments[3:]), *arguments[:3])
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
+        q, scale, _ = cast(NORM_FROM_RSTD.reference(spec, *arguments[:3]), FP8Recipe(*arguments[3:]))
+        return q.t(), scale
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, rstd, *options = arguments
+        recipe = FP8Recipe(*options)
+        outputs = empty_columns_fp8(x, recipe)
+        if launch:
+            launch_columns_fp8(spec, x, weight, rstd, recipe, *outputs)
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        return (), ()
+
+
+RMS_NORM_COLUMNS_FP8 = RMSNormColumnsFP8()
 
 
 def rms_norm_columns_fp8(
@@ -44,10 +86,7 @@ def rms_norm_columns_fp8(
         ValueError: for a recipe with one scale for the tensor, whose codes are the forward's; for casting ``none``,
             under which the forward uses another rstd than it keeps; and for shapes that do not fit.
     """
-    name, recipe = "rms_norm_columns_fp8", recipe_of(recipe).along_rows()
-    check_groups(name, recipe, x.shape[-1], False)
-    spec = norm_spec(casting, zero_centered, eps)
+    recipe, spec = recipe_of(recipe).along_rows(), norm_spec(casting, zero_centered, eps)
     with torch.no_grad():
-        y = NORM_FROM_RSTD.checked(spec, x, weight, rstd)
-        q, scale, _ = cast(y, recipe)
-    return Quantized(q, scale, recipe)
+        q, scale = RMS_NORM_COLUMNS_FP8.checked(spec, x, weight, rstd, *recipe.options)
+    return Quantized(q.t(), scale, recipe)

@@ -21,8 +21,8 @@ from ..triton.language import load_gamma, load_tile, normalised, round_to, rows_
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, promoted, same_rows
 from ..triton.norm_forward import add_rounded
-from .cast import cast, empty_columns
-from .codes import codes_of, load_input, magnitude_bits, rule_of, scale_of, store_scales
+from .cast import cast, empty_columns, empty_swizzled
+from .codes import codes_of, in_bytes, load_input, magnitude_bits, rule_of, scale_of, store_scales
 from .recipe import FP8Recipe
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -182,13 +182,6 @@ def _empty_scale(x: Tensor, rows: int, width: int, recipe: FP8Recipe) -> Tensor:
     return x.new_empty((*x.shape[:-1], width // recipe.group), dtype=torch.float32)
 
 
-def empty_swizzled(like: Tensor, rows: int, groups: int) -> Tensor:
-    """Empty E8M0 scales in blocks of 32 by 16; zeros where kernels, whose tiles are as narrow, leave padding out."""
-    shape = 32 * -(-rows // 128), 16 * -(-groups // 4)
-    made = like.new_zeros(shape, dtype=torch.uint8) if groups < 4 else like.new_empty(shape, dtype=torch.uint8)
-    return made.view(torch.float8_e8m0fnu)
-
-
 _planned: dict[Any, tuple[ForwardPlan, Launch]] = {}
 _tiles_planned: dict[Any, Launch] = {}
 
@@ -242,7 +235,7 @@ def launch_fp8_norm(
     plan, launch = planned
     amax = x.new_zeros((1,), dtype=torch.int32) if whole else None
     used = torch.empty_like(rstd) if whole and spec.casting == "none" else None
-    written = (None, None) if whole else (q, _in_bytes(scales))
+    written = (None, None) if whole else (q, in_bytes(scales))
     padded = -(-rows // 128) * 128 if recipe.layout == "swizzled" else rows
     launch(
         (-(-padded // plan.rows), 1),
@@ -298,8 +291,3 @@ def _scale_strides(scales: Tensor, recipe: FP8Recipe) -> tuple[int, int]:
     if recipe.granularity != "group" or recipe.layout == "swizzled":
         return 0, 0
     return (1, scales.stride(1)) if recipe.layout == "columns" else (scales.shape[-1], 1)
-
-
-def _in_bytes(scales: Tensor) -> Tensor:
-    """E8M0 scales as the bytes that kernels write."""
-    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
