@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import logging
 import pickle
 import socket
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -684,13 +685,44 @@ def test_without_float8_linears_there_is_one_row_that_says_so(caplog: pytest.Log
     assert report.counts["norm"] == 3
 
 
-def test_without_torchao_there_is_one_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else find(name))
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ModuleNotFoundError("No module named 'torchao'", name="torchao"),
+            "torchao is not installed, which has the float8 linears: pip install torchao",
+        ),
+        (ImportError("no such name"), "the installed torchao cannot be used: ImportError: no such name"),
+    ],
+)
+def test_without_a_torchao_that_can_be_used_there_is_one_row_that_says_so(
+    error: ImportError, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing() -> None:
+        raise error
+
+    monkeypatch.setattr(float8_survey, "_float8_linear", failing)
     model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
     report = fused_norm.apply_fused_norm(model, fp8="auto", strict=False)
-    assert rows(report) == {"": "torchao is not installed, which has the float8 linears: pip install torchao"}
+    assert rows(report) == {"": reason}
     assert report.counts["norm"] == 3
+
+
+@pytest.mark.slow
+def test_torchao_is_imported_for_the_option_alone_and_may_be_missing() -> None:
+    code = """
+import sys
+import fused_norm
+from fused_norm.model_configs import build
+model = build("llama", seed=0)
+fused_norm.apply_fused_norm(model)
+fused_norm.remove_fused_norm(model)
+assert not any(name.startswith("torchao") for name in sys.modules)
+sys.modules["torchao"] = None
+(row,) = fused_norm.apply_fused_norm(model, fp8="auto").fp8
+assert row.reason == "torchao is not installed, which has the float8 linears: pip install torchao", row
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_torchao_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -106,14 +104,13 @@ def survey_float8(
 
 def why_no_float8(model: nn.Module) -> str | None:
     """The reason why no norm of the model can quantise for float8 linears of torchao."""
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed, which has the float8 linears: pip install torchao"
     try:
         linear = _float8_linear()
         product_of_codes()
     except Exception as error:  # whatever the import of a release that does not go with this PyTorch raises
-        version = importlib.metadata.version("torchao")
-        return f"torchao {version} cannot be used: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torchao":
+            return "torchao is not installed, which has the float8 linears: pip install torchao"
+        return f"the installed torchao cannot be used: {type(error).__name__}: {error}"
     if not any(isinstance(module, linear) for module in model.modules()):
         return "the model has no float8 linears: convert it by torchao's convert_to_float8_training first"
     return None
