@@ -720,7 +720,13 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"
 fused_norm.apply_fused_norm(model)
 fused_norm.remove_fused_norm(model)
 assert not any(name.partition(".")[0] == "torchao" for name in sys.modules)
-sys.modules["torchao"] = None
+
+class Absent:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] == "torchao":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
 (row,) = fused_norm.apply_fused_norm(model, fp8="auto").fp8
 assert row.reason == "torchao is not installed, which has the float8 linears: pip install torchao", row
 """
