@@ -34,6 +34,7 @@ from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import float8_linears, float8_survey
+from fused_norm.patcher.class_swap import float8_reader_class
 from fused_norm.patcher.float8_linears import Float8Reader
 from fused_norm.patcher.quantized_activation import NormResult, QuantizedActivation
 
@@ -398,9 +399,6 @@ def linear_of(width: int, outputs: int, recipe: str, device: str) -> Any:
 
 def attach(norm: Any, linears: list[Any]) -> nn.Module:
     """Let the norm quantise for these linears, as ``apply_fused_norm`` does for those that it finds."""
-    from fused_norm.patcher.class_swap import float8_reader_class
-    from fused_norm.patcher.float8_survey import ReadersChange
-
     holder = nn.Module()
     named = []
     for index, linear in enumerate(linears):
@@ -408,7 +406,7 @@ def attach(norm: Any, linears: list[Any]) -> nn.Module:
         linear.__class__ = float8_reader_class(Float8Linear, cast)
         setattr(holder, f"linear_{index}", linear)
         named.append((holder, f"linear_{index}", linear))
-    ReadersChange(norm, float8_linears.NormReaders(cast, tuple(named), ())).make()
+    float8_survey.ReadersChange(norm, float8_linears.NormReaders(cast, tuple(named), ())).make()
     return holder
 
 
@@ -502,9 +500,10 @@ def test_a_reader_that_nobody_knows_of_gets_the_result_itself(
     assert quantised
 
 
+@pytest.mark.parametrize("reads_another_norm", [False, True])
 @pytest.mark.parametrize("other", ["tensorwise", "rowwise_with_gw_hp"])
-def test_a_float8_linear_of_another_recipe_gets_the_result_itself(
-    other: str, device: str, quantised: list[Any]
+def test_a_float8_linear_of_another_recipe_multiplies_what_it_would_have_cast(
+    other: str, reads_another_norm: bool, device: str, quantised: list[Any]
 ) -> None:
     norm = fused_norm_of(64, device)
     stranger, reader = (linear_of(64, 32, recipe, device) for recipe in (other, "rowwise"))
@@ -514,6 +513,8 @@ def test_a_float8_linear_of_another_recipe_gets_the_result_itself(
     expected.sum().backward()
     gradient, x.grad = x.grad, None
     attach(norm, [reader])
+    if reads_another_norm:
+        stranger.__class__ = float8_reader_class(Float8Linear, float8_survey.input_cast_of(stranger))
     found = stranger(norm(x))
     found.sum().backward()
     assert quantised
