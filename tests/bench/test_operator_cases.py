@@ -27,6 +27,16 @@ def test_least_bytes_count_each_activation_once(case, forward, backward):
     assert case.bytes("backward", torch.float32) == backward * case.rows * case.width * 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [("tensorwise", 4), ("rowwise", 64 * 4), ("block128", 64 * 2 * 4), ("mxfp8", 64 * 8)]
+)
+def test_codes_are_bytes_and_scales_count(recipe, scales):
+    norm, add = (OperatorCase(name, 64, 256, backward=False, recipe=recipe) for name in ("fp8", "fp8-add"))
+    assert norm.bytes("forward", torch.bfloat16) == 64 * 256 * 3 + scales
+    assert add.bytes("forward", torch.bfloat16) == 64 * 256 * 7 + scales
+    assert norm.name == f"fp8 64x256 {recipe}"
+
+
 @pytest.mark.parametrize("operator", ["qk", "rope"])
 def test_all_heads_are_moved(operator):
     assert (

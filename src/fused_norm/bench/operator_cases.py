@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import reference
+from ..kernels.fp8 import RECIPES, Quantized, dequantize
 from ..spec import NormSpec
 
-OperatorName = Literal["norm", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu"]
+OperatorName = Literal["norm", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu", "fp8", "fp8-add"]
 Direction = Literal["forward", "backward"]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -22,7 +23,8 @@ NormFunction = Callable[[Tensor, Tensor], Tensor]
 AddNormFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 RotaryFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 GateFunction = Callable[[Tensor, Tensor], Tensor]
-OperatorFunction = Callable[..., tuple[Tensor, ...]]
+OperatorFunction = Callable[..., tuple[Any, ...]]
+"""From the arguments of a call to its outputs: tensors, or one in FP8 as ``Quantized``."""
 
 
 class _TensorCounts(NamedTuple):
@@ -53,6 +55,9 @@ _TENSOR_COUNTS: dict[OperatorName, _TensorCounts] = {
     "rotate": _TensorCounts((2, 2), 2, 2, 0),
     "swiglu": _TensorCounts((3, 5), 2, 1, 0),
     "geglu": _TensorCounts((3, 5), 2, 1, 0),
+    # without the codes, which are of one byte
+    "fp8": _TensorCounts((1, 2), 1, 1, 1),
+    "fp8-add": _TensorCounts((3, 3), 2, 2, 1),
 }
 
 LLAMA = NormSpec("llama")
@@ -74,6 +79,7 @@ class OperatorCase:
         spec: what the norms compute.
         heads: numbers of query and of key heads; (0, 0) for operators other than ``qk``, ``rope`` and ``rotate``.
         backward: measure the backward too.
+        recipe: the name of the FP8 recipe of ``fp8`` and ``fp8-add``.
     """
 
     operator: OperatorName
@@ -82,6 +88,7 @@ class OperatorCase:
     spec: NormSpec = LLAMA
     heads: tuple[int, int] = (0, 0)
     backward: bool = True
+    recipe: str = ""
 
     @property
     def group(self) -> str:
@@ -90,14 +97,19 @@ class OperatorCase:
 
     @property
     def name(self) -> str:
-        """The name in tables and for ``--rows``, such as ``norm 8192x4096`` or ``qk 16384x(32+8)x128``."""
+        """The name in tables and for ``--rows``: ``norm 8192x4096``, ``qk 16384x(32+8)x128``, ``fp8 8x64 rowwise``."""
         heads = f"({self.heads[0]}+{self.heads[1]})x" if any(self.heads) else ""
-        return f"{self.group} {self.rows}x{heads}{self.width}"
+        return f"{self.group} {self.rows}x{heads}{self.width} {self.recipe}".rstrip()
 
     def bytes(self, direction: Direction, dtype: torch.dtype) -> int:
-        """The least bytes that a call must read and write: every activation once, without weights, cos and sin."""
+        """The least bytes that a call must read and write: every activation, code and scale once, nothing else."""
         elements = self.rows * self.width * (sum(self.heads) or 1)
-        return _TENSOR_COUNTS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
+        moved = _TENSOR_COUNTS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
+        if not self.recipe or direction == "backward":
+            return moved
+        recipe = RECIPES[self.recipe]
+        scales = {"tensor": 1, "row": self.rows}.get(recipe.granularity) or elements // recipe.group
+        return moved + elements + scales * (1 if recipe.layout == "swizzled" else 4)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, *, seed: int) -> OperatorInputs:
         """Random inputs and gradients of the outputs, drawn from ``seed``; gamma is not near one."""
@@ -196,6 +208,8 @@ def compose_operator(
         "rotate": rotate,
         "swiglu": lambda gate, up: (gated(gate, up),),
         "geglu": lambda gate, up: (gated(gate, up),),
+        "fp8": lambda x, w: (norm(x, w),),
+        "fp8-add": add_norm,
     }
     return operators[operator]
 
@@ -217,14 +231,16 @@ def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Te
     return [output.detach() for output in outputs], list(gradients)
 
 
-def worst_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def worst_error(results: Sequence[Tensor | Quantized], exact: Sequence[Tensor]) -> float:
     """The largest relative error of any row, so that one wrong row among a million shows; NaN where a result is NaN.
 
+    Codes and scales count as the numbers that they stand for.
     The error of a row is the norm of the difference over the norm of the exact row. In a vector, a weight's gradient,
     it is that of an element over the root mean square of the vector.
     """
     errors = []
-    for result, true in zip(results, exact, strict=True):
+    for one, true in zip(results, exact, strict=True):
+        result = dequantize(one) if isinstance(one, Quantized) else one
         error = result.detach().double() - true
         if true.dim() == 1:
             errors.append(error.abs().max() / true.square().mean().sqrt())
@@ -233,8 +249,13 @@ def worst_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """The largest ``worst_error`` of a right result, four roundings to ``dtype``; that of a wrong row is about one."""
+def tolerance(dtype: torch.dtype, case: OperatorCase | None = None) -> float:
+    """The largest ``worst_error`` of a right result, four roundings to ``dtype``; that of a wrong row is about one.
+
+    ``case``: one whose result are FP8 codes has at most half a unit of their four bits, and what saturates an eighth.
+    """
+    if case is not None and case.recipe:
+        return 0.125
     return max(4 * torch.finfo(dtype).eps, 1e-4)
 
 
@@ -287,7 +308,17 @@ DECODING: tuple[OperatorCase, ...] = tuple(
     for width in (4096, 8192)
     for rows in (1, 16, 64)
 )
-CASES = TRAINING + DECODING
+_CAST_TO = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
+TO_FP8: tuple[OperatorCase, ...] = (
+    *(
+        OperatorCase("fp8", 8192, width, backward=False, recipe=recipe)
+        for width in (4096, 2048, 8192)
+        for recipe in _CAST_TO
+    ),
+    *(OperatorCase("fp8-add", 8192, 4096, backward=False, recipe=recipe) for recipe in _CAST_TO),
+)
+"""The backward of these is that of ``norm`` and ``add``."""
+CASES = TRAINING + DECODING + TO_FP8
 
 MODES: tuple[OperatorCase, ...] = tuple(
     OperatorCase("norm", rows, width, backward=False)
@@ -308,5 +339,7 @@ QUICK: tuple[OperatorCase, ...] = (
     OperatorCase("swiglu", 8, 64),
     OperatorCase("geglu", 8, 64),
     OperatorCase("norm", 1, 128, backward=False),
+    *(OperatorCase("fp8", 8, 256, backward=False, recipe=recipe) for recipe in _CAST_TO),
+    OperatorCase("fp8-add", 8, 128, backward=False, recipe="rowwise"),
 )
 """Tiny cases of every operator, for ``--quick``."""

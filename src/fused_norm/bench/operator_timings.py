@@ -147,8 +147,8 @@ def _measure(
             calls = operator_calls(provider.build(case), direction, sets, copy_gradients=provider.overwrites_gradients)
             _poison(exact, device)
             error = worst_error(calls[0](), exact)
-            if not error <= tolerance(dtype):
-                detail = f"relative error {error:.1e}, and {tolerance(dtype):.1e} is allowed"
+            if not error <= (allowed := tolerance(dtype, case)):
+                detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
                 return replace(result, verdict="wrong", detail=detail, error=error if math.isfinite(error) else None)
             result = replace(result, error=error, timing=gpu_time(calls, device, seconds=run.seconds(0.1)))
             return replace(result, profiled=_profiled(calls, device)) if profile else result

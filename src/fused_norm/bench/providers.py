@@ -69,7 +69,41 @@ def _stock(case: OperatorCase) -> OperatorFunction:
         s = r + x
         return norm(s, w), s
 
-    return compose_operator(case.operator, norm, add_norm)
+    operator = compose_operator(case.operator, norm, add_norm)
+    return _then_cast(operator, case.recipe) if case.recipe else operator
+
+
+def _then_cast(norm: OperatorFunction, name: str) -> OperatorFunction:
+    """An operator, and torchao's cast of its first output."""
+    if importlib.util.find_spec("torchao") is None or name not in ("tensorwise", "rowwise", "block128", "mxfp8"):
+        raise NotImplementedError(f"torchao has no cast {name} here")
+    from torchao.float8.float8_scaling_utils import ScalingGranularity, hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.prototype.blockwise_fp8_training import kernels as blockwise
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    recipe = kernels.fp8.RECIPES[name]
+    granularity = ScalingGranularity.AXISWISE if name == "rowwise" else ScalingGranularity.TENSORWISE
+
+    def cast(y: Tensor) -> kernels.fp8.Quantized:
+        if name == "block128":
+            on_gpu = blockwise.triton_fp8_blockwise_act_quant_lhs
+            q, scale = on_gpu(y) if y.is_cuda else blockwise.torch_blockwise_scale_act_quant_lhs(y)
+        elif name == "mxfp8":  # which torchao makes of bf16 and fp32 alone
+            scale, q = to_mx(y.float() if y.dtype == torch.float16 else y, recipe.dtype, 32, is_swizzled_scales=True)
+        else:
+            made = hp_tensor_to_float8_dynamic(
+                y, recipe.dtype, LinearMMConfig(), scaling_granularity=granularity,
+                axiswise_dim=-1 if name == "rowwise" else None, round_scales_to_power_of_2=recipe.power_of_2,
+            )  # fmt: skip
+            q, scale = made._data, made._scale.reciprocal()
+        return kernels.fp8.Quantized(q, scale, recipe)
+
+    def run(*arguments: Tensor) -> tuple[Any, ...]:
+        y, *rest = norm(*arguments)
+        return cast(y), *rest
+
+    return run
 
 
 def _refuse_others(name: str, case: OperatorCase, *operators: OperatorName) -> None:
@@ -79,7 +113,7 @@ def _refuse_others(name: str, case: OperatorCase, *operators: OperatorName) -> N
 
 
 def _torch(case: OperatorCase) -> OperatorFunction:
-    _refuse_others("torch", case, "rotate", "swiglu", "geglu")
+    _refuse_others("torch", case, "rotate", "swiglu", "geglu", "fp8", "fp8-add")
     eps, centered = case.spec.eps, case.spec.zero_centered
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -106,6 +140,7 @@ def _liger(case: OperatorCase) -> OperatorFunction:
         LigerSiLUMulFunction,
     )
 
+    _refuse_others("liger", case, "fp8", "fp8-add")
     spec, offset = case.spec, float(case.spec.zero_centered)
     # As Liger patches models: in place, which is fastest, unless the gradient that it is given is needed again.
     in_place = case.operator not in ("post", "sandwich")
@@ -143,7 +178,7 @@ def _liger(case: OperatorCase) -> OperatorFunction:
 def _quack(case: OperatorCase) -> OperatorFunction:
     from quack.rmsnorm import rmsnorm
 
-    _refuse_others("quack", case, "swiglu", "geglu")
+    _refuse_others("quack", case, "swiglu", "geglu", "fp8", "fp8-add")
     eps, offset = case.spec.eps, float(case.spec.zero_centered)
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -178,6 +213,8 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "rotate": lambda q, k, *angles: kernels.rope(q.transpose(1, 2), k.transpose(1, 2), *angles),
         "swiglu": lambda gate, up: (kernels.glu(gate, up, "silu"),),
         "geglu": lambda gate, up: (kernels.glu(gate, up, "gelu_tanh"),),
+        "fp8": lambda x, w: (kernels.fp8.rms_norm_fp8(x, w, recipe=case.recipe, **semantics),),
+        "fp8-add": partial(kernels.fp8.add_rms_norm_fp8, recipe=case.recipe, **semantics),
     }
     return operators[case.operator]
 
@@ -196,10 +233,18 @@ def _in_mode(mode: str) -> Callable[[OperatorCase], OperatorFunction]:
 
 FUSED = Provider("fused", _fused, compiles=True)
 PEERS = (
-    Provider("stock", _stock),
+    Provider("stock", _stock, refuses=(NotImplementedError,)),
     Provider("torch", _torch, refuses=(NotImplementedError,)),
-    Provider("compile", _compile, on_cpu=False, compiles=True),
-    Provider("liger", _liger, "liger_kernel", on_cpu=False, compiles=True, overwrites_gradients=True),
+    Provider("compile", _compile, on_cpu=False, compiles=True, refuses=(NotImplementedError,)),
+    Provider(
+        "liger",
+        _liger,
+        "liger_kernel",
+        on_cpu=False,
+        compiles=True,
+        overwrites_gradients=True,
+        refuses=(NotImplementedError,),
+    ),
     Provider("quack", _quack, "quack", on_cpu=False, compiles=True, refuses=(NotImplementedError,)),
 )
 PROVIDERS = {provider.name: provider for provider in (*PEERS, FUSED)}
@@ -210,7 +255,7 @@ FUSED_MODES = (
     *(Provider(mode, _in_mode(mode), compiles=True, refuses=(ValueError,)) for mode in kernels.MODES),
 )
 
-PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
+PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels", "torchao": "torchao"}
 _LIGER_IMPLEMENTATION = "LIGER_KERNEL_IMPL"  # Liger reads it at its import and at calls: a choice for a whole run.
 
 

@@ -93,10 +93,10 @@ def cast(y: Tensor, recipe: FP8Recipe, transposed: bool = False) -> tuple[Tensor
     y = y.contiguous()
     if recipe.granularity != "group":
         amax = _amax(y.reshape(1, -1) if recipe.granularity == "tensor" else y)
-        q, scale = _codes(y, amax.reshape(()) if recipe.granularity == "tensor" else amax, recipe)
+        q, scale = cast_groups(y, amax.reshape(()) if recipe.granularity == "tensor" else amax, recipe)
         return q, scale, q.reshape(rows, width).t().contiguous() if transposed else None
     grouped = y.reshape(rows, width // recipe.group, recipe.group)
-    q, scale = _codes(grouped, _amax(grouped), recipe)
+    q, scale = cast_groups(grouped, _amax(grouped), recipe)
     scale = scale.squeeze(-1)
     if recipe.layout == "swizzled":
         scale = swizzled(scale)
@@ -140,13 +140,13 @@ def _cast_along_rows(y: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor]:
     """Codes and scales of y [M, N], the scales shared along columns: those of its transpose, row by row."""
     rows = y.shape[0]
     if recipe.granularity == "row":
-        q, scale = _codes(y.t().contiguous(), _amax(y.t()), recipe)
+        q, scale = cast_groups(y.t().contiguous(), _amax(y.t()), recipe)
         return q.t(), scale.reshape(1, -1)
     groups = -(-rows // recipe.group)
     padded = y.new_zeros(y.shape[1], groups * recipe.group)
     padded[:, :rows] = y.t()
     grouped = padded.reshape(y.shape[1], groups, recipe.group)
-    q, scale = _codes(grouped, _amax(grouped), recipe)
+    q, scale = cast_groups(grouped, _amax(grouped), recipe)
     scale = scale.squeeze(-1)
     scale = swizzled(scale) if recipe.layout == "swizzled" else scale.t().clone(memory_format=torch.contiguous_format)
     return q.reshape(y.shape[1], groups * recipe.group)[:, :rows].contiguous().t(), scale
@@ -159,7 +159,7 @@ def _amax(values: Tensor) -> Tensor:
     return values.abs().amax(-1, keepdim=True)
 
 
-def _codes(values: Tensor, amax: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor]:
+def cast_groups(values: Tensor, amax: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor]:
     """The codes of values and their scales, given the magnitudes that scales are for, which broadcast against them."""
     top = torch.finfo(recipe.dtype).max
     values, amax = values.to(torch.float32), amax.to(torch.float32)

@@ -224,7 +224,7 @@ def _decoded_by_hand(codes, dtype: tl.constexpr):
         value = tl.where(magnitude == 0x7F, float("nan"), value)
     else:
         value = tl.where(magnitude > 0x7C, float("nan"), tl.where(magnitude == 0x7C, float("inf"), value))
-    return tl.where(code > 127, -value, value)
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,61 @@
+"""Values that casts to FP8 find hard, and equality of codes and scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.kernels.fp8 import RECIPES, FP8Recipe, Quantized
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+ALL_RECIPES: dict[str, FP8Recipe] = {
+    **RECIPES,
+    "rceil": replace(RECIPES["mxfp8"], formula="rceil"),
+    "deepgemm powers": replace(RECIPES["deepgemm"], power_of_2=True),
+    "tensorwise powers": replace(RECIPES["tensorwise"], power_of_2=True),
+}
+
+
+def hard_rows(rows: int, width: int, dtype: torch.dtype, *, finite: bool = False) -> Tensor:
+    """Rows of many magnitudes, the first of them zero, tiny, subnormal and huge ones, with NaN and with inf."""
+    values = torch.randn(rows, width) * torch.exp2(torch.randint(-12, 12, (rows, 1)).float())
+    values = values.to(dtype)
+    numbers = torch.finfo(dtype)
+    values[0] = 0
+    values[1] = numbers.tiny
+    values[2] = numbers.smallest_normal / 4
+    values[3, width // 2] = numbers.max
+    values[4, -1] = 1.0 if finite else float("nan")
+    values[5, width // 3] = 1.0 if finite else -float("inf")
+    return values
+
+
+def in_bits(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor as integers, every NaN as the same one."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    nan = tensor.float().isnan()
+    return tensor.contiguous().view(integers).masked_fill(nan, torch.iinfo(integers).max)
+
+
+def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
+    """The same shape, dtype and bits; one NaN is as good as another."""
+    assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+    differing = in_bits(ours) != in_bits(expected)
+    assert not differing.any(), (differing.sum(), ours.float()[differing][:4], expected.float()[differing][:4])
+
+
+def assert_same_codes(ours: Quantized, expected: Quantized) -> None:
+    """The same codes and scales, in the same layout."""
+    pairs: list[tuple[Any, Any]] = [(getattr(ours, name), getattr(expected, name)) for name in ("q", "scale")]
+    assert (ours.transposed is None) == (expected.transposed is None)
+    if ours.transposed is not None:
+        pairs.append((ours.transposed, expected.transposed))
+    for one, other in pairs:
+        assert_same_bits(one, other)
+        if min(one.shape, default=0) > 1:  # other strides mean nothing
+            assert one.stride() == other.stride()
+    assert ours.recipe == expected.recipe

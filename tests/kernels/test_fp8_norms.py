@@ -1,0 +1,489 @@
+"""Norms that give FP8: the codes of the unfused sequence bit for bit, and the 16-bit operators' gradients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels import add_rms_norm, rms_norm
+from fused_norm.kernels.fp8 import (
+    RECIPES,
+    FP8Recipe,
+    Quantized,
+    add_rms_norm_fp8,
+    codes,
+    dequantize,
+    quantize,
+    rms_norm_columns_fp8,
+    rms_norm_fp8,
+)
+from fused_norm.kernels.fp8.column_kernels import empty_columns_fp8, launch_columns_fp8
+from fused_norm.kernels.fp8.columns_fp8 import RMS_NORM_COLUMNS_FP8
+from fused_norm.kernels.fp8.forward_kernels import FP8Outputs, empty_fp8_norm, launch_fp8_norm
+from fused_norm.kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8, RMS_NORM_OF_FP8
+from fused_norm.kernels.operator import Operator, norm_spec
+from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
+from fused_norm.kernels.triton import memory
+
+from .fp8 import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
+from .numerics import BF16, FP16, FP32
+
+Names = list[str]
+
+
+class Case(NamedTuple):
+    """A norm, with a residual where ``r`` is its dtype."""
+
+    x: torch.dtype = BF16
+    w: torch.dtype | None = BF16
+    r: torch.dtype | None = None
+    casting: Any = "llama"
+    zero_centered: bool = False
+    scale: float = 1.0
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        return {"casting": self.casting, "zero_centered": self.zero_centered}
+
+    def tensors(self, shape: tuple[int, ...], device: str) -> list[Tensor]:
+        """x, the residual if there is one, and the weight if there is one; the first rows are hard ones."""
+        made = [hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], self.x).view(shape)]
+        if self.r is not None:
+            made.append((2 * torch.randn(shape)).to(self.r))
+            made[-1].view(-1, shape[-1])[0] = 0
+        if self.w is not None:
+            made.append((1.5 * torch.randn(shape[-1])).to(self.w))
+        return [tensor.to(device) for tensor in made]
+
+    def fused(self, recipe: str | FP8Recipe, tensors: list[Tensor], **how: Any) -> tuple[Quantized, Tensor | None]:
+        x, *rest = tensors
+        weight = rest.pop() if self.w is not None else None
+        if self.r is None:
+            return rms_norm_fp8(x, weight, recipe=recipe, **self.meaning, **how), None
+        return add_rms_norm_fp8(x, *rest, weight, recipe=recipe, scale=self.scale, **self.meaning, **how)
+
+    def unfused(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The 16-bit operator's ``(y, s)``."""
+        x, *rest = tensors
+        weight = rest.pop() if self.w is not None else None
+        if self.r is None:
+            return rms_norm(x, weight, **self.meaning), None
+        return add_rms_norm(x, *rest, weight, scale=self.scale, **self.meaning)
+
+
+LLAMA, ADDED = Case(), Case(r=BF16)
+CASES = [
+    LLAMA,
+    ADDED,
+    Case(FP16, BF16),
+    Case(FP32, FP32, FP32, scale=0.37),
+    Case(BF16, FP32, FP32, "gemma", True),
+    Case(BF16, None, FP16),
+    Case(BF16, BF16, BF16, "none", scale=0.22),
+    Case(FP16, FP16, None, "none"),
+]
+FEW = [LLAMA, Case(FP32, BF16, BF16, "gemma", True)]
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(one) for one in case))
+
+
+def slow_unless(few: list[Any], every: list[Any]) -> list[Any]:
+    return [one if one in few else pytest.param(one, marks=pytest.mark.slow) for one in every]
+
+
+def assert_unfused_codes(case: Case, recipe: FP8Recipe, shape: tuple[int, ...], device: str) -> None:
+    """Codes, scales, sum and columns of a norm are those of the casts of the 16-bit operator's result."""
+    tensors = case.tensors(shape, device)
+    whole = recipe.granularity == "tensor"
+    (made, s), (y, expected_s) = case.fused(recipe, tensors, transposed=whole), case.unfused(tensors)
+    assert_same_codes(made, quantize(y, recipe, transposed=whole))
+    assert (made.carrier.shape, made.carrier.dtype) == (y.shape, y.dtype)
+    assert made.carrier.untyped_storage().nbytes() == y.element_size()
+    assert made.carrier.isnan().all()
+    if s is not None:
+        assert_same_bits(s, expected_s)
+    if not whole and case.casting != "none":
+        weight = None if case.w is None else tensors[-1]
+        total = tensors[0] if s is None else s
+        columns = rms_norm_columns_fp8(total, weight, made.rstd, recipe=recipe, **case.meaning)
+        assert_same_codes(columns, quantize(y, recipe.along_rows()))
+
+
+@pytest.mark.parametrize("name", ALL_RECIPES)
+@pytest.mark.parametrize("case", slow_unless(FEW, CASES), ids=lambda case: "-".join(str(one) for one in case))
+def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, device: str) -> None:
+    assert_unfused_codes(case, ALL_RECIPES[name], (7, 128), device)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8"])
+def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) -> None:
+    assert_unfused_codes(ADDED, replace(RECIPES[name], dtype=E5M2), (6, 128), device)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("tensorwise", (131, 37)),
+        ("rowwise", (7, 1)),
+        ("block128", (3, 5, 384)),
+        ("mxfp8", (6, 32)),
+        ("mxfp8", (7, 160)),
+        pytest.param("mxfp8", (133, 96), marks=pytest.mark.slow),
+        pytest.param("block128", (133, 128), marks=pytest.mark.slow),
+        pytest.param("deepgemm", (257, 256), marks=pytest.mark.slow),
+        pytest.param("coat_input", (133, 48), marks=pytest.mark.slow),
+        pytest.param("rowwise", (7, 5000), marks=pytest.mark.slow),
+        pytest.param("tensorwise", (7, 5000), marks=pytest.mark.slow),
+        pytest.param("block128", (6, WIDEST_FORWARD), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_odd_shapes(name: str, shape: tuple[int, ...], device: str) -> None:
+    assert_unfused_codes(LLAMA, RECIPES[name], shape, device)
+
+
+def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
+    return list(
+        torch.autograd.grad(
+            outputs, [t for t in tensors if t.requires_grad], incoming, retain_graph=True, allow_unused=True
+        )
+    )
+
+
+@EVERY_CASE
+def test_gradients_are_those_of_the_16_bit_operator(case: Case, device: str) -> None:
+    tensors = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    (y, s), (made, fused_s) = case.unfused(leaves), case.fused("block128", leaves)
+    assert [one.requires_grad for one in (made.q, made.scale, made.rstd)] == [False] * 3
+    assert made.carrier.requires_grad
+    outputs, fused = [y], [made.carrier]
+    if s is not None:
+        outputs, fused = [y, s], [made.carrier, fused_s]
+    incoming = [torch.randn_like(one) for one in outputs]
+    for count in range(1, len(outputs) + 1):
+        ours, expected = (gradients(some[:count], incoming[:count], leaves) for some in (fused, outputs))
+        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+    if s is not None:
+        ours, expected = (gradients(some[1:], incoming[1:], leaves) for some in (fused, outputs))
+        for one, other in zip(ours, expected, strict=True):
+            assert one is other is None or torch.equal(one, other)
+
+
+def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], Names]) -> None:
+    x, r, w = ADDED.tensors((7, 128), device)
+    x.requires_grad_()
+    made, _ = add_rms_norm_fp8(x, r, w, recipe="rowwise")
+    assert launched() == ["_rows_kernel"]
+    made.carrier.backward(torch.randn_like(r))
+    assert launched() == ["_backward_kernel"]
+    assert x.grad is not None
+
+
+def test_without_gradients_nothing_is_differentiable(device: str) -> None:
+    x, r, w = (one.requires_grad_() for one in ADDED.tensors((7, 128), device))
+    with torch.no_grad():
+        made, s = add_rms_norm_fp8(x, r, w, recipe="block128")
+    assert not made.carrier.requires_grad
+    assert not s.requires_grad
+    again, _ = add_rms_norm_fp8(x, r, w, recipe="block128")
+    assert_same_codes(made, again)
+    assert torch.equal(in_bits(made.rstd), in_bits(again.rstd))
+
+
+def test_second_derivatives_are_those_of_the_formula(device: str) -> None:
+    x, w = (torch.randn(shape, device=device, requires_grad=True) for shape in ((3, 128), (128,)))
+    dy = torch.randn(3, 128, device=device, requires_grad=True)
+
+    def second(norm: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        (dx,) = torch.autograd.grad(norm(x, w), x, dy, create_graph=True)
+        return torch.autograd.grad(dx.sin().sum(), (x, w, dy))
+
+    ours = second(lambda x, w: rms_norm_fp8(x, w, recipe="rowwise").carrier)
+    for one, other in zip(ours, second(rms_norm), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def coat(x: Tensor, x_scale: Tensor, w: Tensor, dy: Tensor, eps: float) -> dict[str, Tensor]:
+    """COAT's norm in plain PyTorch: x from codes in groups of 16, fp32 until y, one scale for y as it is written."""
+    x = (x.float().unflatten(-1, (-1, 16)) * x_scale.float()[..., None]).flatten(-2)
+    rstd = 1 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    y = (x * rstd * w.float()).to(dy.dtype).float()
+    scale = (y.abs().max() + 1e-10) / 448.0
+    x_hat, g = x * rstd, dy.float() * w.float()
+    dx = (g - x_hat * (g * x_hat).mean(-1, keepdim=True)) * rstd
+    dw = (dy.float() * x_hat).flatten(0, -2).sum(0)
+    return {"q": (y / scale).to(E4M3), "scale": scale, "rstd": rstd, "dx": dx.to(dy.dtype), "dw": dw.to(w.dtype)}
+
+
+@pytest.mark.parametrize("scale_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 112), (5, 16), pytest.param((6, WIDEST_BACKWARD + 16), marks=pytest.mark.slow)]
+)
+def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dtype, device: str) -> None:
+    h = (torch.randn(shape, device=device) * 3).to(BF16).requires_grad_()
+    w = torch.randn(shape[-1], device=device).to(BF16).requires_grad_()
+    dy = torch.randn(shape, device=device).to(BF16)
+    x = quantize(h, "coat_input")
+    x_scale = x.scale.to(scale_dtype)
+    made = rms_norm_fp8(
+        x.q, w, 1e-5, recipe="coat", casting="gemma", x_scale=x_scale, x_carrier=x.carrier, transposed=True
+    )
+    dx, dw = torch.autograd.grad(made.carrier, (h, w), dy)
+    seed = coat(x.q, x_scale, w.detach(), dy, 1e-5)
+    torch.testing.assert_close(made.rstd, seed["rstd"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.scale, seed["scale"], rtol=2**-7, atol=0)
+    # y may differ from the seed's in its last place, where a code may then be the next one.
+    assert (made.q.view(torch.uint8) == seed["q"].view(torch.uint8)).float().mean() > 0.98
+    assert_same_bits(made.transposed, made.q.view(-1, shape[-1]).t())
+    torch.testing.assert_close(dx, seed["dx"], rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(dw, seed["dw"], rtol=2**-7, atol=1e-2)
+    assert made.carrier.dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["coat", "block128", "rowwise"])
+@pytest.mark.parametrize("casting", ["llama", "gemma"])
+def test_norms_of_codes_are_norms_of_their_numbers(casting: Any, name: str, device: str) -> None:
+    x = quantize(torch.randn(3, 128, device=device), "coat_input")
+    w = torch.randn(128, device=device, requires_grad=True)
+    carrier = torch.randn(3, 128, device=device, requires_grad=True)  # fp32: nothing is rounded on the way
+    made = rms_norm_fp8(x.q, w, recipe=name, casting=casting, x_scale=x.scale, x_carrier=carrier)
+    numbers = dequantize(x).requires_grad_()
+    expected = rms_norm_fp8(numbers, w, recipe=name, casting=casting)
+    assert_same_codes(made, expected)
+    dy = torch.randn(3, 128, device=device)
+    for one, other in zip(
+        torch.autograd.grad(made.carrier, (carrier, w), dy), torch.autograd.grad(expected.carrier, (numbers, w), dy),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    frozen = rms_norm_fp8(x.q, w.detach().to(BF16), recipe=name, casting=casting, x_scale=x.scale)
+    assert frozen.carrier.dtype == BF16
+    assert not frozen.carrier.requires_grad
+
+
+def test_rows_are_counted_in_the_order_of_dimensions(device: str) -> None:
+    x = torch.randn(5, 3, 128, device=device, dtype=BF16).transpose(0, 1)
+    r, w = torch.randn(3, 5, 256, device=device, dtype=BF16)[..., ::2], torch.randn(256, device=device)[::2]
+    assert not x.is_contiguous()
+    made, s = add_rms_norm_fp8(x, r, w, recipe="block128")
+    expected, expected_s = add_rms_norm_fp8(x.contiguous(), r.contiguous(), w.contiguous(), recipe="block128")
+    assert_same_codes(made, expected)
+    assert torch.equal(s, expected_s)
+    assert made.q.is_contiguous()
+    assert s.is_contiguous()
+    columns, expected = (
+        rms_norm_columns_fp8(one, w, made.rstd, recipe="block128")
+        for one in (s.transpose(0, 1).contiguous().transpose(0, 1), s)
+    )
+    assert_same_codes(columns, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128), (0,), (3, 0)], ids=str)
+def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    w = torch.randn(shape[-1], device=device, requires_grad=True)
+    for name, recipe in RECIPES.items():
+        whole = recipe.granularity == "tensor"
+        made = rms_norm_fp8(x, w, recipe=name, transposed=whole)
+        assert_same_codes(made, quantize(x, name, transposed=whole))
+        if not whole:
+            columns = rms_norm_columns_fp8(x, w, made.rstd, recipe=name)
+            assert_same_codes(columns, quantize(x, recipe.along_rows()))
+        dx, dw = torch.autograd.grad(made.carrier, (x, w), torch.randn(shape, device=device))
+        assert dx.shape == shape
+        assert torch.equal(dw, torch.zeros_like(w))
+
+
+class Bands:
+    """Makes tensors like others between bytes that nobody may touch."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, like: Tensor) -> Tensor:
+        size = like.untyped_storage().nbytes()
+        buffer = torch.full((size + 8192,), 0xA5, dtype=torch.uint8, device=like.device)
+        buffer[4096:-4096] = 0xFF
+        self._buffers.append(buffer)
+        return buffer[4096:-4096].view(like.dtype).as_strided(like.shape, like.stride())
+
+    def intact(self) -> bool:
+        return all((band == 0xA5).all() for buffer in self._buffers for band in (buffer[:4096], buffer[-4096:]))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8", "deepgemm", "coat_input"])
+def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
+    recipe, spec = RECIPES[name], norm_spec("llama", False, 1e-6)
+    x, r, w = ADDED.tensors((7, 160 if recipe.group == 32 else 128), device)
+    whole, bands = recipe.granularity == "tensor", Bands()
+    outputs = FP8Outputs(*(one if one is None else bands(one) for one in empty_fp8_norm(spec, x, r, w, recipe, whole)))
+    launch_fp8_norm(spec, x, None, r, w, recipe, outputs)
+    made = Quantized(outputs.q, outputs.scale, recipe, None, outputs.transposed)
+    y, s = add_rms_norm(x, r, w)
+    assert_same_codes(made, quantize(y, recipe, transposed=whole))
+    assert_same_bits(outputs.s, s)
+    if not whole:
+        q, scale = (bands(one) for one in empty_columns_fp8(s, recipe.along_rows()))
+        launch_columns_fp8(spec, s, w, outputs.rstd, recipe.along_rows(), q, scale)
+        assert_same_codes(Quantized(q.t(), scale, recipe.along_rows()), quantize(y, recipe.along_rows()))
+    assert bands.intact()
+
+
+def test_offsets_of_64_bits_give_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = ADDED.tensors((7, 128), device)
+    expected = {name: ADDED.fused(name, tensors)[0] for name in ("block128", "mxfp8", "tensorwise")}
+    turned = ADDED.fused("coat", tensors, transposed=True)[0]
+    for module in (sys.modules[one.__module__] for one in (launch_fp8_norm, launch_columns_fp8, memory.is_long)):
+        monkeypatch.setattr(module, "INT32_LIMIT", 1)
+    for name, made in expected.items():
+        assert_same_codes(ADDED.fused(name, tensors)[0], made)
+    assert_same_codes(ADDED.fused("coat", tensors, transposed=True)[0], turned)
+    _, s = ADDED.fused("block128", tensors)
+    columns = rms_norm_columns_fp8(s, tensors[-1], expected["block128"].rstd, recipe="block128")
+    assert_same_codes(columns, quantize(add_rms_norm(*tensors)[0], RECIPES["block128"].along_rows()))
+
+
+def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Callable[[], Names]) -> None:
+    for x in (torch.randn(3, 128, dtype=torch.float64), torch.randn(2, 2 * WIDEST_FORWARD)):
+        x = x.to(device).requires_grad_()
+        w = torch.randn(x.shape[-1], dtype=x.dtype, device=device)
+        made = rms_norm_fp8(x, w, recipe="rowwise")
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * w
+        torch.testing.assert_close(dequantize(made), y.detach().float(), rtol=1 / 15, atol=1e-2)
+        dy = torch.randn_like(x)
+        for one, other in zip(torch.autograd.grad(made.carrier, x, dy), torch.autograd.grad(y, x, dy), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    other = replace(RECIPES["rowwise"], dtype=torch.float8_e4m3fnuz)
+    assert rms_norm_fp8(torch.randn(3, 128, device=device), None, recipe=other).q.dtype == torch.float8_e4m3fnuz
+    assert launched() == []
+
+
+def test_gpus_that_cannot_cast_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = {"sm": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability["sm"])
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda:0")
+    for sm, casts in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        capability["sm"] = sm
+        codes._casts_to_fp8.cache_clear()
+        assert codes._casts_to_fp8(device) is casts
+    codes._casts_to_fp8.cache_clear()
+
+
+def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
+    x, w = torch.randn(3, 100, device=device), torch.randn(100, device=device)
+    with pytest.raises(ValueError, match="rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"):
+        rms_norm_fp8(x, w, recipe="block128")
+    with pytest.raises(ValueError, match="add_rms_norm_fp8: rows of 100"):
+        add_rms_norm_fp8(x, x, w, recipe="mxfp8")
+    with pytest.raises(ValueError, match="rms_norm_columns_fp8 or a recipe with one scale"):
+        rms_norm_fp8(x, w, recipe="rowwise", transposed=True)
+    with pytest.raises(ValueError, match="takes recipes along columns"):
+        rms_norm_fp8(x, w, recipe=RECIPES["rowwise"].along_rows())
+    with pytest.raises(ValueError, match="recipe must be an FP8Recipe or one of"):
+        rms_norm_fp8(x, w, recipe="fp8")
+    with pytest.raises(TypeError, match="Python float or int"):
+        add_rms_norm_fp8(x, x, w, recipe="rowwise", scale=torch.ones(()))
+    with pytest.raises(ValueError, match="residual must have x's shape"):
+        add_rms_norm_fp8(x, x[:1], w, recipe="rowwise")
+    rstd = torch.ones(3, 1, device=device)
+    with pytest.raises(ValueError, match="both axes are alike"):
+        rms_norm_columns_fp8(x, w, rstd, recipe="tensorwise")
+    with pytest.raises(ValueError, match="'none'"):
+        rms_norm_columns_fp8(x, w, rstd, recipe="rowwise", casting="none")
+    with pytest.raises(ValueError, match="rstd has shape"):
+        rms_norm_columns_fp8(x, w, rstd[:2], recipe="rowwise")
+    codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
+    with pytest.raises(TypeError, match="must be FP8 codes"):
+        rms_norm_fp8(x, w, recipe="coat", x_scale=rstd)
+    with pytest.raises(ValueError, match="a number for each 16 columns"):
+        rms_norm_fp8(codes_of_x.q, None, recipe="coat", x_scale=codes_of_x.scale[:, :3])
+    with pytest.raises(ValueError, match="which codes have not"):
+        rms_norm_fp8(codes_of_x.q, None, recipe="coat", x_scale=codes_of_x.scale, casting="none")
+    with pytest.raises(ValueError, match="x_carrier and x_scale must go with x"):
+        rms_norm_fp8(codes_of_x.q, None, recipe="coat", x_scale=codes_of_x.scale, x_carrier=x)
+
+
+def _operator_calls(device: str) -> list[tuple[Operator, tuple[Tensor | None, ...], tuple[Any, ...]]]:
+    """Operators, their tensors and their options."""
+    x, r, w = (one[6:] if one.dim() == 2 else one for one in ADDED.tensors((9, 128), device))
+    coat_input = quantize(x, "coat_input")
+    rstd = torch.rand(3, 1, device=device)
+    return [
+        (RMS_NORM_FP8, (x, w), (*RECIPES["tensorwise"].options, True)),
+        (RMS_NORM_FP8, (x, None), (*RECIPES["mxfp8"].options, False)),
+        (ADD_RMS_NORM_FP8, (x, r.float(), w), (0.5, *RECIPES["block128"].options, False)),
+        (RMS_NORM_OF_FP8, (x, w, coat_input.q, coat_input.scale), (*RECIPES["coat"].options, True)),
+        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), RECIPES["mxfp8"].along_rows().options),
+        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), RECIPES["rowwise"].along_rows().options),
+    ]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_opcheck(index: int, device: str) -> None:
+    operator, tensors, options = _operator_calls(device)[index]
+    forward = getattr(torch.ops.fused_norm, f"{operator.name}_forward")
+    # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
+    checks = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(forward, ("llama", False, 1e-6, *tensors, *options, True), test_utils=checks)
+    if operator is not RMS_NORM_OF_FP8:
+        return
+    results = forward("llama", False, 1e-6, *tensors, *options, True)
+    saved, facts = operator.save((*tensors, *options), results)
+    incoming = (None, None, None, torch.randn_like(tensors[0]), None)
+    backward = torch.ops.fused_norm.rms_norm_of_fp8_backward
+    for needed in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(backward, ("llama", False, 1e-6, *incoming, *saved, *facts, *needed), test_utils=checks)
+
+
+@pytest.mark.usefixtures("large_graphs")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    leaves = [one[6:] if one.dim() == 2 else one for one in ADDED.tensors((10, 128), device)]
+    leaves = [one.detach().requires_grad_() for one in leaves]
+
+    def layer(x: Tensor, r: Tensor, w: Tensor) -> tuple[Quantized, Tensor, tuple[Tensor, ...]]:
+        blocks, s = add_rms_norm_fp8(x, r, w, recipe="block128", scale=0.5)
+        whole = rms_norm_fp8(s, w, recipe="tensorwise", transposed=True)
+        return blocks, s, (whole.q, whole.scale, whole.transposed, whole.carrier)
+
+    def results(layer: Callable[..., Any]) -> list[Tensor]:
+        blocks, s, whole = layer(*leaves)
+        dy = torch.ones_like(s)
+        found = torch.autograd.grad((blocks.carrier, s, whole[-1]), leaves, (dy, dy, dy))
+        return [blocks.q, blocks.scale, blocks.rstd, s, *whole[:-1], *found]
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for ours, expected in zip(results(compiled), results(layer), strict=True):
+        assert_same_bits(ours, expected)
+
+
+def test_transforms_see_the_formula(device: str) -> None:
+    x, w = torch.randn(3, 2, 128, device=device), torch.randn(128, device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        return rms_norm_fp8(x, w, recipe="rowwise").carrier.sin().sum()
+
+    expected = torch.func.grad(lambda x: rms_norm(x, w).sin().sum())(x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)
+
+
+@pytest.mark.slow
+def test_rows_are_summed_in_the_16_bit_norms_order() -> None:
+    """Compiled for a GPU, both have the row in one layout when they sum it: y has the same bits there too."""
+    script = Path(__file__).with_name("compiled_layouts.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.split()) >= 12
