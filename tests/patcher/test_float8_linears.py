@@ -36,7 +36,7 @@ from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import float8_linears, float8_survey
 from fused_norm.patcher.class_swap import float8_reader_class
 from fused_norm.patcher.float8_linears import Float8Reader
-from fused_norm.patcher.quantized_activation import NormResult, QuantizedActivation
+from fused_norm.patcher.quantized_activation import NormResult, QuantizedActivation, Remake
 
 from .models import snapshot, step, tokens
 
@@ -110,7 +110,7 @@ def count_quantised(set_attribute: Callable[[Any, str, Any], object]) -> list[An
     make = float8_linears.quantized_activation
 
     def counted(result: NormResult, *rest: Any) -> Tensor:
-        calls.append(result.spec)
+        calls.append(result.remake.spec)
         return make(result, *rest)
 
     set_attribute(float8_linears, "quantized_activation", counted)
@@ -322,8 +322,8 @@ def test_a_compiled_attention_gets_the_result_of_an_eager_norm(device: str) -> N
 # ---- Memory ----
 
 
-def kept_bytes(graph: Any) -> int:
-    """The bytes of all memory that autograd keeps behind a node, parameters left out."""
+def kept_bytes(graph: Any, besides: list[Tensor]) -> int:
+    """The bytes of all memory that autograd keeps behind a node, parameters and those ``besides`` left out."""
     held: dict[int, int] = {}
     nodes, seen = [graph], {None}
     while nodes:
@@ -335,17 +335,11 @@ def kept_bytes(graph: Any) -> int:
         saved: list[Any] = [getattr(node, name) for name in dir(node) if name.startswith("_saved")]
         saved += getattr(node, "saved_tensors", ())
         for one in saved:
-            for tensor in tensors_of(one):
-                if not isinstance(tensor, nn.Parameter) and not tensor._is_view():
-                    held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.layout is torch.strided:
+                held[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    for one in besides:
+        held.pop(one.untyped_storage().data_ptr(), None)
     return sum(held.values())
-
-
-def tensors_of(saved: Any) -> list[Tensor]:
-    if isinstance(saved, QuantizedActivation):
-        codes = [] if saved.codes is None else [saved.codes.q, saved.codes.multiplier]
-        return [*codes, *(one[0] for one in saved.result._arguments if not isinstance(one[0], nn.Parameter))]
-    return [saved] if isinstance(saved, Tensor) and saved.layout is torch.strided else []
 
 
 @pytest.mark.parametrize(("recipe", "bytes_an_element"), [("rowwise", 0), ("tensorwise", 1)])
@@ -356,21 +350,21 @@ def test_linears_keep_no_16_bit_input(recipe: str, bytes_an_element: int, device
     linears = [linear_of(width, 16, recipe, device) for _ in range(3)]
     attach(norm, linears)
     outputs = sum(linear(read) for read in [norm(x)] for linear in linears)
-    held = kept_bytes(outputs.grad_fn)
+    held = kept_bytes(outputs.grad_fn, [linear.weight for linear in linears])
     expected = x.numel() * (x.element_size() + bytes_an_element)  # x is kept for the backward of the norm
     assert expected <= held <= expected + 64 * 16  # rstd and scales
 
 
 def test_the_result_is_freed_with_its_last_reader_s_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    columns = NormResult.columns
+    columns = Remake.columns
 
-    def noted(self: NormResult, recipe: Any) -> Any:
-        codes = columns(self, recipe)
+    def noted(self: Remake, *given: Any) -> Any:
+        codes = columns(self, *given)
         made.append(weakref.ref(codes.q.untyped_storage()))
         return codes
 
-    monkeypatch.setattr(NormResult, "columns", noted)
+    monkeypatch.setattr(Remake, "columns", noted)
     norm = fused_norm_of(64, device)
     linears = [linear_of(64, 16, "rowwise", device) for _ in range(3)]
     attach(norm, linears)

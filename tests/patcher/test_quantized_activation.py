@@ -12,7 +12,7 @@ from fused_norm.kernels.fp8 import quantize
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.patcher.fused_norm_module import is_plain
-from fused_norm.patcher.quantized_activation import Codes, NormResult, QuantizedActivation, quantized_activation
+from fused_norm.patcher.quantized_activation import Codes, NormResult, QuantizedActivation, Remake, quantized_activation
 
 SPEC = norm_spec("llama", False, 1e-6)
 
@@ -27,7 +27,7 @@ def made(device: str) -> tuple[Any, Tensor, Tensor]:
     codes = quantize(y, "rowwise")
     kept = Codes(codes.q, codes.scale.reciprocal(), codes.recipe)
     assert codes.carrier is not None
-    return quantized_activation(NormResult(SPEC, x, weight, rstd), kept, codes.carrier), y, x
+    return quantized_activation(NormResult(Remake(SPEC), (x.detach(), weight, rstd)), kept, codes.carrier), y, x
 
 
 OPERATORS = {
@@ -117,21 +117,21 @@ def test_it_says_whose_memory_is_gone(made: tuple[Any, Tensor, Tensor]) -> None:
 
 
 def test_what_is_made_for_the_backward_is_made_once_for_all_readers(made: tuple[Any, Tensor, Tensor]) -> None:
-    result = made[0].result
-    result.readers = 2
+    remake = made[0].result.remake
+    remake.readers = 2
     calls: list[int] = []
 
     def make() -> int:
         calls.append(1)
         return len(calls)
 
-    assert [result.once(make) for _ in range(4)] == [1, 1, 2, 2]
+    assert [remake.once(make) for _ in range(4)] == [1, 1, 2, 2]
 
 
 def test_columns_are_those_of_the_result(made: tuple[Any, Tensor, Tensor]) -> None:
     activation, y, _ = made
     expected = quantize(y.detach(), activation.codes.recipe.along_rows())
-    found = activation.result.columns(activation.codes.recipe)
+    found = activation.result.remake.columns(activation.codes.recipe, *activation.result.kept)
     assert torch.equal(found.q.float(), expected.q.float())
     assert torch.equal(found.scale, expected.scale)
 

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels.fp8 import FP8Recipe
+from ..kernels.fp8 import FP8Recipe, Quantized
 from ..kernels.fp8.codes import runs_fp8_kernels_on
 from ..kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
 from ..kernels.plans import WIDEST_FORWARD
 from ..spec import NormSpec
 from .fused_norm_module import has_hooks, has_origin_forward
-from .quantized_activation import Codes, NormResult, QuantizedActivation, quantized_activation
+from .quantized_activation import Codes, NormResult, QuantizedActivation, Remake, quantized_activation
 
 Again = Literal["codes", "columns", "exact"]
 """What the product of a weight's gradient takes: the codes of the forward, those with scales along columns, or y."""
@@ -61,7 +61,6 @@ class Float8Reader(nn.Module):
         """The linear of ``input``, which may have been quantised by a norm."""
         if type(input) is QuantizedActivation and input.has_codes() and has_origin_forward(type(self)):
             linear: Any = self
-            assert input.codes is not None
             if input.codes.recipe == self.fused_norm_cast.recipe:
                 output = product_of_codes().apply(
                     input, linear.weight.t(), linear.linear_mm_config, linear.config, self.fused_norm_cast
@@ -102,7 +101,8 @@ class NormReaders:
                 spec, x, residual, weight, scale, *recipe.options, False
             )
         codes = Codes(q, dequantising.reciprocal(), recipe)
-        y = quantized_activation(NormResult(spec, s, weight, rstd), codes, carrier)
+        result = NormResult(Remake(spec), (s.detach(), weight, rstd.detach()))
+        y = quantized_activation(result, codes, carrier)
         return y if residual is None else (y, s)
 
     def may_read(self, norm: nn.Module, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool:
@@ -174,55 +174,51 @@ def product_of_codes() -> Any:
             ctx: Any, activation: QuantizedActivation, weight_t: Tensor, mm_config: Any, config: Any, cast: InputCast
         ) -> Tensor:
             codes, shape, result = activation.codes, activation.shape, activation.result
-            assert codes is not None
-            q, multiplier, axis = codes.q.view(shape), codes.multiplier, None
+            multiplier, axis = codes.multiplier, None
             if cast.recipe.granularity == "row":
                 multiplier, axis = multiplier.view(*shape[:-1], 1), -1
-            given = cast_already(q, multiplier, activation.dtype, mm_config, axis)
+            given = cast_already(codes.q.view(shape), multiplier, activation.dtype, mm_config, axis)
             output: Tensor = torchao_product.forward(_Context(), given, weight_t, mm_config, config)
-            result.readers += 1
-            # Under rowwise scales codes are of no use any more, and are freed with the forward's last reader.
-            kept = activation if cast.again == "codes" else activation.like(None)
-            ctx.save_for_backward(kept, weight_t)
+            result.remake.readers += 1
+            # Plain tensors, which hooks of others on what is saved know. Under rowwise scales codes are of no use any
+            # more, and are freed with the forward's last reader.
+            kept = (codes.q, codes.multiplier) if cast.again == "codes" else result.kept
+            ctx.save_for_backward(weight_t, *kept)
             ctx.mm_config, ctx.config, ctx.cast = mm_config, config, cast
+            ctx.remake, ctx.dtype = result.remake, activation.dtype
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            given, weight_t = ctx.saved_tensors
-            # Hooks that offload what is saved give y itself back, which torchao casts.
-            if type(given) is QuantizedActivation:
-                given = made_again(given, ctx.mm_config, ctx.cast)
+            weight_t, *kept = ctx.saved_tensors
+            given = made_again(ctx, *kept)
             context = _Context(given, weight_t, linear_mm_config=ctx.mm_config, config=ctx.config)
             dx, dw, *_ = torchao_product.backward(context, *gradients)
             return dx, dw, None, None, None
 
-    def made_again(activation: QuantizedActivation, mm_config: Any, cast: InputCast) -> Tensor:
+    def made_again(ctx: Any, *kept: Any) -> Tensor:
         """What the product of the weight's gradient takes: [M, N], y itself or codes."""
-        result, codes = activation.result, activation.codes
+        remake, cast = ctx.remake, ctx.cast
         if cast.again == "exact":
-            y: Tensor = result.once(result.new_y)
-            return y.view(-1, activation.shape[-1])
-        emulated, axis = mm_config.grad_weight.emulate, None
+            y: Tensor = remake.once(lambda: remake.y(*kept))
+            return y.view(-1, y.shape[-1])
+        emulated = ctx.mm_config.grad_weight.emulate
         if cast.again == "columns":
-            q, multiplier = result.once(lambda: _columns(result, cast.recipe, emulated))
-            axis = 0
+            q, multiplier = remake.once(lambda: _columns(remake.columns(cast.recipe, *kept), emulated))
         else:
-            assert codes is not None
-            q, multiplier = result.once(lambda: _by_column(codes, emulated))
-        return cast_already(q, multiplier, activation.dtype, mm_config, axis)
+            q, multiplier = remake.once(lambda: _by_column(*kept, emulated=emulated))
+        return cast_already(q, multiplier, ctx.dtype, ctx.mm_config, 0 if cast.again == "columns" else None)
 
     return ProductOfCodes
 
 
-def _columns(result: NormResult, recipe: FP8Recipe, emulated: bool) -> tuple[Tensor, Tensor]:
+def _columns(codes: Quantized, emulated: bool) -> tuple[Tensor, Tensor]:
     """Codes [M, N] with scales along columns, and what they were multiplied by."""
-    codes = result.columns(recipe)
     # The order of an emulated product's sums may depend on how its factors lie in memory.
     return codes.q.contiguous() if emulated else codes.q, codes.scale.reciprocal()
 
 
-def _by_column(codes: Codes, emulated: bool) -> tuple[Tensor, Tensor]:
+def _by_column(q: Tensor, multiplier: Tensor, *, emulated: bool) -> tuple[Tensor, Tensor]:
     """The codes as [M, N], column by column, as scaled products want them: torchao would copy them for each reader."""
-    q = codes.q.view(-1, codes.q.shape[-1])
-    return q if emulated else q.t().contiguous().t(), codes.multiplier
+    q = q.view(-1, q.shape[-1])
+    return q if emulated else q.t().contiguous().t(), multiplier

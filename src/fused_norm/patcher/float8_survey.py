@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.fp8 import FP8Recipe, Quantized, quantize
+from ..spec import NormSpec
 from .class_swap import (
     ClassChange,
     built_upon,
@@ -25,7 +26,7 @@ from .float8_linears import Again, Float8Reader, InputCast, NormReaders, product
 from .forward_source import SourceError
 from .fused_norm_module import READERS
 from .patch_report import QuantizingNorm, Site
-from .quantized_activation import Codes, quantized_activation
+from .quantized_activation import Codes, NormResult, Remake, quantized_activation
 from .result_readers import uses_of_argument, uses_of_result
 
 logger = logging.getLogger("fused_norm")
@@ -295,29 +296,20 @@ def computes_alike(config: Any, cast: InputCast) -> bool:
                 codes = quantize(leaf, cast.recipe)
                 assert codes.carrier is not None
                 made = Codes(codes.q, codes.scale.reciprocal(), codes.recipe)
-                given = quantized_activation(_Given(y), made, codes.carrier)  # type: ignore[arg-type]
+                result = NormResult(_Given(NormSpec("llama")), (y,))
+                given = quantized_activation(result, made, codes.carrier)
             output = linear(given)
             gradients = torch.autograd.grad(output, (leaf, linear.weight, linear.bias), incoming)
             found.append((output, *gradients))
         return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-class _Given:
-    """A ``NormResult`` of what is there."""
+class _Given(Remake):
+    """A result that is there and need not be made again: all that is kept for it is itself."""
 
-    def __init__(self, y: Tensor) -> None:
-        self._y, self.device, self.readers = y, y.device, 0
+    def y(self, *kept: Any) -> Tensor:
+        y: Tensor = kept[0]
+        return y
 
-    def y(self) -> Tensor:
-        return self._y
-
-    new_y = y
-
-    def is_written(self) -> bool:
-        return False
-
-    def columns(self, recipe: FP8Recipe) -> Quantized:
-        return quantize(self._y, recipe.along_rows())
-
-    def once(self, make: Callable[[], Any]) -> Any:
-        return make()
+    def columns(self, recipe: FP8Recipe, *kept: Any) -> Quantized:
+        return quantize(kept[0], recipe.along_rows())

@@ -32,61 +32,34 @@ class Codes(NamedTuple):
     recipe: FP8Recipe
 
 
-class NormResult:
-    """A norm's result y that can be made again, bit for bit, from what the norm keeps for its backward.
+class Remake:
+    """How a norm's result is made again, bit for bit, from what the norm keeps for its backward; it holds no tensors.
+
+    Those who read the result share it: what they need in the backward is made once for all of them.
 
     Attributes:
-        readers: how many have yet asked for it; what they need of y in the backward is made once for all of them.
+        spec: the norm's meaning.
+        readers: how many have read the result.
     """
 
-    __slots__ = ("_arguments", "_made", "_stream", "_version", "_waiting", "_y", "readers", "spec")
+    __slots__ = ("_made", "_stream", "_waiting", "readers", "spec")
 
-    def __init__(self, spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
-        """The norm of ``x``, with the rstd that it has kept.
-
-        Args:
-            spec: its meaning.
-            x: [..., N], contiguous.
-            weight: [N], or None.
-            rstd: [..., 1].
-        """
+    def __init__(self, spec: NormSpec) -> None:
         self.spec = spec
-        self._arguments = [None if one is None else (one.detach(), one._version) for one in (x, weight, rstd)]
         self.readers = self._waiting = 0
-        self._y: Tensor | None = None
-        self._version = 0
         self._made: Any = None
         self._stream: Any = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the result."""
-        assert self._arguments[0] is not None
-        return self._arguments[0][0].device
-
-    def y(self) -> Tensor:
-        """The result, which stays as long as this does: others may write into it."""
-        if self._y is None:
-            self._y = self.new_y()
-            self._version = self._y._version
-        return self._y
-
-    def is_written(self) -> bool:
-        """Return whether somebody has written into the result, so that its codes are no longer its own."""
-        return self._y is not None and self._y._version != self._version
-
-    def new_y(self) -> Tensor:
-        """The result, as the norm has made it."""
+    def y(self, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
+        """The result, from the norm's input, weight and rstd."""
         with torch.no_grad():
-            made: Tensor = NORM_FROM_RSTD(self.spec, *self._checked_arguments())
+            made: Tensor = NORM_FROM_RSTD(self.spec, *_there(x, weight, rstd))
         return made
 
-    def columns(self, recipe: FP8Recipe) -> Quantized:
+    def columns(self, recipe: FP8Recipe, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Quantized:
         """The result's codes with scales shared along columns."""
+        _there(x, weight, rstd)
         casting, centered = self.spec.casting, self.spec.zero_centered
-        x, weight, rstd = self._checked_arguments()
-        assert x is not None
-        assert rstd is not None
         return rms_norm_columns_fp8(
             x, weight, rstd, self.spec.eps, recipe=recipe, casting=casting, zero_centered=centered
         )
@@ -102,19 +75,47 @@ class NormResult:
             self._made = None
         return made
 
-    def _checked_arguments(self) -> list[Tensor | None]:
-        """x, weight and rstd, as they were in the forward."""
-        found: list[Tensor | None] = []
-        for argument in self._arguments:
-            if argument is not None:
-                check_version(*argument)
-                if is_freed(argument[0]):
-                    raise RuntimeError(
-                        f"fp8: the memory of a tensor of shape {tuple(argument[0].shape)}, from which a norm is made "
-                        "again, was freed between forward and backward; apply_fused_norm(model) goes without it"
-                    )
-            found.append(None if argument is None else argument[0])
-        return found
+
+def _there(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors, none of which has lost its memory."""
+    for tensor in tensors:
+        if tensor is not None and is_freed(tensor):
+            raise RuntimeError(
+                f"fp8: the memory of a tensor of shape {tuple(tensor.shape)}, from which a norm is made again, was "
+                "freed between forward and backward; apply_fused_norm(model) goes without it"
+            )
+    return tensors
+
+
+class NormResult:
+    """A norm's result y, which is there only if somebody has asked for it.
+
+    Attributes:
+        remake: makes y of ``kept``.
+        kept: what the norm keeps for its backward: its input, outside of autograd, its weight and rstd.
+    """
+
+    __slots__ = ("_version", "_versions", "_y", "kept", "remake")
+
+    def __init__(self, remake: Remake, kept: tuple[Tensor | None, ...]) -> None:
+        self.remake, self.kept = remake, kept
+        self._versions = [None if one is None else one._version for one in kept]
+        self._y: Tensor | None = None
+        self._version = 0
+
+    def y(self) -> Tensor:
+        """The result, which stays as long as this does: others may write into it."""
+        if self._y is None:
+            for one, version in zip(self.kept, self._versions, strict=True):
+                if one is not None and version is not None:
+                    check_version(one, version)
+            self._y = self.remake.y(*self.kept)  # type: ignore[arg-type]
+            self._version = self._y._version
+        return self._y
+
+    def is_written(self) -> bool:
+        """Return whether somebody has written into the result, so that its codes are no longer its own."""
+        return self._y is not None and self._y._version != self._version
 
 
 class QuantizedActivation(Tensor):
@@ -124,32 +125,30 @@ class QuantizedActivation(Tensor):
     """
 
     result: NormResult
-    codes: Codes | None
+    codes: Codes
 
     @staticmethod
-    def __new__(
-        cls, result: NormResult, codes: Codes | None, shape: Sequence[int], dtype: torch.dtype
-    ) -> QuantizedActivation:
+    def __new__(cls, result: NormResult, codes: Codes, shape: Sequence[int], dtype: torch.dtype) -> QuantizedActivation:
         """A tensor of this shape and dtype.
 
         Args:
             cls: this class.
             result: y.
-            codes: of y; None where only y is wanted any more.
+            codes: of y.
             shape: y's, or another one with the same last dimension.
             dtype: y's.
         """
-        self: QuantizedActivation = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=result.device)
+        self: QuantizedActivation = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.q.device)
         self.result, self.codes = result, codes
         return self
 
-    def like(self, codes: Codes | None, shape: Sequence[int] | None = None) -> QuantizedActivation:
-        """The same y with these codes, outside of autograd."""
-        return QuantizedActivation(self.result, codes, self.shape if shape is None else shape, self.dtype)
+    def in_shape(self, shape: Sequence[int]) -> QuantizedActivation:
+        """The same y in another shape, outside of autograd."""
+        return QuantizedActivation(self.result, self.codes, shape, self.dtype)
 
     def has_codes(self) -> bool:
-        """Return whether codes are there, and nobody has written into y since they were made."""
-        return self.codes is not None and self._version == 0 and not self.result.is_written()
+        """Return whether nobody has written into y since its codes were made."""
+        return self._version == 0 and not self.result.is_written()
 
     @property
     def exact(self) -> Tensor:
@@ -178,9 +177,9 @@ class QuantizedActivation(Tensor):
         self = args[0] if args else None
         if isinstance(self, QuantizedActivation):
             if func in (_aten.detach.default, _aten.alias.default):
-                return self.like(self.codes)
+                return self.in_shape(self.shape)
             if func is _aten.view.default and (shape := _with_rows(self.shape, args[1])) is not None:
-                return self.like(self.codes, shape)
+                return self.in_shape(shape)
         exact, exact_named = tree_map_only(QuantizedActivation, lambda one: one.exact, (args, kwargs))
         result = func(*exact, **exact_named)
         # An operator that writes into its first argument returns that argument.
