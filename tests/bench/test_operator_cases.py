@@ -37,6 +37,11 @@ def test_codes_are_bytes_and_scales_count(recipe, scales):
     assert norm.name == f"fp8 64x256 {recipe}"
 
 
+def test_scales_of_columns_are_counted_by_columns():
+    case = OperatorCase("fp8-columns", 64, 256, backward=False, recipe="rowwise")
+    assert case.bytes("forward", torch.bfloat16) == 64 * 256 * 3 + 256 * 4
+
+
 @pytest.mark.parametrize("operator", ["qk", "rope"])
 def test_all_heads_are_moved(operator):
     assert (

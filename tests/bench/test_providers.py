@@ -108,12 +108,14 @@ def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     # Stock's norm is not fused_norm's: a sum in another order may end one place beside it.
     same = ours.q.view(torch.uint8) == stock.q.view(torch.uint8)
     assert same.float().mean() > 0.99
+    assert ours.recipe == stock.recipe
     assert ours.scale.shape == stock.scale.shape
-    assert ours.scale.stride() == stock.scale.stride()
+    if min(ours.scale.shape, default=0) > 1:  # other strides mean nothing
+        assert ours.scale.stride() == stock.scale.stride()
     assert all(torch.equal(*pair) for pair in zip(rest, theirs, strict=True))
 
 
-@pytest.mark.parametrize("operator", ["rotate", "swiglu", "geglu", "fp8", "fp8-add"])
+@pytest.mark.parametrize("operator", ["rotate", "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns"])
 def test_pytorch_is_not_measured_twice_where_stock_has_its_operators(operator):
     with pytest.raises(NotImplementedError, match="torch has no operator of its own"):
         PROVIDERS["torch"].build(OperatorCase(operator, 4, 64))

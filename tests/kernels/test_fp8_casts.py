@@ -15,8 +15,9 @@ from torch import Tensor
 from fused_norm.kernels.fp8 import RECIPES, FP8Recipe, Quantized, dequantize, quantize, recipe_of
 from fused_norm.kernels.fp8.cast import cast, cast_groups
 from fused_norm.kernels.fp8.codes import codes_of, rule_of, scale_of, values_of
+from fused_norm.kernels.fp8.recipe import recipe_from
 
-from .fp8 import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
+from .fp8_values import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
 from .numerics import BF16, DTYPES, FP16, FP32
 
 FP8 = pytest.mark.parametrize("code", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -225,6 +226,14 @@ def test_recipes_and_shapes_that_do_not_go_together_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             FP8Recipe(**{"granularity": "row", **wrong})
+
+
+def test_a_recipe_comes_back_from_its_options() -> None:
+    for recipe in ALL_RECIPES.values():
+        other = replace(recipe, dtype=E5M2, aligned=recipe.aligned + 1, axis=0)
+        for one in (recipe, other):
+            assert recipe_from(one.options) == one
+        assert recipe_from(recipe.options) is recipe_from(recipe.options)
 
 
 @triton.jit

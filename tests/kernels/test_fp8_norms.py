@@ -34,7 +34,7 @@ from fused_norm.kernels.operator import Operator, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
-from .fp8 import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
+from .fp8_values import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
 from .numerics import BF16, FP16, FP32
 
 Names = list[str]
@@ -54,9 +54,9 @@ class Case(NamedTuple):
     def meaning(self) -> dict[str, Any]:
         return {"casting": self.casting, "zero_centered": self.zero_centered}
 
-    def tensors(self, shape: tuple[int, ...], device: str) -> list[Tensor]:
+    def tensors(self, shape: tuple[int, ...], device: str, *, finite: bool = True) -> list[Tensor]:
         """x, the residual if there is one, and the weight if there is one; the first rows are hard ones."""
-        made = [hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], self.x).view(shape)]
+        made = [hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], self.x, finite=finite).view(shape)]
         if self.r is not None:
             made.append((2 * torch.randn(shape)).to(self.r))
             made[-1].view(-1, shape[-1])[0] = 0
@@ -91,17 +91,22 @@ CASES = [
     Case(BF16, BF16, BF16, "none", scale=0.22),
     Case(FP16, FP16, None, "none"),
 ]
-FEW = [LLAMA, Case(FP32, BF16, BF16, "gemma", True)]
-EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(one) for one in case))
+IDS = {"ids": lambda one: "-".join(map(str, one)) if isinstance(one, Case) else one}
 
 
-def slow_unless(few: list[Any], every: list[Any]) -> list[Any]:
-    return [one if one in few else pytest.param(one, marks=pytest.mark.slow) for one in every]
+def slow_but(few: list[Any], every: list[Any]) -> list[Any]:
+    """All parameters, those that are not among the ``few`` marked slow."""
+    return [
+        one if one in few else pytest.param(*([one] if isinstance(one, Case) else one), marks=pytest.mark.slow)
+        for one in every
+    ]
 
 
-def assert_unfused_codes(case: Case, recipe: FP8Recipe, shape: tuple[int, ...], device: str) -> None:
+def assert_unfused_codes(
+    case: Case, recipe: FP8Recipe, shape: tuple[int, ...], device: str, *, finite: bool = True
+) -> None:
     """Codes, scales, sum and columns of a norm are those of the casts of the 16-bit operator's result."""
-    tensors = case.tensors(shape, device)
+    tensors = case.tensors(shape, device, finite=finite)
     whole = recipe.granularity == "tensor"
     (made, s), (y, expected_s) = case.fused(recipe, tensors, transposed=whole), case.unfused(tensors)
     assert_same_codes(made, quantize(y, recipe, transposed=whole))
@@ -117,13 +122,27 @@ def assert_unfused_codes(case: Case, recipe: FP8Recipe, shape: tuple[int, ...], 
         assert_same_codes(columns, quantize(y, recipe.along_rows()))
 
 
-@pytest.mark.parametrize("name", ALL_RECIPES)
-@pytest.mark.parametrize("case", slow_unless(FEW, CASES), ids=lambda case: "-".join(str(one) for one in case))
+CENTERED = Case(FP32, BF16, BF16, "gemma", True)
+EVERY_NORM = [(case, name) for case in [*CASES, CENTERED] for name in ALL_RECIPES]
+FEW_NORMS = [
+    *((LLAMA, name) for name in RECIPES),
+    *((CENTERED, name) for name in ("tensorwise", "deepgemm powers", "rceil")),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), slow_but(FEW_NORMS, EVERY_NORM), **IDS)
 def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, device: str) -> None:
     assert_unfused_codes(case, ALL_RECIPES[name], (7, 128), device)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8", "coat_input", "deepgemm powers"])
+def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: str) -> None:
+    assert_unfused_codes(LLAMA, ALL_RECIPES[name], (7, 128), device, finite=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["tensorwise", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "mxfp8"))]
+)
 def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) -> None:
     assert_unfused_codes(ADDED, replace(RECIPES[name], dtype=E5M2), (6, 128), device)
 
@@ -132,10 +151,11 @@ def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) ->
     ("name", "shape"),
     [
         ("tensorwise", (131, 37)),
+        ("rowwise", (131, 37)),
         ("rowwise", (7, 1)),
         ("block128", (3, 5, 384)),
         ("mxfp8", (6, 32)),
-        ("mxfp8", (7, 160)),
+        pytest.param("mxfp8", (7, 160), marks=pytest.mark.slow),
         pytest.param("mxfp8", (133, 96), marks=pytest.mark.slow),
         pytest.param("block128", (133, 128), marks=pytest.mark.slow),
         pytest.param("deepgemm", (257, 256), marks=pytest.mark.slow),
@@ -158,7 +178,10 @@ def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tenso
     )
 
 
-@EVERY_CASE
+FEW_CASES = [case for case in CASES if case in (LLAMA, ADDED) or case.casting == "gemma"]
+
+
+@pytest.mark.parametrize("case", slow_but(FEW_CASES, CASES), **IDS)
 def test_gradients_are_those_of_the_16_bit_operator(case: Case, device: str) -> None:
     tensors = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
     leaves = [tensor.requires_grad_() for tensor in tensors]
@@ -320,7 +343,10 @@ class Bands:
         return all((band == 0xA5).all() for buffer in self._buffers for band in (buffer[:4096], buffer[-4096:]))
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8", "deepgemm", "coat_input"])
+@pytest.mark.parametrize(
+    "name",
+    ["tensorwise", "rowwise", "deepgemm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
+)
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
     recipe, spec = RECIPES[name], norm_spec("llama", False, 1e-6)
     x, r, w = ADDED.tensors((7, 160 if recipe.group == 32 else 128), device)
@@ -338,6 +364,7 @@ def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) 
     assert bands.intact()
 
 
+@pytest.mark.slow
 def test_offsets_of_64_bits_give_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = ADDED.tensors((7, 128), device)
     expected = {name: ADDED.fused(name, tensors)[0] for name in ("block128", "mxfp8", "tensorwise")}

@@ -14,7 +14,9 @@ from ..kernels import reference
 from ..kernels.fp8 import RECIPES, Quantized, dequantize
 from ..spec import NormSpec
 
-OperatorName = Literal["norm", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu", "fp8", "fp8-add"]
+OperatorName = Literal[
+    "norm", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns"
+]
 Direction = Literal["forward", "backward"]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -58,6 +60,7 @@ _TENSOR_COUNTS: dict[OperatorName, _TensorCounts] = {
     # without the codes, which are of one byte
     "fp8": _TensorCounts((1, 2), 1, 1, 1),
     "fp8-add": _TensorCounts((3, 3), 2, 2, 1),
+    "fp8-columns": _TensorCounts((1, 0), 1, 1, 1),
 }
 
 LLAMA = NormSpec("llama")
@@ -79,7 +82,7 @@ class OperatorCase:
         spec: what the norms compute.
         heads: numbers of query and of key heads; (0, 0) for operators other than ``qk``, ``rope`` and ``rotate``.
         backward: measure the backward too.
-        recipe: the name of the FP8 recipe of ``fp8`` and ``fp8-add``.
+        recipe: the name of the FP8 recipe of the last three.
     """
 
     operator: OperatorName
@@ -108,7 +111,8 @@ class OperatorCase:
         if not self.recipe or direction == "backward":
             return moved
         recipe = RECIPES[self.recipe]
-        scales = {"tensor": 1, "row": self.rows}.get(recipe.granularity) or elements // recipe.group
+        lines = self.width if self.operator == "fp8-columns" else self.rows
+        scales = {"tensor": 1, "row": lines}.get(recipe.granularity) or elements // recipe.group
         return moved + elements + scales * (1 if recipe.layout == "swizzled" else 4)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, *, seed: int) -> OperatorInputs:
@@ -210,6 +214,7 @@ def compose_operator(
         "geglu": lambda gate, up: (gated(gate, up),),
         "fp8": lambda x, w: (norm(x, w),),
         "fp8-add": add_norm,
+        "fp8-columns": lambda x, w: (norm(x, w),),
     }
     return operators[operator]
 
@@ -316,6 +321,7 @@ TO_FP8: tuple[OperatorCase, ...] = (
         for recipe in _CAST_TO
     ),
     *(OperatorCase("fp8-add", 8192, 4096, backward=False, recipe=recipe) for recipe in _CAST_TO),
+    *(OperatorCase("fp8-columns", 8192, 4096, backward=False, recipe=recipe) for recipe in _CAST_TO[1:4]),
 )
 """The backward of these is that of ``norm`` and ``add``."""
 CASES = TRAINING + DECODING + TO_FP8
@@ -339,7 +345,8 @@ QUICK: tuple[OperatorCase, ...] = (
     OperatorCase("swiglu", 8, 64),
     OperatorCase("geglu", 8, 64),
     OperatorCase("norm", 1, 128, backward=False),
-    *(OperatorCase("fp8", 8, 256, backward=False, recipe=recipe) for recipe in _CAST_TO),
+    *(OperatorCase("fp8", 8, 128, backward=False, recipe=recipe) for recipe in _CAST_TO),
     OperatorCase("fp8-add", 8, 128, backward=False, recipe="rowwise"),
+    *(OperatorCase("fp8-columns", 128, 128, backward=False, recipe=recipe) for recipe in _CAST_TO[1:4]),
 )
 """Tiny cases of every operator, for ``--quick``."""

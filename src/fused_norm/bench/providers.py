@@ -70,11 +70,11 @@ def _stock(case: OperatorCase) -> OperatorFunction:
         return norm(s, w), s
 
     operator = compose_operator(case.operator, norm, add_norm)
-    return _then_cast(operator, case.recipe) if case.recipe else operator
+    return _then_cast(operator, case.recipe, case.operator == "fp8-columns") if case.recipe else operator
 
 
-def _then_cast(norm: OperatorFunction, name: str) -> OperatorFunction:
-    """An operator, and torchao's cast of its first output."""
+def _then_cast(norm: OperatorFunction, name: str, over_rows: bool) -> OperatorFunction:
+    """An operator, and torchao's cast of its first output, its scales shared along rows or over them."""
     if importlib.util.find_spec("torchao") is None or name not in ("tensorwise", "rowwise", "block128", "mxfp8"):
         raise NotImplementedError(f"torchao has no cast {name} here")
     from torchao.float8.float8_scaling_utils import ScalingGranularity, hp_tensor_to_float8_dynamic
@@ -82,19 +82,23 @@ def _then_cast(norm: OperatorFunction, name: str) -> OperatorFunction:
     from torchao.prototype.blockwise_fp8_training import kernels as blockwise
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    recipe = kernels.fp8.RECIPES[name]
+    recipe = kernels.fp8.RECIPES[name].along_rows() if over_rows else kernels.fp8.RECIPES[name]
     granularity = ScalingGranularity.AXISWISE if name == "rowwise" else ScalingGranularity.TENSORWISE
 
     def cast(y: Tensor) -> kernels.fp8.Quantized:
         if name == "block128":
-            on_gpu = blockwise.triton_fp8_blockwise_act_quant_lhs
-            q, scale = on_gpu(y) if y.is_cuda else blockwise.torch_blockwise_scale_act_quant_lhs(y)
+            side = "rhs" if over_rows else "lhs"
+            kind = f"triton_fp8_blockwise_act_quant_{side}" if y.is_cuda else f"torch_blockwise_scale_act_quant_{side}"
+            q, scale = getattr(blockwise, kind)(y)
         elif name == "mxfp8":  # which torchao makes of bf16 and fp32 alone
-            scale, q = to_mx(y.float() if y.dtype == torch.float16 else y, recipe.dtype, 32, is_swizzled_scales=True)
+            y = y.float() if y.dtype == torch.float16 else y
+            lines = y.t().contiguous() if over_rows else y
+            scale, q = to_mx(lines, recipe.dtype, 32, is_swizzled_scales=True)
+            q = q.t() if over_rows else q
         else:
             made = hp_tensor_to_float8_dynamic(
                 y, recipe.dtype, LinearMMConfig(), scaling_granularity=granularity,
-                axiswise_dim=-1 if name == "rowwise" else None, round_scales_to_power_of_2=recipe.power_of_2,
+                axiswise_dim=recipe.axis if name == "rowwise" else None, round_scales_to_power_of_2=recipe.power_of_2,
             )  # fmt: skip
             q, scale = made._data, made._scale.reciprocal()
         return kernels.fp8.Quantized(q, scale, recipe)
@@ -113,7 +117,7 @@ def _refuse_others(name: str, case: OperatorCase, *operators: OperatorName) -> N
 
 
 def _torch(case: OperatorCase) -> OperatorFunction:
-    _refuse_others("torch", case, "rotate", "swiglu", "geglu", "fp8", "fp8-add")
+    _refuse_others("torch", case, "rotate", "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns")
     eps, centered = case.spec.eps, case.spec.zero_centered
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -140,7 +144,7 @@ def _liger(case: OperatorCase) -> OperatorFunction:
         LigerSiLUMulFunction,
     )
 
-    _refuse_others("liger", case, "fp8", "fp8-add")
+    _refuse_others("liger", case, "fp8", "fp8-add", "fp8-columns")
     spec, offset = case.spec, float(case.spec.zero_centered)
     # As Liger patches models: in place, which is fastest, unless the gradient that it is given is needed again.
     in_place = case.operator not in ("post", "sandwich")
@@ -178,7 +182,7 @@ def _liger(case: OperatorCase) -> OperatorFunction:
 def _quack(case: OperatorCase) -> OperatorFunction:
     from quack.rmsnorm import rmsnorm
 
-    _refuse_others("quack", case, "swiglu", "geglu", "fp8", "fp8-add")
+    _refuse_others("quack", case, "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns")
     eps, offset = case.spec.eps, float(case.spec.zero_centered)
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -203,6 +207,16 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "casting": case.spec.casting,
         "zero_centered": case.spec.zero_centered,
     }
+    rstds: dict[int, Tensor] = {}
+
+    def kept(x: Tensor) -> Tensor:
+        """The rstd that a forward has kept, made before anything is timed."""
+        if x.data_ptr() not in rstds:
+            rstd = kernels.fp8.rms_norm_fp8(x, None, recipe="rowwise", **semantics).rstd
+            assert rstd is not None
+            rstds[x.data_ptr()] = rstd
+        return rstds[x.data_ptr()]
+
     operators: dict[OperatorName, OperatorFunction] = {
         "norm": lambda x, w: (kernels.rms_norm(x, w, **semantics),),
         "add": partial(kernels.add_rms_norm, **semantics),
@@ -215,6 +229,7 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "geglu": lambda gate, up: (kernels.glu(gate, up, "gelu_tanh"),),
         "fp8": lambda x, w: (kernels.fp8.rms_norm_fp8(x, w, recipe=case.recipe, **semantics),),
         "fp8-add": partial(kernels.fp8.add_rms_norm_fp8, recipe=case.recipe, **semantics),
+        "fp8-columns": lambda x, w: (kernels.fp8.rms_norm_columns_fp8(x, w, kept(x), recipe=case.recipe, **semantics),),
     }
     return operators[case.operator]
 

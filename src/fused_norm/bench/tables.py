@@ -13,7 +13,21 @@ from .providers import FUSED, PROVIDERS
 from .results import FeatureResult, KernelResult, Results, StepResult
 from .timing import Timing
 
-_GROUPS = ("norm", "gemma", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu", "fp8", "fp8-add")
+_GROUPS = (
+    "norm",
+    "gemma",
+    "add",
+    "post",
+    "sandwich",
+    "qk",
+    "rope",
+    "rotate",
+    "swiglu",
+    "geglu",
+    "fp8",
+    "fp8-add",
+    "fp8-columns",
+)
 _DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
 """Bytes per second of the memory of a GPU, as its maker gives them."""
 

@@ -52,7 +52,7 @@ def dequantize(codes: Quantized) -> Tensor:
     values = q.to(torch.float32)
     if recipe.granularity != "group":
         return (values * codes.scale).contiguous()
-    rows = values.t() if along_rows else values.reshape(q.shape[:-1].numel(), q.shape[-1])
+    rows = values.t() if along_rows else values.reshape(math.prod(q.shape[:-1]), q.shape[-1])
     groups = -(-rows.shape[1] // recipe.group)
     if recipe.layout == "swizzled":
         scale = _unswizzled(codes.scale, rows.shape[0], groups).to(torch.float32)
@@ -86,7 +86,7 @@ def check_groups(name: str, recipe: FP8Recipe, width: int, transposed: bool) -> 
 
 def cast(y: Tensor, recipe: FP8Recipe, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and, if asked for, transposed codes of good arguments."""
-    rows, width = y.shape[:-1].numel(), y.shape[-1]
+    rows, width = math.prod(y.shape[:-1]), y.shape[-1]
     if recipe.axis == 0:
         q, scale = _cast_along_rows(y.reshape(rows, width), recipe)
         return q, scale, None
@@ -113,10 +113,10 @@ def empty_columns(like: Tensor, rows: int, columns: int, aligned: int) -> Tensor
     return like.new_empty((columns, step), dtype=torch.float32)[:, :rows].t()
 
 
-def empty_swizzled(like: Tensor, rows: int, groups: int) -> Tensor:
-    """Empty E8M0 scales in blocks of 32 by 16; zeros where kernels, whose tiles are as narrow, leave padding out."""
+def empty_swizzled(like: Tensor, rows: int, groups: int, *, zeros: bool = False) -> Tensor:
+    """Empty E8M0 scales in blocks of 32 by 16, or the smallest one everywhere, which is how padding looks."""
     shape = 32 * -(-rows // 128), 16 * -(-groups // 4)
-    made = like.new_zeros(shape, dtype=torch.uint8) if groups < 4 else like.new_empty(shape, dtype=torch.uint8)
+    made = like.new_zeros(shape, dtype=torch.uint8) if zeros else like.new_empty(shape, dtype=torch.uint8)
     return made.view(torch.float8_e8m0fnu)
 
 
@@ -169,7 +169,7 @@ def cast_groups(values: Tensor, amax: Tensor, recipe: FP8Recipe) -> tuple[Tensor
             multiplier = torch.exp2(torch.floor(torch.log2(multiplier)))
         scaled, scale = values * multiplier, 1.0 / multiplier
     elif recipe.formula in ("reciprocal", "quotient"):
-        scale = (amax.clamp(min=recipe.floor) if recipe.formula == "reciprocal" else amax + recipe.floor) / top
+        scale = _quotient(amax.clamp(min=recipe.floor) if recipe.formula == "reciprocal" else amax + recipe.floor, top)
         if recipe.power_of_2:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         scaled = values * (1.0 / scale) if recipe.formula == "reciprocal" else values / scale
@@ -188,8 +188,13 @@ def _power_of_2(amax: Tensor, formula: str, top: float) -> tuple[Tensor, Tensor]
         factor = torch.exp2(_BIAS - exponent.clamp(min=1).to(torch.float32))
         exponent = torch.where(amax.isnan(), 255, exponent)
         return exponent, torch.where(amax.isnan(), 0.0, factor)
-    scale = amax / top
+    scale = _quotient(amax, top)
     exponent = torch.ceil(torch.log2(scale)).clamp(-_BIAS, _BIAS) + _BIAS
     exponent = torch.where(amax.isnan(), 255.0, torch.where(scale.isinf(), 254.0, exponent))
     factor = torch.where(exponent == 0, 1.0, torch.exp2(_BIAS - exponent))
     return exponent, torch.where(amax.isnan(), amax, factor)
+
+
+def _quotient(values: Tensor, divisor: float) -> Tensor:
+    """A division that is rounded once: on CUDA PyTorch's own, by a number, multiplies by the reciprocal of it."""
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)

@@ -22,6 +22,9 @@ from ..triton.language import interpreted
 from .cast import INPUT_GROUP
 from .recipe import FP8Recipe
 
+CODES_OF_KERNELS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""The dtypes of codes that kernels read and write."""
+
 _input_group = tl.constexpr(INPUT_GROUP)
 
 
@@ -76,7 +79,7 @@ def runs_fp8_kernels_on(recipe: FP8Recipe, *tensors: Tensor | None) -> bool:
 
     Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and elsewhere is not known to.
     """
-    if not runs_kernels_on(*tensors) or recipe.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if not runs_kernels_on(*tensors) or recipe.dtype not in CODES_OF_KERNELS:
         return False
     assert tensors[0] is not None
     return tensors[0].device.type in ("cpu", "meta") or _casts_to_fp8(tensors[0].device)

@@ -6,6 +6,7 @@ rows of one column.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ _planned: dict[Any, tuple[int, int, Launch, Launch]] = {}
 
 def empty_columns_fp8(x: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor]:
     """Codes [N, M] and scales, not yet written."""
-    rows, width = x.shape[:-1].numel(), x.shape[-1]
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     q = x.new_empty((width, rows), dtype=recipe.dtype)
     groups = -(-rows // recipe.group) if recipe.group else 1
     if recipe.layout == "swizzled":

@@ -15,7 +15,7 @@ from .cast import cast, check_groups
 from .codes import runs_fp8_kernels_on
 from .column_kernels import empty_columns_fp8, launch_columns_fp8
 from .quantized import Quantized
-from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_of
+from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_from, recipe_of
 
 
 class RMSNormColumnsFP8(Operator):
@@ -31,18 +31,18 @@ class RMSNormColumnsFP8(Operator):
 
     def check(self, spec: NormSpec, *arguments: Any) -> None:
         NORM_FROM_RSTD.check(spec, *arguments[:3])
-        check_groups(self.name, FP8Recipe(*arguments[3:]), arguments[0].shape[-1], False)
+        check_groups(self.name, recipe_from(arguments[3:]), arguments[0].shape[-1], False)
 
     def takes(self, *arguments: Any) -> bool:
-        return runs_fp8_kernels_on(FP8Recipe(*arguments[3:]), *arguments[:3])
+        return runs_fp8_kernels_on(recipe_from(arguments[3:]), *arguments[:3])
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
-        q, scale, _ = cast(NORM_FROM_RSTD.reference(spec, *arguments[:3]), FP8Recipe(*arguments[3:]))
+        q, scale, _ = cast(NORM_FROM_RSTD.reference(spec, *arguments[:3]), recipe_from(arguments[3:]))
         return q.t(), scale
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, rstd, *options = arguments
-        recipe = FP8Recipe(*options)
+        recipe = recipe_from(options)
         outputs = empty_columns_fp8(x, recipe)
         if launch:
             launch_columns_fp8(spec, x, weight, rstd, recipe, *outputs)

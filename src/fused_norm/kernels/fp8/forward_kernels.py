@@ -7,6 +7,7 @@ the tensor that kernel only looks for the largest magnitude of all, and another 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +158,7 @@ def empty_fp8_norm(
 
     ``stands_for``: the dtype of what x has the codes of.
     """
-    rows, width = x.shape[:-1].numel(), x.shape[-1]
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     s = None if residual is None else x.new_empty(x.shape, dtype=promoted(x.dtype, residual.dtype))
     dtype = norm_dtype(spec, stands_for or (x.dtype if s is None else s.dtype), weight)
     return FP8Outputs(
@@ -178,7 +179,8 @@ def _empty_scale(x: Tensor, rows: int, width: int, recipe: FP8Recipe) -> Tensor:
     if recipe.layout == "columns":
         return empty_columns(x, rows, width // recipe.group, recipe.aligned)
     if recipe.layout == "swizzled":
-        return empty_swizzled(x, rows, width // recipe.group)
+        # The tile of a row shorter than a block of four groups is as short.
+        return empty_swizzled(x, rows, width // recipe.group, zeros=width < 4 * recipe.group)
     return x.new_empty((*x.shape[:-1], width // recipe.group), dtype=torch.float32)
 
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from ...spec import Casting, NormSpec
 from .. import reference
 from ..add_rms_norm import ADD_RMS_NORM
-from ..arguments import check_norm, check_residual, check_scale
+from ..arguments import KERNEL_DTYPES, check_norm, check_residual, check_scale
 from ..operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
 from ..plans import WIDEST_FORWARD
 from ..rms_norm import RMS_NORM
 from .backward_kernels import launch_backward_from_codes
 from .cast import INPUT_GROUP, cast, check_groups, numbers_of
-from .codes import runs_fp8_kernels_on
+from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
 from .forward_kernels import empty_fp8_norm, launch_fp8_norm
 from .quantized import Quantized, carrier_of, on_carrier
-from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_of
+from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_from, recipe_of
 
 
 class _NormToFP8(Operator):
@@ -36,7 +36,7 @@ class _NormToFP8(Operator):
 
 def _recipe_in(arguments: Sequence[Any]) -> tuple[FP8Recipe, bool]:
     """The recipe among an operator's arguments, and whether codes are wanted transposed as well."""
-    return FP8Recipe(*arguments[-10:-1]), arguments[-1]
+    return recipe_from(arguments[-10:-1]), arguments[-1]
 
 
 class RMSNormFP8(_NormToFP8):
@@ -123,13 +123,17 @@ class RMSNormOfFP8(_NormToFP8):
     facts = "ScalarType x_dtype"
     gradients = ("dx", "dw")
 
+    def takes(self, *arguments: Any) -> bool:
+        return arguments[2].dtype in CODES_OF_KERNELS and super().takes(*arguments)
+
     def check(self, spec: NormSpec, *arguments: Any) -> None:
         x, weight, codes, scale = arguments[:4]
         if not codes.is_floating_point() or codes.dtype.itemsize != 1:
             raise TypeError(f"rms_norm_fp8: with x_scale x must be FP8 codes, not {codes.dtype}")
         if codes.dim() == 0 or codes.shape[-1] % INPUT_GROUP:
             raise ValueError(f"rms_norm_fp8: codes x must have groups of {INPUT_GROUP}, not shape {tuple(codes.shape)}")
-        if scale.shape != (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP) or not scale.is_floating_point():
+        shape = (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP)
+        if scale.shape != shape or scale.dtype not in KERNEL_DTYPES:
             raise ValueError(
                 f"rms_norm_fp8: x_scale must have a number for each {INPUT_GROUP} columns of x, whose shape is"
                 f" {tuple(codes.shape)}, not {tuple(scale.shape)} of {scale.dtype}"
@@ -193,7 +197,8 @@ def rms_norm_fp8(
     """RMSNorm whose result is written in FP8 alone.
 
     The norm is computed and rounded as ``rms_norm`` does it, and then cast: codes and scales are bit for bit those of
-    ``quantize(rms_norm(x, weight, ...), recipe)``. The gradient goes straight through the cast.
+    ``quantize(rms_norm(x, weight, ...), recipe)``. The gradient goes straight through the cast. In a compiled graph
+    that leaves a small call to the compiler, y is as precise as the compiler keeps it.
 
     Args:
         x: [..., N], dtypes and strides as in ``rms_norm``; or FP8 codes, where there is an ``x_scale``.
@@ -204,7 +209,7 @@ def rms_norm_fp8(
         zero_centered: gamma is ``1 + weight``.
         x_scale: the scales of FP8 codes x in groups of 16, [..., N / 16], as ``quantize(x, "coat_input")`` makes them.
             Products of codes and scales are taken as they are, in fp32; what a casting rounds to x's dtype is rounded
-            to that of ``x_carrier``, bfloat16 where there is none.
+            to that of ``x_carrier``, bfloat16 where there is none. COAT's norm is that with casting ``gemma``.
         x_carrier: where the gradient of such an x goes, the ``carrier`` of its ``Quantized``.
         transposed: y's codes transposed as well, for recipes with one scale a tensor.
 

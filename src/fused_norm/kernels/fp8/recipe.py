@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -80,7 +82,7 @@ class FP8Recipe:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """What ``FP8Recipe(*options)`` makes the recipe of again, as operators take it: see ``RECIPE_OPTIONS``."""
+        """What ``recipe_from`` makes the recipe of again, as operators take it: see ``RECIPE_OPTIONS``."""
         return (
             self.granularity, self.group, self.dtype, self.formula, self.power_of_2, self.floor, self.layout,
             self.aligned, self.axis,
@@ -109,6 +111,16 @@ RECIPES: dict[str, FP8Recipe] = {
     "coat_input": FP8Recipe("group", 16, formula="quotient", floor=1e-10),
 }
 """The recipes that have a name; ``dataclasses.replace`` makes others of them, such as one with another dtype."""
+
+
+def recipe_from(options: Sequence[Any]) -> FP8Recipe:
+    """The recipe with these ``options``; equal ones give the same object."""
+    return FP8Recipe(*options) if torch.compiler.is_compiling() else _kept_recipe(*options)
+
+
+@lru_cache(maxsize=256)
+def _kept_recipe(*options: Any) -> FP8Recipe:
+    return FP8Recipe(*options)
 
 
 def recipe_of(recipe: str | FP8Recipe) -> FP8Recipe:
