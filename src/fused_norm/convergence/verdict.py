@@ -53,7 +53,8 @@ comparisons on an H200 it was 4e-6 and 3e-5 at most in fp32, .007 and .013 in th
 
 FLOAT8_NOISE_CAPS: Mapping[str, float] = {"outputs": 0.1, "gradients": 0.3}
 """The same for models with float8 linears, in any precision: where a rounding in front of it differs, a code may be the
-next one, which is 1/8 off, and a gradient passes several casts."""
+next one, which is 1/8 off, and one scale for a tensor moves with the sequences of a batch. In the interpreter, of four
+families in bf16, gradients were .017 to .029 apart under scales for rows, and .054 to .17 under those for tensors."""
 
 _NOISY = "a fault could hide in that"
 
