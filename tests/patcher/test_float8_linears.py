@@ -380,6 +380,28 @@ def test_the_result_is_freed_with_its_last_reader_s_backward(device: str, monkey
     assert result() is None
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hooks_on_what_is_saved_see_plain_tensors_with_memory(recipe: str, device: str) -> None:
+    norm = fused_norm_of(64, device)
+    linears = [linear_of(64, 16, recipe, device) for _ in range(2)]
+    attach(norm, linears)
+    x = torch.randn(16, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        assert type(tensor) in (Tensor, nn.Parameter)
+        seen.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        read = norm(x)
+        total = sum(linear(read) for linear in linears)
+    assert type(read) is QuantizedActivation
+    assert len(seen) > 4
+    total.sum().backward()
+    assert x.grad is not None
+
+
 def fused_norm_of(width: int, device: str) -> Any:
     model = build(tiny_config("llama", hidden_size=width, num_hidden_layers=1), seed=0, dtype=torch.bfloat16)
     fused_norm.apply_fused_norm(model)
