@@ -61,22 +61,20 @@ def converted(
     *,
     emulate: bool = False,
     layers: int = 1,
-    without: tuple[str, ...] = (),
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Any:
-    """A tiny model whose linears, all but the head and those ``without``, are torchao's."""
-    if "num_hidden_layers" not in overrides:
-        overrides["num_hidden_layers"] = layers
-        if "layer_types" in tiny_config(model_type).to_dict():
-            overrides["layer_types"] = tiny_config(model_type).layer_types[:layers]
+    """A tiny model whose linears, all but the head, are torchao's; their sizes are multiples of 16, as GPUs want."""
+    overrides |= {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 112, "head_dim": 16}
+    if "layer_types" in tiny_config(model_type).to_dict():
+        overrides["layer_types"] = tiny_config(model_type).layer_types[:layers]
     model = build(tiny_config(model_type, **overrides), seed=0, dtype=dtype, device=device)
-
-    def chosen(module: nn.Module, path: str) -> bool:
-        return not path.endswith(("lm_head", *without))
-
-    float8.convert_to_float8_training(model, config=config_of(recipe, emulate), module_filter_fn=chosen)
+    float8.convert_to_float8_training(model, config=config_of(recipe, emulate), module_filter_fn=but_for_the_head)
     return model
+
+
+def but_for_the_head(module: nn.Module, path: str) -> bool:
+    return "lm_head" not in path
 
 
 def pair(*args: Any, **options: Any) -> tuple[Any, Any]:
@@ -796,17 +794,16 @@ def test_it_is_undone_by_removal_and_by_applying_without(device: str) -> None:
 
 
 def test_a_model_that_was_patched_first_and_converted_then_is_patched_again(device: str, quantised: list[Any]) -> None:
-    model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=torch.bfloat16, device=device)
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "head_dim": 16}
+    model = build(tiny_config("llama", num_hidden_layers=1, **sizes), seed=0, dtype=torch.bfloat16, device=device)
     first = fused_norm.apply_fused_norm(model, fp8="auto", strict=False)
     assert list(rows(first)) == [""]
-    float8.convert_to_float8_training(model, module_filter_fn=lambda module, path: "lm_head" not in path)
+    float8.convert_to_float8_training(model, module_filter_fn=but_for_the_head)
     second = fused_norm.apply_fused_norm(model, fp8="auto")
     assert set(rows(second).values()) == {None}
     loss_of(model, FEW)
     assert len(quantised) == 2
-    float8.convert_to_float8_training(
-        model, config=config_of("rowwise"), module_filter_fn=lambda module, path: "lm_head" not in path
-    )
+    float8.convert_to_float8_training(model, config=config_of("rowwise"), module_filter_fn=but_for_the_head)
     third = fused_norm.apply_fused_norm(model, fp8="auto")
     assert {row.recipe for row in third.fp8 or ()} == {"rowwise"}
 
