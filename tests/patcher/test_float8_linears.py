@@ -139,7 +139,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ("llama", "tensorwise", False),
         slow("llama", "rowwise_with_gw_hp", False),
-        slow("llama", "rowwise", False),
+        ("llama", "rowwise", False),
         slow("qwen3", "rowwise", True),
         slow("qwen3", "tensorwise", False),
         slow("qwen3", "rowwise", False),
