@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .spec import Kind
 
@@ -56,6 +56,8 @@ class FuseOptions:
             path and module. None is all.
         recompute: make outputs of fused operators again in the backward instead of keeping them for it: less memory for
             a little more time, and the same bits.
+        fp8: ``"auto"`` lets norms whose results only float8 linears of torchao read quantise for these, once for all of
+            them. None does not.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -71,6 +73,7 @@ class FuseOptions:
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     modules: ModuleFilter | None = None
     recompute: bool = False
+    fp8: Literal["auto"] | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -81,6 +84,8 @@ class FuseOptions:
         for name in ("recompute", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.fp8 not in ("auto", None):
+            raise TypeError(f"fp8 must be 'auto' or None, not {self.fp8!r}")
         for switch in SWITCHES.values():
             needed = switch if switch.alone else _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:

@@ -11,7 +11,16 @@ import torch
 from fused_norm.bench import model_variants
 from fused_norm.bench.model_cases import ModelCase
 from fused_norm.bench.model_steps import prepare, relative_error
-from fused_norm.bench.model_variants import COMPILED, DEFAULT, OURS, VARIANTS, RefusedError, missing
+from fused_norm.bench.model_variants import (
+    COMPILED,
+    DEFAULT,
+    FLOAT8,
+    OURS,
+    VARIANTS,
+    RefusedError,
+    held_against,
+    missing,
+)
 
 CPU = torch.device("cpu")
 
@@ -172,7 +181,8 @@ _QUICK_TO_COMPILE = ("compile-layers", "compile-layers-max")
 )
 def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     step = prepared("qwen3")
-    stock = step.outputs_and_gradients()
+    eager = step.twin()
+    stock = VARIANTS[held_against(variant)](eager) and eager.outputs_and_gradients()
     twin = step.twin()
     patched = VARIANTS[variant](twin)
     with patched.running():
@@ -223,3 +233,45 @@ def test_what_is_not_here_is_missing(monkeypatch):
     assert {name for name in VARIANTS if missing(name, CPU)} == COMPILED | {"liger", "liger-fused", "liger-norms"}
     assert set(DEFAULT) < set(VARIANTS)
     assert {name for name in VARIANTS if name.startswith("fused")} < OURS
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """A call for every norm that has quantised for float8 linears."""
+    pytest.importorskip("torchao.float8")
+    from fused_norm.patcher import float8_linears
+
+    calls, make = [], float8_linears.quantized_activation
+    monkeypatch.setattr(float8_linears, "quantized_activation", lambda *given: calls.append(1) or make(*given))
+    return calls
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
+def test_linears_of_layers_are_float8_and_with_norms_fused_these_quantise(recipe, quantised):
+    step = prepared("llama")
+    plain, fused = step.twin(), step.twin()
+    VARIANTS[f"float8-{recipe}"](plain)
+    assert all(type(layer.mlp.down_proj).__name__ == "Float8Linear" for layer in plain.model.layers)
+    assert type(step.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    assert plain.model.layers[0].mlp.down_proj.weight is step.model.layers[0].mlp.down_proj.weight
+    truth = plain.outputs_and_gradients()
+    assert not quantised
+    VARIANTS[f"float8-{recipe}-fused"](fused)
+    assert relative_error(fused.outputs_and_gradients(), truth) < 0.05
+    # Emulated products divide by scales, which codes have to the bit as powers of two alone.
+    assert len(quantised) == (4 if recipe == "rowwise" else 0)
+
+
+def test_float8_is_held_against_float8_alone_and_needs_torchao(monkeypatch):
+    assert {held_against(name) for name in FLOAT8} == {"float8-tensorwise", "float8-rowwise"}
+    assert held_against("float8-rowwise-fused") == "float8-rowwise"
+    assert {held_against(name) for name in VARIANTS if name not in FLOAT8} == {"stock"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert missing("float8-rowwise", CPU) == "torchao is not installed"
+    assert missing("fused", CPU) is None
+
+
+def test_float8_trains_and_does_not_generate():
+    pytest.importorskip("torchao.float8")
+    with pytest.raises(RefusedError, match="measured for training steps"):
+        VARIANTS["float8-rowwise"](prepared("qwen3", "generate", 2))

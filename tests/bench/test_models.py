@@ -13,7 +13,15 @@ import torch
 from fused_norm.bench import models
 from fused_norm.bench.model_cases import QUICK, QUICK_BY_NAME, ModelCase
 from fused_norm.bench.model_steps import ALLOWED_ERROR, BenchmarkedModel
-from fused_norm.bench.model_variants import COMPILED, UNLIKE_STOCK, VARIANTS, Patched, RefusedError, replaced_norms
+from fused_norm.bench.model_variants import (
+    COMPILED,
+    FLOAT8,
+    UNLIKE_STOCK,
+    VARIANTS,
+    Patched,
+    RefusedError,
+    replaced_norms,
+)
 from fused_norm.bench.providers import PROVIDERS
 from fused_norm.bench.results import Results
 from fused_norm.bench.timing import PeakMemory
@@ -51,6 +59,9 @@ def test_every_variant_that_is_here_is_right_and_timed(case, run):
     assert run.results.steps
     for result in run.results.steps:
         if (result.variant, result.verdict) == ("fused-recompute", "refused") and case.generates:
+            continue
+        if result.variant in FLOAT8 and (case.generates or case.step == "lora"):
+            assert result.verdict == "refused"
             continue
         assert (result.verdict, result.detail) == ("ok", None)
         assert result.timing is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +67,11 @@ def missing(variant: str, device: torch.device) -> str | None:
     """The reason why a variant cannot be measured on ``device`` with what is installed, or None."""
     if variant.startswith("liger"):
         return PROVIDERS["liger"].missing(device)
+    if variant in FLOAT8:
+        if importlib.util.find_spec("torchao") is None:
+            return "torchao is not installed"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "needs a GPU that multiplies FP8, of compute capability 8.9 or more"
     if variant in COMPILED and not PROVIDERS["compile"].on_cpu and device.type == "cpu":
         return "needs a GPU"
     return None
@@ -104,6 +110,30 @@ def _fused_recompute(step: BenchmarkedModel) -> Patched:
     if isinstance(step, Generation):
         raise RefusedError("nothing is kept for a backward")
     return _fused(step, recompute=True)
+
+
+def _in_float8(eager: Variant, recipe: str) -> Variant:
+    """A variant after torchao's ``convert_to_float8_training`` of all linears in layers, by a recipe of its names."""
+
+    def variant(step: BenchmarkedModel) -> Patched:
+        if isinstance(step, Generation):
+            raise RefusedError("measured for training steps: a generation quantises its weights again for every token")
+        if hasattr(step.model, "get_base_model"):
+            raise RefusedError("torchao would convert the adapters too")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        emulate = step.tokens.device.type == "cpu"
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+        fits = None if emulate else _fits_float8
+        convert_to_float8_training(body_of(step.model).layers, config=config, module_filter_fn=fits)
+        return eager(step)
+
+    return variant
+
+
+def _fits_float8(linear: nn.Module, path: str) -> bool:
+    """Return whether scaled products take a linear, whose sizes have to be multiples of 16."""
+    return isinstance(linear, nn.Linear) and linear.in_features % 16 == 0 and linear.out_features % 16 == 0
 
 
 def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
@@ -226,6 +256,13 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
     return forward
 
 
+_FLOAT8_RECIPES = ("tensorwise", "rowwise")
+_FLOAT8_STEPS: Mapping[str, Variant] = {
+    "": _stock,
+    "-fused": partial(_fused, fp8="auto"),
+    "-compile-layers": _compiled_by_layer(_stock),
+}
+
 VARIANTS: Mapping[str, Variant] = {
     "stock": _stock,
     "fused": _fused,
@@ -241,6 +278,11 @@ VARIANTS: Mapping[str, Variant] = {
     "torch": replaced_norms(_torch_norm),
     "identity": _identity,
     "identity-no-rope": _identity_unrotated,
+    **{
+        f"float8-{recipe}{name}": _in_float8(variant, recipe)
+        for recipe in _FLOAT8_RECIPES
+        for name, variant in _FLOAT8_STEPS.items()
+    },
 }
 """``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``; ``fused-recompute``: with ``recompute``.
 ``liger``: all that Liger has for the family: norms, rotary embedding, gate of the MLP and, where there is a head, loss;
@@ -249,12 +291,23 @@ VARIANTS: Mapping[str, Variant] = {
 ``compile`` and ``fused-compile``: the model as a whole under torch.compile, with the causal mask given as None, or a
 generation compiled by transformers. ``liger-norms`` and ``torch``: every norm is Liger's or ``F.rms_norm``, and nothing
 else is changed. ``identity``: norms left out, adds kept, the least that a step can take; ``identity-no-rope``: without
-the rotary embedding too."""
+the rotary embedding too. ``float8-tensorwise``, ``float8-rowwise``: the linears of all layers are torchao's, by the
+recipe of that name; ``-fused``: after ``apply_fused_norm(fp8="auto")`` too; ``-compile-layers``: without it, each
+layer under torch.compile."""
 
 DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile-layers", "fused-compile-layers")
 """What is measured where no variants are named."""
 
 OURS = frozenset(name for name in VARIANTS if "fused" in name)
 COMPILED = frozenset(name for name in VARIANTS if "compile" in name)
+FLOAT8 = frozenset(name for name in VARIANTS if name.startswith("float8-"))
 UNLIKE_STOCK = frozenset({"identity", "identity-no-rope"})
 """Variants that compute something else, as a bound of what is possible."""
+
+
+def held_against(variant: str) -> str:
+    """The variant whose outputs and gradients this one is to have: stock, or its linears in float8 alone."""
+    for recipe in _FLOAT8_RECIPES:
+        if variant.startswith(f"float8-{recipe}"):
+            return f"float8-{recipe}"
+    return "stock"

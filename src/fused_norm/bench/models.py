@@ -1,7 +1,8 @@
 """``fused-norm bench models``: steps of whole models of published shapes, beside peers, in interleaved rounds.
 
-All variants of a row live at once, as twins of one model that share its weights. Each is held against stock, then its
-peak of memory is taken, and then all take turns: a round visits each of them once, in shuffled order.
+All variants of a row live at once, as twins of one model that share its weights. Each is held against stock, or against
+float8 linears alone if it has such, then its peak of memory is taken, and then all take turns: a round visits each of
+them once, in shuffled order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from . import child_processes
 from .benchmark_run import BenchmarkRun, in_a_line
 from .model_cases import ModelCase
 from .model_steps import BenchmarkedModel, error_detail, prepare, relative_error, release_memory
-from .model_variants import COMPILED, UNLIKE_STOCK, VARIANTS, Patched, RefusedError, missing
+from .model_variants import COMPILED, UNLIKE_STOCK, VARIANTS, Patched, RefusedError, held_against, missing
 from .results import StepResult
 from .timing import Call, Timing, host_and_step_time, peak_memory
 
@@ -70,11 +71,11 @@ def measure_here(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dt
     candidates: dict[str, _Candidate] = {}
     try:
         with _room_for_graphs():
-            stock = step.outputs_and_gradients()
+            truths = {"stock": step.outputs_and_gradients()}
             for variant in variants:
                 what = f"{case.name} {variant}"
                 if not run.passes_over(what, missing(variant, run.device)):
-                    candidates[variant] = _checked(run, case, variant, step, stock, weights)
+                    candidates[variant] = _checked(run, case, variant, step, truths, weights)
                     run.say(f"{what}: {candidates[variant].result.verdict}")
             _take_turns(run, step, candidates)
     finally:
@@ -98,9 +99,17 @@ def _room_for_graphs() -> Iterator[None]:
 
 
 def _checked(
-    run: BenchmarkRun, case: ModelCase, variant: str, step: BenchmarkedModel, stock: Sequence[Tensor], weights: int
+    run: BenchmarkRun,
+    case: ModelCase,
+    variant: str,
+    step: BenchmarkedModel,
+    truths: dict[str, list[Tensor]],
+    weights: int,
 ) -> _Candidate:
-    """Make a variant, hold it against stock and measure its peak of memory."""
+    """Make a variant, hold it against stock and measure its peak of memory.
+
+    ``truths``: the outputs and gradients of stock, and of others that variants are held against as they come.
+    """
     result = StepResult(case.name, variant, "ok")
     nothing = _Candidate(Patched(None), lambda: None, result)
     release_memory(run.device)
@@ -112,7 +121,10 @@ def _checked(
         twin.place()
         with patched.running():
             if variant not in UNLIKE_STOCK:
-                error = relative_error(twin.outputs_and_gradients(patched.model), stock)
+                found = twin.outputs_and_gradients(patched.model)
+                if (truth := held_against(variant)) not in truths:
+                    truths[truth] = found if truth == variant else _results_of(truth, step)
+                error = relative_error(found, truths[truth])
                 result = replace(result, error=error if math.isfinite(error) else None)
                 wrong = error_detail(error)
                 if wrong is not None:
@@ -128,6 +140,15 @@ def _checked(
         allocated, reserved = (total - of_others for total in peak)
         result = replace(result, peak_bytes=allocated, reserved_bytes=reserved)
     return _Candidate(patched, call, result)
+
+
+def _results_of(variant: str, step: BenchmarkedModel) -> list[Tensor]:
+    """The outputs and gradients of a variant."""
+    twin = step.twin()
+    patched = VARIANTS[variant](twin)
+    twin.place()
+    with patched.running():
+        return twin.outputs_and_gradients(patched.model)
 
 
 def _take_turns(run: BenchmarkRun, step: BenchmarkedModel, candidates: dict[str, _Candidate]) -> None:

@@ -33,6 +33,12 @@ _COLOURS = {
     "quack": "#aa3377",
     "identity": "#66ccee",
     "identity-no-rope": "#b3e5f6",
+    "float8-tensorwise": "#bbbbbb",
+    "float8-tensorwise-fused": "#ee7733",
+    "float8-tensorwise-compile-layers": "#ddcc77",
+    "float8-rowwise": "#777777",
+    "float8-rowwise-fused": "#cc3311",
+    "float8-rowwise-compile-layers": "#999933",
 }
 _GROUPS = {"norm": "RMSNorm", "add": "residual add + RMSNorm"}
 _BLOCKS = ("post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, FLOAT8_EXECUTIONS, PRECISIONS, by_baseline
 from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
 from .common import (
@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU if there is one")
     parser.add_argument("--dtype", action="append", choices=tuple(PRECISIONS), help="only these; mixed: bf16 autocast")
     parser.add_argument("--feature", action="append", choices=tuple(FEATURES), help="only these sites fused")
-    parser.add_argument("--axis", action="append", choices=EXECUTIONS, help="only steps that run like this")
+    parser.add_argument(
+        "--axis",
+        action="append",
+        choices=(*EXECUTIONS, *FLOAT8_EXECUTIONS),
+        help="only steps that run like this; float8: beside stock in float8",
+    )
     parser.add_argument("--mutations", action="store_true", help="plant faults too, each of which must turn it red")
     parser.add_argument("--seeds", type=positive, default=1, help="how many seeds (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="how many processes share the comparisons (1)")

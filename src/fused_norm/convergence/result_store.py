@@ -50,7 +50,13 @@ class ComparisonResult:
             return Verdict("invalid", (self.trouble or self.hidden or "not run",), ())
         trains_norms = self.comparison.execution != "lora-alone"
         return judge(
-            self.comparison.precision, self.stock, self.controls, self.fused, self.calls, trains_norms=trains_norms
+            self.comparison.precision,
+            self.stock,
+            self.controls,
+            self.fused,
+            self.calls,
+            trains_norms=trains_norms,
+            float8=self.comparison.float8 is not None,
         )
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from ..spec import KINDS, FusedNormError
 from .call_probe import CallRecord, probe_calls
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
-from .fused_calls import FusedCall, first_of_each_kind, sites_not_compiled
-from .model_recipe import ModelRecipe, set_up_execution
+from .fused_calls import FusedCall, first_of_each_kind, quantising_sites, sites_not_compiled
+from .model_recipe import ModelRecipe, convert_to_float8, set_up_execution
 from .mutations import MUTATIONS, SOUND
 from .planting import PlantedFault
 from .run_record import RunTensors, snapshot, trained_parameters
@@ -107,7 +108,7 @@ class TwinTrainer:
         precision = PRECISIONS[comparison.precision]
         device = accelerator_for(mixed=precision.mixed, cpu=self.cpu).device
         tokens = self.sequences[:PROBED].to(device)
-        model = self.recipe.build(seed=comparison.seed, dtype=getattr(torch, precision.weights), device=device)
+        model = self._build(comparison, device)
         with _fused(comparison, model) as (sites, fault):
 
             def wanted(calls: Sequence[FusedCall]) -> Sequence[FusedCall]:
@@ -115,7 +116,8 @@ class TwinTrainer:
                 return calls if fault is None else first_of_each_kind(calls) if fault.calls else ()
 
             record = probe_calls(model, sites, tokens, mixed=precision.mixed, calls_wanted=wanted)
-            if precision.weights == "bfloat16" and fault is None and comparison.feature == "all":
+            in_half = fault is None and comparison.feature == "all" and not comparison.float8
+            if precision.weights == "bfloat16" and in_half:
                 record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
             return record, fault
 
@@ -133,6 +135,14 @@ class TwinTrainer:
 
         return self._train(fused, self.sequences, self.options, stock, on_step)
 
+    def _build(self, comparison: Comparison, device: torch.device) -> nn.Module:
+        """The stock model of a comparison, with float8 linears where it says so."""
+        dtype = getattr(torch, PRECISIONS[comparison.precision].weights)
+        model = self.recipe.build(seed=comparison.seed, dtype=dtype, device=device)
+        if comparison.float8:
+            convert_to_float8(model, comparison.float8)
+        return model
+
     def _train(
         self,
         make_twin: MakeTwin,
@@ -149,7 +159,7 @@ class TwinTrainer:
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
         device = accelerator.device
         torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
-        model = self.recipe.build(seed=self.comparison.seed, dtype=dtype, device=device)
+        model = self._build(self.comparison, device)
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(device)
         with make_twin(model) as changed, in_graphs_of_any_size():
@@ -198,12 +208,16 @@ class TwinTrainer:
 @contextlib.contextmanager
 def _fused(comparison: Comparison, model: nn.Module) -> Iterator[tuple[Sequence[Site], PlantedFault | None]]:
     """The sites fused in a model, and the fault that it has for the length of a ``with``."""
-    report = apply_fused_norm(model, **options_for_feature(comparison.feature))
+    fp8: Literal["auto"] | None = "auto" if comparison.float8 else None
+    report = apply_fused_norm(model, **options_for_feature(comparison.feature), fp8=fp8)
+    sites = [*report.fused, *quantising_sites(report)]
+    if fp8 and len(sites) == len(report.fused):
+        raise FusedNormError(f"no norm quantises for float8 linears:\n{report}")
     if comparison.mutation in (None, SOUND):
-        yield report.fused, None
+        yield sites, None
         return
     with MUTATIONS[comparison.mutation].planted(model) as fault:
-        yield report.fused, fault
+        yield sites, fault
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from torch import nn
 
 from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter
 from ..spec import FusedNormError, Kind
-from .class_swap import ClassChange, change_class, class_forward_replaced, origin_of, stock_class
-from .fused_block import FusedBlock
-from .fused_norm_module import FusedNorm
+from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
+from .float8_survey import ReadersChange, readers_of, survey_float8
 from .patch_report import PatchReport, Site
 from .recompute_survey import survey_layers
 from .survey import survey
@@ -33,6 +33,7 @@ def apply_fused_norm(
     mlp: bool | None = None,
     modules: ModuleFilter | None = None,
     recompute: bool = False,
+    fp8: Literal["auto"] | None = None,
     strict: bool = True,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
@@ -56,10 +57,15 @@ def apply_fused_norm(
             backward, are made again there from what is kept anyway. Gradients stay the same to the bit. It saves
             nothing in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves
             what is kept.
+        fp8: ``"auto"``: where all readers of a norm's result are linears that torchao's ``convert_to_float8_training``
+            has made, the norm writes FP8 codes, once for all of them (q, k and v; gate and up), and they keep no 16-bit
+            input for their backward. Outputs and gradients stay the same to the bit. Calls that are compiled, need no
+            gradient, or have hooks between norm and linear keep the separate casts. None: linears cast for themselves.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too.
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``fp8`` one for
+        every norm that float8 linears read.
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
@@ -76,12 +82,14 @@ def apply_fused_norm(
         mlp=mlp,
         modules=modules,
         recompute=recompute,
+        fp8=fp8,
         strict=strict,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     sites, changes = survey(model, options)
     layers, changes = survey_layers(model, sites, changes, recompute=recompute)
+    norms_in_fp8, linears, readers = survey_float8(model, sites, wanted=fp8 is not None)
     sites = [*sites, *_sites_of_others(model, sites)]
     report = PatchReport(
         model=type(model).__name__,
@@ -89,10 +97,11 @@ def apply_fused_norm(
         fused=tuple(site for site in sites if site.reason is None),
         kept=tuple(site for site in sites if site.reason is not None),
         recompute=tuple(layers) if recompute else None,
+        fp8=None if fp8 is None else tuple(norms_in_fp8),
     )
     if options.strict:
         _check(model, report)
-    _change(changes)
+    _change([*changes, *linears], readers)
     logger.info("%s", report.summary())
     return report
 
@@ -106,8 +115,9 @@ def remove_fused_norm(model: nn.Module) -> int:
     Raises:
         FusedNormError: where other code has built on a fused class (FSDP does, when it shards); nothing was restored.
     """
-    fused = [module for module in model.modules() if isinstance(module, (FusedNorm, FusedBlock))]
-    _change([ClassChange(module, origin_of(module)) for module in fused])
+    fused = [module for module in model.modules() if isinstance(module, Fused)]
+    readers = [ReadersChange(module, None) for module in fused if readers_of(module) is not None]
+    _change([ClassChange(module, origin_of(module)) for module in fused], readers)
     return len(fused)
 
 
@@ -199,12 +209,14 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
     return None
 
 
-def _change(changes: list[ClassChange]) -> None:
-    """Change all classes, or none."""
+def _change(changes: list[ClassChange], readers: list[ReadersChange]) -> None:
+    """Make all changes, or none."""
     undone: list[Callable[[], None]] = []
     try:
         for change in changes:
             undone.append(change_class(change.module, change.new))
+        for each in readers:
+            undone.append(each.make())
     except Exception:
         for undo in reversed(undone):
             undo()

@@ -16,10 +16,14 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError, NormSpec
+from .float8_linears import Float8Reader, InputCast
 from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm, has_origin_forward
 from .recompute import call_with_recipes
+
+Fused = FusedNorm | FusedBlock | Float8Reader
+"""The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -87,6 +91,12 @@ def _fused_block_class(
     )
 
 
+@cache
+def float8_reader_class(origin: Any, cast: InputCast) -> type[nn.Module]:
+    """The class for float8 linears of class ``origin`` that cast their input so and read codes of norms."""
+    return _derive(Float8Reader, origin, (float8_reader_class, (cast,)), fused_norm_cast=cast)
+
+
 def _derive(
     base: type, origin: Any, recipe: tuple[Callable[..., type], tuple[Any, ...]], **members: Any
 ) -> type[nn.Module]:
@@ -115,10 +125,10 @@ def _rebuild(make: Callable[..., type], origin: type, arguments: tuple[Any, ...]
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module in the stock model."""
-    return module.fused_norm_origin if isinstance(module, (FusedNorm, FusedBlock)) else type(module)
+    return module.fused_norm_origin if isinstance(module, Fused) else type(module)
 
 
-def fused_class(module: FusedNorm | FusedBlock) -> Any:
+def fused_class(module: Fused) -> Any:
     """The class that was put on a module: its own, or one that other code has built upon."""
     return next(base for base in type(module).__mro__ if "fused_norm_origin" in vars(base))
 
@@ -143,7 +153,7 @@ def fused_forward_replaced(fused: Any) -> str | None:
 
 def foreign_forward(module: nn.Module) -> str | None:
     """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
-    if isinstance(module, (FusedNorm, FusedBlock)) and (owner := fused_forward_replaced(fused_class(module))):
+    if isinstance(module, Fused) and (owner := fused_forward_replaced(fused_class(module))):
         return owner
     forward = vars(module).get("forward")
     if forward is None or _is_bound(forward, module):
@@ -179,7 +189,7 @@ def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
     Raises:
         FusedNormError: where other code has built on its fused class.
     """
-    if isinstance(module, (FusedNorm, FusedBlock)):
+    if isinstance(module, Fused):
         if fused_class(module) is new:
             return []
         origin_of(module)  # raises there
@@ -199,12 +209,12 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-def built_upon(module: FusedNorm | FusedBlock) -> bool:
+def built_upon(module: Fused) -> bool:
     """Return whether other code has derived a class of its own from the fused one, as FSDP does when it shards."""
     return "fused_norm_origin" not in vars(type(module))
 
 
-def origin_of(module: FusedNorm | FusedBlock) -> type[nn.Module]:
+def origin_of(module: Fused) -> type[nn.Module]:
     """The class that a fused instance had before.
 
     Raises:
@@ -231,9 +241,9 @@ def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
     module.__class__ = new
     if bound:
         del attributes["forward"]
-        if issubclass(new, (FusedNorm, FusedBlock)):
+        if issubclass(new, Fused):
             attributes[_POPPED] = True
-    if attributes.get(_POPPED) and not issubclass(new, (FusedNorm, FusedBlock)):
+    if attributes.get(_POPPED) and not issubclass(new, Fused):
         del attributes[_POPPED]
         attributes["forward"] = MethodType(new.forward, module)
     if kept_by_accelerate:

@@ -21,6 +21,7 @@ from ..spec import NormSpec
 from .activation_recognition import Activation, Formula
 from .forward_rewrite import Rewrite
 from .fused_norm_module import (
+    READERS,
     explain,
     is_plain,
     may_be_bypassed,
@@ -168,6 +169,10 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
+    readers = norm.__dict__.get(READERS)
+    if readers is not None and readers.may_read(norm, x, residual, weight):
+        s = NORM_ADD(spec, x, residual, inner_weight)
+        return norm(s), s
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 

@@ -24,6 +24,9 @@ from ..kernels.rms_norm import RMS_NORM
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from ..spec import NormSpec
 
+READERS = "_fused_norm_readers"
+"""The attribute of an instance that holds those who take its result in another form, if there are any."""
+
 logger = logging.getLogger("fused_norm")
 
 _disabled_depth = 0
@@ -81,6 +84,11 @@ class FusedNorm(nn.Module):
         weight = weight_of(self)
         reason = obstacle(x, weight, residual, spec)
         if reason is None:
+            readers = self.__dict__.get(READERS)
+            if readers is not None:
+                read = readers.read(self, spec, x, residual, weight, scale)
+                if read is not None:
+                    return read
             if residual is None:
                 return RMS_NORM(spec, x, weight, None)
             return ADD_RMS_NORM(spec, x, residual, weight, None, scale)
