@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import socket
 import sys
 import types
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +26,7 @@ from fused_norm.model_configs import build
 from fused_norm.patcher.fused_norm_module import FusedNorm
 
 from .models import assert_trains_as_stock, counts, relative, sites, snapshot, step, tokens, twins
+from .ranks import on_two_ranks
 
 
 def test_a_forward_replaced_on_a_norm_stays_in_place() -> None:
@@ -547,22 +546,13 @@ def test_one_rank_of_fsdp2_trains_a_patched_model_as_it_trains_stock() -> None:
     assert losses["shard, patch"] == pytest.approx(losses["stock"], rel=1e-5)
 
 
-def rank_of_two(rank: int, port: int, results: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    losses = {order: sharded_losses(order, rank, 2, steps=2) for order in SHARDINGS}
-    if rank == 0:
-        torch.save(losses, results)
-    dist.destroy_process_group()
+def losses_of_every_order(rank: int, ranks: int) -> dict[str, list[float]]:
+    return {order: sharded_losses(order, rank, ranks, steps=2) for order in SHARDINGS}
 
 
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_train_a_patched_model_as_they_train_stock(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = tmp_path / "losses.pt"
-    mp.spawn(rank_of_two, args=(port, results), nprocs=2)
-    losses = torch.load(results)
+    losses = on_two_ranks(losses_of_every_order, tmp_path)[0]
     assert losses["stock"][-1] < losses["stock"][0]
     assert losses["patch, shard"] == pytest.approx(losses["stock"], rel=1e-5)
     assert losses["shard, patch"] == pytest.approx(losses["stock"], rel=1e-5)

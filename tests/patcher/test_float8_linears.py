@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import pickle
-import socket
 import subprocess
 import sys
 import weakref
@@ -18,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +36,7 @@ from fused_norm.patcher.float8_linears import Float8Reader
 from fused_norm.patcher.quantized_activation import NormResult, QuantizedActivation, Remake
 
 from .models import snapshot, step, tokens
+from .ranks import on_two_ranks
 
 float8 = pytest.importorskip("torchao.float8")
 from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType  # noqa: E402
@@ -911,17 +909,6 @@ def assert_ranks_have_the_same_bits(rank: int, ranks: int) -> None:
             calls.clear()
 
 
-def rank_of_two(rank: int, port: int, results: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    assert_ranks_have_the_same_bits(rank, 2)
-    (results / str(rank)).touch()
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_and_ddp_have_the_bits_that_they_have_without(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(rank_of_two, args=(port, tmp_path), nprocs=2)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["0", "1"]
+    on_two_ranks(assert_ranks_have_the_same_bits, tmp_path)

@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import pickle
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +37,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_with_recipes
 
 from .models import snapshot, step, tokens
+from .ranks import on_two_ranks
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 SPEC = norm_spec("llama", False, 1e-6)
@@ -665,17 +664,6 @@ def test_one_rank_of_fsdp2_and_ddp_has_the_bits_that_it_has_without() -> None:
         dist.destroy_process_group()
 
 
-def rank_of_two(rank: int, port: int, results: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    assert_recompute_changes_nothing(rank, 2)
-    (results / str(rank)).touch()
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_and_ddp_have_the_bits_that_they_have_without(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(rank_of_two, args=(port, tmp_path), nprocs=2)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["0", "1"]
+    on_two_ranks(assert_recompute_changes_nothing, tmp_path)
