@@ -169,7 +169,9 @@ def scale_of(bits, RULE: tl.constexpr):
     """The scale of what has the largest magnitude ``bits``, and the factor or, under ``quotient``, the scale again."""
     amax = bits.to(tl.float32, bitcast=True)
     if RULE.formula == "multiplier":
-        factor = tl.where(amax < RULE.floor, RULE.most, tl.div_rn(tl.zeros_like(amax) + RULE.top, amax))
+        small = amax < RULE.floor
+        factor = tl.div_rn(tl.zeros_like(amax) + RULE.top, tl.where(small, 1.0, amax))
+        factor = tl.where(small, RULE.most, factor)
         if RULE.power_of_2:
             factor = _power_below(factor, RULE)
         scale = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
