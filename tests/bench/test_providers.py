@@ -18,7 +18,11 @@ EVERY = PROVIDERS | {provider.name: provider for provider in FUSED_MODES}
 MEASURED = [(name, case) for name in EVERY for case in QUICK if name in PROVIDERS or case.operator == "norm"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32))],
+    ids=str,
+)
 @pytest.mark.parametrize(("name", "case"), MEASURED, ids=lambda value: getattr(value, "name", value))
 def test_results_are_right(name, case, dtype, device):
     provider, device = EVERY[name], torch.device(device)

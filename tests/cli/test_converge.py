@@ -181,6 +181,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(comman
     assert f"needs {module}: pip install 'fused-norm[convergence]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
     assert main(["demo", "llama", "--steps", "2", "--out", str(tmp_path / "new" / "folder")]) == 0
     out = capsys.readouterr().out

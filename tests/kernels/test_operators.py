@@ -330,6 +330,7 @@ def test_empty_tensors_give_empty_results_and_zero_gradients(name: str, shape: t
     assert torch.equal(dw, torch.zeros_like(w))
 
 
+@pytest.mark.slow
 @CALLS
 def test_a_subclass_among_plain_tensors_sees_the_operators(index: int, device: str) -> None:
     call = _calls(device)[index]
