@@ -67,7 +67,9 @@ def test_every_variant_that_is_here_is_right_and_timed(case, run):
         assert result.timing is not None
         assert 0 < result.host.median <= result.timing.median
         if result.variant not in UNLIKE_STOCK:
-            assert result.error < (0.1 if autocast else 1e-3)
+            # In float8, where a rounding in front of it differs, a code may be the next one, which is 1/8 off.
+            rounds = autocast or result.variant.startswith("float8-")
+            assert result.error < (0.1 if rounds else 1e-3)
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in run.results.left_out}
     assert {"stock", "fused", "fused-recompute", "torch", "identity", "identity-no-rope"} <= set(results_of(run))
     assert set(results_of(run)) | left_out == set(VARIANTS)
