@@ -1,0 +1,102 @@
+"""What the pages of the documentation and the README show is run, and prints what they say it prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fused_norm.model_configs import tiny_config
+
+from .markdown_pages import ROOT, blocks_of, run_page
+
+tokenizers = pytest.importorskip("tokenizers")
+
+FAST = {"README.md", "docs/index.md"}
+"""Pages that are run in the fast lane: those that newcomers read."""
+
+PAGES = [
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+    for name in sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+]
+
+STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_text", 2)}
+"""Models on the hub that pages name: the family and the number of layers of the tiny model that is loaded instead."""
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with tiny models and a tokenizer of bytes, by the names of the models on the hub."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.model = tokenizers.models.BPE({one: index for index, one in enumerate(alphabet)}, [])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    folders = {}
+    for name, (family, layers) in STAND_INS.items():
+        folder = str(tmp_path_factory.mktemp("hub") / name.rpartition("/")[2])
+        model = AutoModelForCausalLM.from_config(tiny_config(family, num_hidden_layers=layers), dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0]).save_pretrained(folder)
+        folders[name] = folder
+    return folders
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_and_print_what_the_page_shows(
+    page: str, stand_ins: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(ROOT / page, tmp_path, stand_ins)
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert targets
+    assert [one for one in targets if "://" not in one and not (ROOT / one).exists()] == []
+
+
+PAGE = """
+```python
+x = 2
+print(x + {number})
+```
+
+```text
+5
+```
+
+<!-- not run: no -->
+```python
+raise SystemExit
+```
+
+<!-- not run: no -->
+```console
+fused-norm converge {argument} # words
+```
+"""
+
+
+def test_blocks_are_found_with_their_output() -> None:
+    blocks = [(one.language, one.line, one.runs, one.printed) for one in blocks_of(PAGE)]
+    assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
+
+
+@pytest.mark.parametrize(
+    ("number", "argument", "problem"),
+    [("3", "qwen3", None), ("4", "qwen3", AssertionError), ("y", "qwen3", NameError), ("3", "--no", SystemExit)],
+)
+def test_a_page_that_is_wrong_fails(
+    number: str, argument: str, problem: type[BaseException] | None, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.format(number=number, argument=argument), encoding="utf-8")
+    if problem is None:
+        run_page(page, tmp_path, {})
+        return
+    with pytest.raises(problem):
+        run_page(page, tmp_path, {})
