@@ -81,25 +81,31 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
     source = folder / f"{module.__name__}.py"
     lines = [""] * page.count("\n")
     for block in blocks:
-        if block.language == "python":
+        if block.language == "python" and block.runs:
             code = _with_stand_ins(block.text, stand_ins).splitlines()
             lines[block.line - 1 : block.line - 1 + len(code)] = code
     source.write_text("\n".join(lines) + "\n", encoding="utf-8")
     module.__file__ = str(source)
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
+    sys.modules[module.__name__] = module
+    try:
         for block in blocks:
-            where = f"{path.name}, line {block.line}"
-            if block.language == "python":
-                printed = _run_python(block, module, source, stand_ins)
-            else:
-                printed = "".join(_run_command(line, block.runs, stand_ins) for line in _commands(block.text))
-            if block.printed is None or not block.runs:
-                continue
-            for name, stand_in in stand_ins.items():
-                printed = printed.replace(stand_in, name)
-            assert doctest.OutputChecker().check_output(block.printed, printed, _PRINTED_ALIKE), (
-                f"{where} prints\n{printed}\nand the page shows\n{block.printed}"
-            )
+            _run_block(block, module, source, stand_ins)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _run_block(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> None:
+    if block.language == "python":
+        printed = _run_python(block, module, source, stand_ins)
+    else:
+        printed = "".join(_run_command(command, block.runs, stand_ins) for command in _commands(block.text))
+    if block.printed is None or not block.runs:
+        return
+    for name, stand_in in stand_ins.items():
+        printed = printed.replace(stand_in, name)
+    assert doctest.OutputChecker().check_output(block.printed, printed, _PRINTED_ALIKE), (
+        f"line {block.line} of the page prints\n{printed}\nand the page shows\n{block.printed}"
+    )
 
 
 def _run_python(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> str:
