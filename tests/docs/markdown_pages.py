@@ -12,6 +12,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import itertools
 import re
 import shlex
 import sys
@@ -133,7 +134,10 @@ def _commands(text: str) -> Iterator[str]:
 
 def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
     """Run or parse a command and return what it prints."""
-    program, *arguments = shlex.split(_with_stand_ins(command, stand_ins))
+    words = itertools.dropwhile(
+        lambda word: re.match(r"[A-Z_]+=", word), shlex.split(_with_stand_ins(command, stand_ins))
+    )
+    program, *arguments = words
     if "fused_norm" in arguments:  # a launcher that runs the command as a module
         program, arguments, runs = "fused-norm", arguments[arguments.index("fused_norm") + 1 :], False
     if program == "fused-norm":
