@@ -1,8 +1,8 @@
 """The comparison of fused calls, one by one, with the stock modules that they replace.
 
-Every fused call of a micro-batch is made again on its own inputs and gradients, fused and by the stock modules. On equal
-inputs a fused call has the bits of the stock modules, whatever the model around it computes, and its gradients differ
-from theirs by roundings alone.
+Every fused call of a micro-batch is made again on its own inputs and gradients, fused and by the stock modules. On
+equal inputs a fused call has the bits of the stock modules, whatever the model around it computes, and its gradients
+differ from theirs by roundings alone.
 """
 
 from __future__ import annotations
