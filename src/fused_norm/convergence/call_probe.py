@@ -153,8 +153,10 @@ def _codes_and_cast(output: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
-    """Calls to make in the place of one, by what is special: the call, whether norms are frozen, and whether
-    it is differentiated."""
+    """The calls that are made for one call, by what is special about each.
+
+    Each with whether norms are frozen, and whether it is differentiated.
+    """
     beginning, spoilt = (_with_tensors(call, change) for change in (_beginning, _with_a_nan))
     return {
         "": (call, False, True),
