@@ -1,9 +1,10 @@
 """The code blocks of a Markdown page: found, run in their order, and compared with the output that the page shows.
 
 - ``python`` blocks of a page share one namespace, from top to bottom.
-- ``console`` blocks hold commands; those of ``fused-norm`` are run in this process.
+- ``console`` blocks hold commands. Short ones of ``fused-norm`` are run in this process, the arguments of others are
+  parsed; targets of make, extras of pip and scripts have to be there.
 - A ``text`` block right behind one of these is what it prints; ``...`` in it stands for anything.
-- Behind ``<!-- not run: REASON -->`` a block is only compiled, and the arguments of its commands are only parsed.
+- Behind ``<!-- not run: REASON -->`` code is only compiled, and no command is run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from unittest import mock
 from fused_norm import cli
 
 ROOT = Path(__file__).parents[2]
+
+SHORT = ("inspect", "check", "env")
+"""The commands of ``fused-norm`` that are run; the arguments of the others, which take minutes, are parsed."""
 
 _BLOCK = re.compile(
     r"(?P<skipped><!-- not run: [^\n]+ -->\n+)?"
@@ -134,30 +138,31 @@ def _commands(text: str) -> Iterator[str]:
 
 def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
     """Run or parse a command and return what it prints."""
-    words = itertools.dropwhile(
-        lambda word: re.match(r"[A-Z_]+=", word), shlex.split(_with_stand_ins(command, stand_ins))
-    )
-    program, *arguments = words
+    words = shlex.split(_with_stand_ins(command, stand_ins))
+    program, *arguments = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
     if "fused_norm" in arguments:  # a launcher that runs the command as a module
         program, arguments, runs = "fused-norm", arguments[arguments.index("fused_norm") + 1 :], False
     if program == "fused-norm":
-        return _run_fused_norm(arguments, runs)
+        return _run_fused_norm(arguments, runs and arguments[0] in SHORT)
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         unknown = {one for one in arguments if "=" not in one} - {*targets}
         assert not unknown, f"the Makefile has no target {unknown}"
-        return ""
-    if program == "pip":
+    elif program == "pip":
         _check_installed(arguments)
-        return ""
-    raise AssertionError(f"nobody knows how to run {command!r}: mend the page, or add a rule here")
+    elif program in ("python", "torchrun", "accelerate"):
+        missing = [one for one in arguments if one.endswith(".py") and not (ROOT / one).exists()]
+        assert not missing, f"there is no {missing}"
+    else:
+        assert not runs, f"nobody knows how to run {command!r}: mark it as not run, or add a rule here"
+    return ""
 
 
 def _run_fused_norm(arguments: list[str], runs: bool) -> str:
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
-        if not runs and not arguments[0].startswith("-"):
+        if not runs:
             name = f"{cli.__name__}.{arguments[0]}_command"
             stack.enter_context(mock.patch.object(importlib.import_module(name), "run", return_value=0))
         code = cli.main(arguments)
