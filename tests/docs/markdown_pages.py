@@ -14,6 +14,7 @@ import doctest
 import importlib
 import io
 import itertools
+import os
 import re
 import shlex
 import sys
@@ -93,8 +94,9 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
     module.__file__ = str(source)
     sys.modules[module.__name__] = module
     try:
-        for block in blocks:
-            _run_block(block, module, source, stand_ins)
+        with mock.patch.dict(os.environ):
+            for block in blocks:
+                _run_block(block, module, source, stand_ins)
     finally:
         del sys.modules[module.__name__]
 
