@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from fused_norm.bench.results import Results
 from fused_norm.bench.tables import steps_in_markdown
 from fused_norm.model_configs import tiny_config
 
 from .markdown_pages import ROOT, blocks_of, run_page
-
-tokenizers = pytest.importorskip("tokenizers")
 
 FAST = {"README.md", "docs/index.md"}
 """Pages that are run in the fast lane: those that newcomers read."""
@@ -31,19 +29,12 @@ STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with tiny models and a tokenizer of bytes, by the names of the models on the hub."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.model = tokenizers.models.BPE({one: index for index, one in enumerate(alphabet)}, [])
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    """Folders with tiny models, by the names of the models on the hub."""
     folders = {}
     for name, (family, layers) in STAND_INS.items():
-        folder = str(tmp_path_factory.mktemp("hub") / name.rpartition("/")[2])
-        model = AutoModelForCausalLM.from_config(tiny_config(family, num_hidden_layers=layers), dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0]).save_pretrained(folder)
-        folders[name] = folder
+        folders[name] = str(tmp_path_factory.mktemp("hub") / name.rpartition("/")[2])
+        config = tiny_config(family, num_hidden_layers=layers)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folders[name])
     return folders
 
 
