@@ -1,6 +1,7 @@
-"""Every fused call of a micro-batch made again: fused, and by the stock modules.
+"""The comparison of fused calls, one by one, with the stock modules that they replace.
 
-On equal inputs a fused call has the bits of the stock modules, whatever the model around it computes, and its gradients
+Every fused call of a micro-batch is made again on its own inputs and gradients, fused and by the stock modules. On
+equal inputs a fused call has the bits of the stock modules, whatever the model around it computes, and its gradients
 differ from theirs by roundings alone.
 """
 
@@ -141,7 +142,10 @@ def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool =
 
 
 def _codes_and_cast(output: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where an output is a norm's result in FP8: its codes and scales, each beside those of a cast of that result."""
+    """Pairs to compare where an output is a norm's result in FP8; none for any other output.
+
+    The codes that the norm wrote, beside those that casting the result itself gives; and the same of the scales.
+    """
     if isinstance(output, QuantizedActivation) and output.codes is not None:
         cast = quantize(output.exact, output.codes.recipe)
         yield output.codes.q.float(), cast.q.float()
@@ -149,8 +153,10 @@ def _codes_and_cast(output: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
-    """Calls to make in the place of one, by what is special: the call, whether norms are frozen, and whether
-    it is differentiated."""
+    """The calls that are made for one call, by what is special about each.
+
+    Each with whether norms are frozen, and whether it is differentiated.
+    """
     beginning, spoilt = (_with_tensors(call, change) for change in (_beginning, _with_a_nan))
     return {
         "": (call, False, True),

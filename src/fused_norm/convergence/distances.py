@@ -1,4 +1,9 @@
-"""How far a tensor is from another: numbers that differ, rows that are far off, distances and slopes."""
+"""Measures of how far one tensor is from another, each a plain function of two tensors that returns a number.
+
+``one`` is the tensor that is judged and ``other`` the one that is right. There are the share of numbers that differ,
+the share that is far off in the worst row, the relative distance, and the error of the slope, which shows whether
+differences all go in one direction.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,17 @@ import torch
 from torch import Tensor
 
 FAR = 1 / 64
-"""More than roundings make of a number, one in the rstd of its row among them; less than a row in another's place."""
+"""The share of the largest number in a row beyond which a number is far off.
+
+Roundings, with that of the row's rstd, make less of a difference; a row that lies in another's place makes more.
+"""
 
 
 def share_apart(one: Tensor, other: Tensor) -> float:
-    """The share of the numbers that differ; in fp32, by more than two roundings of the largest in their row."""
+    """The share of the numbers that differ, 1 where shapes or dtypes do.
+
+    In fp32 a number counts only if it is off by more than two roundings of the largest in its row.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return 1.0
     roundings = 2 * torch.finfo(other.dtype).eps if other.dtype == torch.float32 else 0.0

@@ -88,7 +88,7 @@ def _run(comparisons: list[Comparison]) -> list[ComparisonResult]:
 
 
 class _Unwatched:
-    """Progress that nobody sees."""
+    """The progress of a process that does not print."""
 
     def run(self, name: str, steps: int) -> Callable[[int, float], object]:
         return lambda step, loss: None

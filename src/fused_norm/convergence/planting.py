@@ -1,6 +1,8 @@
-"""How a fault is put in its place: in the forward or backward of an operator, in compiled code, or in a block.
+"""Ways to plant a fault in a model that is trained, to see that the convergence suite finds it.
 
-A fault that changes no number is no test, so each counts those that it changed.
+A fault (``mutations.py`` has them) replaces the forward or the backward of an operator, what compiled code calls, or a
+function of the fused blocks, for the length of a ``with``. Each counts the numbers that it changed, because a fault
+that changes none tests nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Backward:
 
 
 def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | None]]) -> Planting:
-    """``wrong`` gives the results of the forward instead."""
+    """Plant a fault in the forward of an operator: ``wrong`` makes its results instead."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -125,7 +127,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
 
 
 def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor | None]]) -> Planting:
-    """``wrong`` gives the gradients of the backward instead."""
+    """Plant a fault in the backward of an operator: ``wrong`` makes its gradients instead."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -148,7 +150,7 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor 
 
 
 def in_compiled_backward(operator: Operator) -> Planting:
-    """dw is 1 % too large in the registered operator, which compiled code calls, and right elsewhere."""
+    """Plant a fault that only compiled code has: dw of the registered operator, which it calls, is 1 % too large."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -170,7 +172,10 @@ def in_compiled_backward(operator: Operator) -> Planting:
 
 
 def falls_back(*names: str, answer: str | None = "") -> Planting:
-    """These functions of the blocks decline with ``answer``, and the modules are called one after the other."""
+    """Plant fallbacks: these functions of fused blocks decline, so that the modules are called one after the other.
+
+    ``answer``: what the functions return, which the caller takes for the reason.
+    """
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -190,7 +195,7 @@ def falls_back(*names: str, answer: str | None = "") -> Planting:
 
 @contextlib.contextmanager
 def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
-    """One block has its own class again, and the report does not know."""
+    """Plant a block that runs its stock code although the report calls it fused."""
     block = next((module for module in model.modules() if isinstance(module, FusedBlock)), None)
     if block is None:
         yield PlantedFault()

@@ -132,8 +132,10 @@ def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
 
 
 def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: float = 0.0) -> dict[str, float]:
-    """The norm of each difference over the norm of ``other``'s, which counts as at least ``ZERO_SHARE`` of the rms of
-    all of them. Infinite where a tensor is not finite, or is missing on one side.
+    """The relative distance of each tensor: the norm of the difference over that of ``other``'s.
+
+    The latter counts as at least ``ZERO_SHARE`` of the rms of all of them. Infinite where a tensor is not finite, or is
+    missing on one side.
 
     Args:
         one: tensors by name.

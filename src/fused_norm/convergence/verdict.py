@@ -52,9 +52,12 @@ NOISE_CAPS: Mapping[str, Mapping[str, float]] = {
 comparisons on an H200 it was 4e-6 and 3e-5 at most in fp32, .007 and .013 in the others."""
 
 FLOAT8_NOISE_CAPS: Mapping[str, float] = {"outputs": 0.1, "gradients": 0.3}
-"""The same for models with float8 linears, in any precision: where a rounding in front of it differs, a code may be the
-next one, which is 1/8 off, and one scale for a tensor moves with the sequences of a batch. In the interpreter, of four
-families in bf16, gradients were .017 to .029 apart under scales for rows, and .054 to .17 under those for tensors."""
+"""The relative noise beyond which a comparison of models with float8 linears says nothing, in any precision.
+
+It is larger than in ``NOISE_CAPS`` because of what float8 does to correct runs. A number that is rounded the other way
+may get the next code, which is 1/8 away; and one scale for a tensor changes with the sequences in a batch. In the
+interpreter, of four families in bf16, gradients were .017 to .029 apart under scales for rows, and .054 to .17 under
+those for tensors."""
 
 _NOISY = "a fault could hide in that"
 

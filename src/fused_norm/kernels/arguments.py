@@ -84,7 +84,10 @@ def check_heads(
 
 
 def _check_pair(name: str, q: Tensor, k: Tensor, single: str) -> None:
-    """``single``: the operator that takes q and k one by one."""
+    """Raises ValueError for q and k of two widths or on two devices.
+
+    ``single``: the operator that takes them one by one, which the message names.
+    """
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name}: q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call {single} for each"

@@ -1,4 +1,4 @@
-"""Handing what a thread does to an observer: launches of kernels and calls of operators are."""
+"""Observers, to which a thread hands its launches of kernels or its calls of operators instead of making them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Operator(ABC):
 
     @abstractmethod
     def forward(self, spec: Spec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
-        """``outputs`` and ``kept``.
+        """Launch the forward, and return ``outputs`` and ``kept``.
 
         ``how``: ``training``, without which all ``kept`` is None, and ``launch``, without which nothing is computed.
         """
@@ -168,11 +168,17 @@ class Operator(ABC):
         """Pick from a forward's arguments and results what the backward takes: ``saved`` and ``facts``."""
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        """``gradients`` from a gradient that is there, None where not needed; only allocated where not ``launch``."""
+        """Launch the backward, and return ``gradients``, None for those not needed.
+
+        At least one output has a gradient. Without ``launch`` the gradients are only allocated.
+        """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        """``backward`` by PyTorch's own operators, which can be differentiated; what is not needed may be there."""
+        """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated in turn.
+
+        Those that are not needed may be there all the same.
+        """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
     def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
@@ -180,7 +186,10 @@ class Operator(ABC):
         return by(self, spec, call)
 
     def recipe(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
-        """The recipe of the first ``outputs`` of a differentiable call; None for outputs that cannot be made again."""
+        """The call that makes the first ``outputs`` of this one again, bit for bit, from what is kept anyway.
+
+        None for outputs that cannot be made again.
+        """
         return None
 
     def kept_of(self, output: Any) -> tuple[Tensor, ...]:
@@ -197,7 +206,7 @@ class Operator(ABC):
         return runs_kernels_on(*arguments[: self.tensor_count])
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs, for arguments of any kind."""
+        """The outputs, for arguments of any kind: checked, and computed by the reference where kernels do not run."""
         if self.executor is not None and not torch.compiler.is_compiling():
             outputs = self.executor.run_known(spec, *arguments)
             if outputs is not NotImplemented:

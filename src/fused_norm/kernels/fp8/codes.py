@@ -36,13 +36,13 @@ class ScaleRule:
     """The part of a recipe that kernels are compiled for.
 
     Attributes:
-        formula: the recipe's, as all that has its name.
-        group: 0 unless groups have scales.
-        top: the largest code.
-        top_exponent: that of the largest power of two not above it.
+        formula: as in ``FP8Recipe``.
+        group: as there: elements of a group, 0 where scales are of rows or of the tensor.
+        top: the largest number that is a code.
+        top_exponent: the exponent of the largest power of two not above ``top``.
         floor: the fp32 number that amax is compared with, or that is added to it.
         most: the multiplier of an amax below the floor.
-        power_of_2: the recipe's.
+        power_of_2: as in ``FP8Recipe``.
         by_logarithm: powers of two come from fp32 logarithms, as in PyTorch: next to a power these round to it. Where
             what is rounded comes from a 16-bit amax, it is a power or not so near to one.
     """
@@ -58,7 +58,7 @@ class ScaleRule:
 
     @property
     def swizzled(self) -> bool:
-        """Whether scales are E8M0."""
+        """Whether scales are E8M0 bytes in the order that scaled products of sm_100 read: see ``FP8Recipe.layout``."""
         return self.formula in ("floor", "rceil")
 
 
@@ -138,7 +138,7 @@ def _power_above(value, RULE: tl.constexpr):
 
 @triton.jit
 def _floor_scale(bits, RULE: tl.constexpr):
-    """The biased exponent of the scale under formula ``floor``, and the factor."""
+    """The scale under formula ``floor``, as the biased exponent that E8M0 stores, and the factor."""
     exponent = tl.maximum((bits >> 23) - RULE.top_exponent, 0)
     # The smallest scale is a subnormal; its factor is that of the next.
     factor = ((254 - tl.maximum(exponent, 1)) << 23).to(tl.float32, bitcast=True)
@@ -148,7 +148,7 @@ def _floor_scale(bits, RULE: tl.constexpr):
 
 @triton.jit
 def _rceil_scale(amax, RULE: tl.constexpr):
-    """The biased exponent of the scale under formula ``rceil``, and the factor."""
+    """The scale under formula ``rceil``, as the biased exponent that E8M0 stores, and the factor."""
     scale = tl.div_rn(amax, tl.zeros_like(amax) + RULE.top)
     if RULE.by_logarithm:
         ordinary = (scale > 0.0) & (scale < float("inf"))
@@ -218,7 +218,10 @@ def _rounded_by_instruction(values, dtype: tl.constexpr):
 
 @triton.jit
 def _rounded_by_hand(values, dtype: tl.constexpr):
-    """The nearest codes, of two the even one, of values no larger than the largest: Triton's interpreter errs in it."""
+    """Values rounded to codes by integer arithmetic, for Triton's interpreter, whose own cast to FP8 rounds wrongly.
+
+    To the nearest code, of two equally near ones to the even one. No value may be larger than the largest code.
+    """
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
     BIAS: tl.constexpr = dtype.exponent_bias
     bits = values.to(tl.int32, bitcast=True)
@@ -243,7 +246,10 @@ def values_of(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _decoded_by_hand(codes, dtype: tl.constexpr):
-    """The same under Triton's interpreter, which knows no subnormal codes and no NaN."""
+    """The fp32 numbers of codes by integer arithmetic, for Triton's interpreter.
+
+    Its own cast from FP8 knows no subnormal codes and no NaN.
+    """
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
     BIAS: tl.constexpr = dtype.exponent_bias
     code = codes.to(tl.uint8, bitcast=True).to(tl.int32)

@@ -39,7 +39,7 @@ def _columns_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LONG: tl.constexpr,
     Y: tl.constexpr, SPEC: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """A program has a tile; there are BLOCKS of them for the same rows."""
+    """The codes of one tile of a norm that is made again; BLOCKS tiles, a program each, make up the same rows."""
     tile = tl.program_id(0) // BLOCKS
     row = rows_of(tile, ROWS, LONG)
     col = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

@@ -48,10 +48,11 @@ def _rows_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr,
     Y: tl.constexpr, SPEC: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """S and Y are the dtypes of s and y; GRAIN is the number of columns that a lane holds side by side.
+    """A norm of whole rows, and its codes or, where the tensor has one scale, the largest magnitude of all.
 
-    Without that number the compiler would give a lane 16 codes, and with them 16 columns of x: the row would be summed
-    in another order than in the 16-bit norm.
+    S and Y are the dtypes of s and y; GRAIN is the number of columns that a lane holds side by side. Without that
+    number the compiler would give a lane 16 codes, and with them 16 columns of x: the row would be summed in another
+    order than in the 16-bit norm.
     """
     row = rows_of(tl.program_id(0), ROWS, LONG)
     col = tl.arange(0, BLOCK)
@@ -140,7 +141,16 @@ def _tiles_kernel(
 
 
 class FP8Outputs(NamedTuple):
-    """What a forward writes; ``s`` and ``transposed`` are None where they are not wanted."""
+    """The tensors that a forward of a norm in FP8 writes, in the order in which the operators return them.
+
+    Attributes:
+        q: the codes, in x's shape.
+        scale: their scales, laid out as the recipe says.
+        transposed: the codes as [N, M], None unless asked for.
+        carrier: the result's place in autograd's graph, one NaN in x's shape (see ``Quantized``).
+        s: the sum of x and the residual, None without a residual.
+        rstd: fp32 [..., 1], for the backward.
+    """
 
     q: Tensor
     scale: Tensor

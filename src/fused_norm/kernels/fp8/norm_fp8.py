@@ -24,7 +24,10 @@ from .recipe import RECIPE_OPTIONS, FP8Recipe, recipe_from, recipe_of
 
 
 class _NormToFP8(Operator):
-    """What the operators share: the recipe and ``transposed`` are the last of their options."""
+    """Base of the operators whose norm is written in FP8.
+
+    Their last options are the recipe, as ``FP8Recipe.options`` has it, and whether codes are wanted transposed as well.
+    """
 
     options = f"{RECIPE_OPTIONS}, bool transposed"
     not_differentiable = ("q", "scale", "transposed", "rstd")
@@ -35,12 +38,12 @@ class _NormToFP8(Operator):
 
 
 def _recipe_in(arguments: Sequence[Any]) -> tuple[FP8Recipe, bool]:
-    """The recipe among an operator's arguments, and whether codes are wanted transposed as well."""
+    """``recipe`` and ``transposed``, from the end of such an operator's arguments."""
     return recipe_from(arguments[-10:-1]), arguments[-1]
 
 
 class RMSNormFP8(_NormToFP8):
-    """``rms_norm_fp8`` of an x that is no codes, as an operator."""
+    """``rms_norm_fp8`` of an x in 16 or 32 bits, as an operator."""
 
     name = "rms_norm_fp8"
     tensors = "Tensor x, Tensor? weight"

@@ -1,0 +1,183 @@
+"""The code blocks of a Markdown page: found, run in their order, and compared with the output that the page shows.
+
+- ``python`` blocks of a page share one namespace, from top to bottom.
+- ``console`` blocks hold commands. Short ones of ``fused-norm`` are run in this process, the arguments of others are
+  parsed; targets of make, extras of pip and scripts have to be there.
+- A ``text`` block right behind one of these is what it prints; ``...`` in it stands for anything.
+- Behind ``<!-- not run: REASON -->`` code is only compiled, and no command is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import itertools
+import os
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+from fused_norm import cli
+
+ROOT = Path(__file__).parents[2]
+
+SHORT = ("inspect", "check", "env")
+"""The commands of ``fused-norm`` that are run; the arguments of the others, which take minutes, are parsed."""
+
+_BLOCK = re.compile(
+    r"(?P<skipped><!-- not run: [^\n]+ -->\n+)?"
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)```$"
+    r"(?P<output>\n+(?P=indent)```text\n(?P<printed>.*?)^(?P=indent)```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+_PRINTED_ALIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page.
+
+    Attributes:
+        language: ``python``, ``console`` or another one.
+        text: the code.
+        line: the number of the code's first line in the page, from 1 on.
+        runs: it is to be run, and not just compiled or parsed.
+        printed: what it prints by the page; None where the page does not say.
+    """
+
+    language: str
+    text: str
+    line: int
+    runs: bool
+    printed: str | None
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """The code blocks of a page, in order."""
+    for found in _BLOCK.finditer(page):
+        text, indent = found["text"], found["indent"]
+        line = page.count("\n", 0, found.start("text")) + 1
+        lines = [one.removeprefix(indent) for one in text.splitlines(keepends=True)]
+        yield Block(found["language"], "".join(lines), line, found["skipped"] is None, found["printed"])
+
+
+def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
+    """Run the blocks of a page.
+
+    Args:
+        path: of the page.
+        folder: for what has to be a file.
+        stand_ins: what models that the page names are replaced by: local folders by names on the hub.
+
+    Raises:
+        AssertionError: a block prints something else than the page shows, or is of a kind that cannot be run.
+    """
+    page = path.read_text(encoding="utf-8")
+    blocks = [block for block in blocks_of(page) if block.language in ("python", "console")]
+    # The code is a file with the page's line numbers: tracebacks are right, and Triton and inspect can read it.
+    module = ModuleType(f"page_{path.stem.lower()}")
+    source = folder / f"{module.__name__}.py"
+    lines = [""] * page.count("\n")
+    for block in blocks:
+        if block.language == "python" and block.runs:
+            code = _with_stand_ins(block.text, stand_ins).splitlines()
+            lines[block.line - 1 : block.line - 1 + len(code)] = code
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    module.__file__ = str(source)
+    sys.modules[module.__name__] = module
+    try:
+        with mock.patch.dict(os.environ):
+            for block in blocks:
+                _run_block(block, module, source, stand_ins)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _run_block(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> None:
+    if block.language == "python":
+        printed = _run_python(block, module, source, stand_ins)
+    else:
+        printed = "".join(_run_command(command, block.runs, stand_ins) for command in _commands(block.text))
+    if block.printed is None or not block.runs:
+        return
+    for name, stand_in in stand_ins.items():
+        printed = printed.replace(stand_in, name)
+    assert doctest.OutputChecker().check_output(block.printed, printed, _PRINTED_ALIKE), (
+        f"line {block.line} of the page prints\n{printed}\nand the page shows\n{block.printed}"
+    )
+
+
+def _run_python(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> str:
+    text = "\n" * (block.line - 1) + _with_stand_ins(block.text, stand_ins)
+    code = compile(text, str(source), "exec", dont_inherit=True)
+    printed = io.StringIO()
+    if block.runs:
+        with contextlib.redirect_stdout(printed):
+            exec(code, vars(module))
+    return printed.getvalue()
+
+
+def _with_stand_ins(text: str, stand_ins: Mapping[str, str]) -> str:
+    for name, stand_in in stand_ins.items():
+        text = text.replace(name, stand_in)
+    return text
+
+
+def _commands(text: str) -> Iterator[str]:
+    """The commands of a console block, without comments."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if command := shlex.join(shlex.split(line, comments=True)):
+            yield command
+
+
+def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
+    """Run or parse a command and return what it prints."""
+    words = shlex.split(_with_stand_ins(command, stand_ins))
+    program, *arguments = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
+    if "fused_norm" in arguments:  # a launcher that runs the command as a module
+        program, arguments, runs = "fused-norm", arguments[arguments.index("fused_norm") + 1 :], False
+    if program == "fused-norm":
+        return _run_fused_norm(arguments, runs and arguments[0] in SHORT)
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        unknown = {one for one in arguments if "=" not in one} - {*targets}
+        assert not unknown, f"the Makefile has no target {unknown}"
+    elif program == "pip":
+        _check_installed(arguments)
+    elif program in ("python", "torchrun", "accelerate"):
+        missing = [one for one in arguments if one.endswith(".py") and not (ROOT / one).exists()]
+        assert not missing, f"there is no {missing}"
+    else:
+        assert not runs, f"nobody knows how to run {command!r}: mark it as not run, or add a rule here"
+    return ""
+
+
+def _run_fused_norm(arguments: list[str], runs: bool) -> str:
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        if not runs:
+            name = f"{cli.__name__}.{arguments[0]}_command"
+            stack.enter_context(mock.patch.object(importlib.import_module(name), "run", return_value=0))
+        code = cli.main(arguments)
+    assert code == 0, f"fused-norm {shlex.join(arguments)} exits with {code}:\n{printed.getvalue()}"
+    return printed.getvalue()
+
+
+def _check_installed(arguments: list[str]) -> None:
+    """Check that a ``pip install`` of this package names it, and extras that it has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert arguments[0] == "install"
+    for requirement in arguments[1:]:
+        found = re.fullmatch(r"(\.|fused-norm)(\[(?P<extras>[\w,]+)\])?", requirement)
+        if found is not None:
+            unknown = {*(found["extras"] or "").split(",")} - {"", *project["optional-dependencies"]}
+            assert not unknown, f"pyproject.toml has no extra {unknown}"

@@ -1,0 +1,108 @@
+"""What the pages of the documentation and the README show is run, and prints what they say it prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fused_norm.bench.results import Results
+from fused_norm.bench.tables import steps_in_markdown
+from fused_norm.model_configs import tiny_config
+
+from .markdown_pages import ROOT, blocks_of, run_page
+
+FAST = {"README.md", "docs/index.md"}
+"""Pages that are run in the fast lane: those that newcomers read."""
+
+PAGES = [
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+    for name in sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+]
+
+STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_text", 2)}
+"""Models on the hub that pages name: the family and the number of layers of the tiny model that is loaded instead."""
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with tiny models, by the names of the models on the hub."""
+    folders = {}
+    for name, (family, layers) in STAND_INS.items():
+        folders[name] = str(tmp_path_factory.mktemp("hub") / name.rpartition("/")[2])
+        config = tiny_config(family, num_hidden_layers=layers)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_and_print_what_the_page_shows(
+    page: str, stand_ins: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(ROOT / page, tmp_path, stand_ins)
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert targets
+    assert [one for one in targets if "://" not in one and not (ROOT / one).exists()] == []
+
+
+def test_the_table_of_steps_is_that_of_the_measured_run() -> None:
+    measured = Results.load(ROOT / "benchmarks" / "results" / "h200-steps" / "results.json")
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- steps")[2].partition("<!-- end")[0]
+    assert cells_of(shown) == cells_of(steps_in_markdown(measured) or "")
+
+
+def cells_of(table: str) -> dict[tuple[str, str], str]:
+    """The cells of a Markdown table, by the names of row and column."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    names, _, *rest = rows
+    return {(row[0], name): cell for row in rest for name, cell in zip(names[1:], row[1:], strict=True)}
+
+
+PAGE = """
+```python
+x = 2
+print(x + {number})
+```
+
+```text
+5
+```
+
+<!-- not run: no -->
+```python
+raise SystemExit
+```
+
+<!-- not run: no -->
+```console
+fused-norm converge {argument} # words
+```
+"""
+
+
+def test_blocks_are_found_with_their_output() -> None:
+    blocks = [(one.language, one.line, one.runs, one.printed) for one in blocks_of(PAGE)]
+    assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
+
+
+@pytest.mark.parametrize(
+    ("number", "argument", "problem"),
+    [("3", "qwen3", None), ("4", "qwen3", AssertionError), ("y", "qwen3", NameError), ("3", "--no", SystemExit)],
+)
+def test_a_page_that_is_wrong_fails(
+    number: str, argument: str, problem: type[BaseException] | None, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.format(number=number, argument=argument), encoding="utf-8")
+    if problem is None:
+        run_page(page, tmp_path, {})
+        return
+    with pytest.raises(problem):
+        run_page(page, tmp_path, {})
