@@ -50,8 +50,8 @@ def _seeded() -> None:
 
 @pytest.fixture
 def large_graphs():
-    """Compiled graphs keep operators, however small the tensors of a test are."""
-    from fused_norm.kernels.operator import in_graphs_of_any_size
+    """Compiled graphs keep operators, however small the tensors of a test are, and under autocast too."""
+    from fused_norm.kernels.operator import in_all_graphs
 
-    with in_graphs_of_any_size():
+    with in_all_graphs():
         yield

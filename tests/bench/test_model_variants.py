@@ -18,7 +18,7 @@ from fused_norm.bench.model_variants import (
     OURS,
     VARIANTS,
     RefusedError,
-    held_against,
+    float8_linears_alone,
     missing,
 )
 
@@ -182,7 +182,7 @@ _QUICK_TO_COMPILE = ("compile-layers", "compile-layers-max")
 def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     step = prepared("qwen3")
     eager = step.twin()
-    stock = VARIANTS[held_against(variant)](eager) and eager.outputs_and_gradients()
+    stock = VARIANTS[float8_linears_alone(variant) or "stock"](eager) and eager.outputs_and_gradients()
     twin = step.twin()
     patched = VARIANTS[variant](twin)
     with patched.running():
@@ -262,10 +262,10 @@ def test_linears_of_layers_are_float8_and_with_norms_fused_these_quantise(recipe
     assert len(quantised) == (4 if recipe == "rowwise" else 0)
 
 
-def test_float8_is_held_against_float8_alone_and_needs_torchao(monkeypatch):
-    assert {held_against(name) for name in FLOAT8} == {"float8-tensorwise", "float8-rowwise"}
-    assert held_against("float8-rowwise-fused") == "float8-rowwise"
-    assert {held_against(name) for name in VARIANTS if name not in FLOAT8} == {"stock"}
+def test_float8_names_the_variant_with_its_linears_alone_and_needs_torchao(monkeypatch):
+    assert {float8_linears_alone(name) for name in FLOAT8} == {"float8-tensorwise", "float8-rowwise"}
+    assert float8_linears_alone("float8-rowwise-fused") == "float8-rowwise"
+    assert {float8_linears_alone(name) for name in VARIANTS if name not in FLOAT8} == {None}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert missing("float8-rowwise", CPU) == "torchao is not installed"
     assert missing("fused", CPU) is None

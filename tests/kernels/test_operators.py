@@ -152,6 +152,7 @@ def test_small_tensors_in_a_graph_are_left_to_the_compiler(
     dynamic: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(operator, "_whatever_is_measured", False)
     monkeypatch.setattr(operator, "smallest_in_graphs", 4 * 32)
     x, w = torch.randn(5, 32, device=device, dtype=BF16), torch.randn(32, device=device, dtype=BF16)
     called: list[str] = []
@@ -167,6 +168,24 @@ def test_small_tensors_in_a_graph_are_left_to_the_compiler(
     assert ("fused_norm.rms_norm_forward" in called[0]) is False
     if dynamic:
         assert len(called) == 2
+
+
+def test_under_autocast_a_graph_leaves_calls_to_the_compiler(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(operator, "_whatever_is_measured", False)
+    monkeypatch.setattr(operator, "smallest_in_graphs", 1)
+    x, w = torch.randn(5, 32, device=device), torch.randn(32, device=device)
+    called: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        called.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(rms_norm, backend=noting, fullgraph=True)
+    for enabled in (True, False):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            assert torch.allclose(compiled(x, w), rms_norm(x, w))
+    assert ["fused_norm.rms_norm_forward" in graph for graph in called] == [False, True]
 
 
 def _rms_norm(block: Block, x: Tensor, w: Tensor, _: Tensor) -> Tensor:

@@ -261,6 +261,7 @@ _FLOAT8_STEPS: Mapping[str, Variant] = {
     "": _stock,
     "-fused": partial(_fused, fp8="auto"),
     "-compile-layers": _compiled_by_layer(_stock),
+    "-fused-compile-layers": _compiled_by_layer(_fused),
 }
 
 VARIANTS: Mapping[str, Variant] = {
@@ -292,8 +293,9 @@ VARIANTS: Mapping[str, Variant] = {
 generation compiled by transformers. ``liger-norms`` and ``torch``: every norm is Liger's or ``F.rms_norm``, and nothing
 else is changed. ``identity``: norms left out, adds kept, the least that a step can take; ``identity-no-rope``: without
 the rotary embedding too. ``float8-tensorwise``, ``float8-rowwise``: the linears of all layers are torchao's, by the
-recipe of that name; ``-fused``: after ``apply_fused_norm(fp8="auto")`` too; ``-compile-layers``: without it, each
-layer under torch.compile."""
+recipe of that name; ``-fused``: after ``apply_fused_norm(fp8="auto")`` too; ``-compile-layers``: each layer under
+torch.compile; ``-fused-compile-layers``: after ``apply_fused_norm()`` too, whose norms leave the casts to compiled
+linears."""
 
 DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile-layers", "fused-compile-layers")
 """What is measured where no variants are named."""
@@ -305,9 +307,6 @@ UNLIKE_STOCK = frozenset({"identity", "identity-no-rope"})
 """Variants that compute something else, as a bound of what is possible."""
 
 
-def held_against(variant: str) -> str:
-    """The variant whose outputs and gradients this one is to have: stock, or its linears in float8 alone."""
-    for recipe in _FLOAT8_RECIPES:
-        if variant.startswith(f"float8-{recipe}"):
-            return f"float8-{recipe}"
-    return "stock"
+def float8_linears_alone(variant: str) -> str | None:
+    """The variant that has this one's float8 linears and nothing else; None for one without such."""
+    return next((f"float8-{recipe}" for recipe in _FLOAT8_RECIPES if variant.startswith(f"float8-{recipe}")), None)

@@ -36,9 +36,11 @@ _COLOURS = {
     "float8-tensorwise": "#bbbbbb",
     "float8-tensorwise-fused": "#ee7733",
     "float8-tensorwise-compile-layers": "#ddcc77",
+    "float8-tensorwise-fused-compile-layers": "#ccbb44",
     "float8-rowwise": "#777777",
     "float8-rowwise-fused": "#cc3311",
     "float8-rowwise-compile-layers": "#999933",
+    "float8-rowwise-fused-compile-layers": "#777711",
 }
 _GROUPS = {"norm": "RMSNorm", "add": "residual add + RMSNorm"}
 _BLOCKS = ("post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu")

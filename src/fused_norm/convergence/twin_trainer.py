@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels.operator import in_graphs_of_any_size
+from ..kernels.operator import in_all_graphs
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
 from .call_probe import CallRecord, probe_calls
@@ -162,7 +162,7 @@ class TwinTrainer:
         model = self._build(self.comparison, device)
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(device)
-        with make_twin(model) as changed, in_graphs_of_any_size():
+        with make_twin(model) as changed, in_all_graphs():
             probe = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
@@ -210,9 +210,11 @@ def _fused(comparison: Comparison, model: nn.Module) -> Iterator[tuple[Sequence[
     """The sites fused in a model, and the fault that it has for the length of a ``with``."""
     fp8: Literal["auto"] | None = "auto" if comparison.float8 else None
     report = apply_fused_norm(model, **options_for_feature(comparison.feature), fp8=fp8)
-    sites = [*report.fused, *quantising_sites(report)]
-    if fp8 and len(sites) == len(report.fused):
+    quantising = quantising_sites(report)
+    if fp8 and not quantising:
         raise FusedNormError(f"no norm quantises for float8 linears:\n{report}")
+    # Under autocast norms of fp32 leave the casts to their readers, and say so.
+    sites = [*report.fused, *(() if PRECISIONS[comparison.precision].mixed else quantising)]
     if comparison.mutation in (None, SOUND):
         yield sites, None
         return

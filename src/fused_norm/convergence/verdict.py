@@ -57,7 +57,7 @@ FLOAT8_NOISE_CAPS: Mapping[str, float] = {"outputs": 0.1, "gradients": 0.3}
 It is larger than in ``NOISE_CAPS`` because of what float8 does to correct runs. A number that is rounded the other way
 may get the next code, which is 1/8 away; and one scale for a tensor changes with the sequences in a batch. In the
 interpreter, of four families in bf16, gradients were .017 to .029 apart under scales for rows, and .054 to .17 under
-those for tensors."""
+those for tensors; on an H200, of a larger Llama in three precisions, .007 to .010 and .038 to .075."""
 
 _NOISY = "a fault could hide in that"
 

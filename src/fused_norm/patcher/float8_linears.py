@@ -11,6 +11,7 @@ torchao is imported where the first linear is told of a norm, never before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,8 @@ from ..kernels.plans import WIDEST_FORWARD
 from ..spec import NormSpec
 from .fused_norm_module import has_hooks, has_origin_forward
 from .quantized_activation import Codes, NormResult, QuantizedActivation, Remake, quantized_activation
+
+logger = logging.getLogger("fused_norm")
 
 Again = Literal["codes", "columns", "exact"]
 """What the product of a weight's gradient takes: the codes of the forward, those with scales along columns, or y."""
@@ -117,10 +120,17 @@ class NormReaders:
         if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
             return False
         if torch.is_autocast_enabled() and any(one.dtype != torch.get_autocast_dtype("cuda") for one in tensors):
+            _explain_autocast()
             return False
         return why_not_read(norm, self.linears, self.holders) is None and all(
             type(linear).forward is Float8Reader.forward for _, _, linear in self.linears
         )
+
+
+@cache
+def _explain_autocast() -> None:
+    """Log, once, that norms whose dtype autocast changes for their readers give no codes."""
+    logger.warning("fp8: under autocast norms of another dtype than autocast's leave the casts to their float8 linears")
 
 
 def why_not_read(
