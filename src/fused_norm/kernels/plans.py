@@ -1,15 +1,17 @@
 """Launch plans: pure functions from a row's width and bytes and the facts of a device to the way to launch a kernel.
 
 Nothing here depends on the number of rows except the size of a grid, so one compilation serves every batch, and a row's
-result does not depend on the rows beside it. The reasons beside the rows were measured on an H200, in bf16, on data
-larger than its L2.
+result does not depend on the rows beside it. The rules and the reasons beside them were measured on the device of
+``BUILT_IN``, in bf16, on data larger than its L2. A ``PlanTable`` of another device goes before the rules, at the
+widths that were measured there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Mode = Literal["static_persistent", "multi_wave_cached", "multi_wave_reload"]
 """The ways of a forward through its rows: a grid of one wave strides over them (``static_persistent``); each program
@@ -34,6 +36,71 @@ _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
 
 
+Section = Literal[
+    "forward",
+    "norm_backward",
+    "add_backward",
+    "sandwich_backward",
+    "heads_forward",
+    "qk_backward",
+    "qk_rope_backward",
+    "rope",
+    "glu_forward",
+    "glu_backward",
+]
+"""The parts of a plan table. All forwards that sum hidden rows share ``forward``, and those of heads ``heads_forward``:
+so a norm gives the same bits by itself and fused with what is around it, whatever a table says."""
+
+SECTIONS: tuple[Section, ...] = get_args(Section)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where, with what and when plans were measured.
+
+    Attributes:
+        device: as its driver names it.
+        capability: of its architecture; empty where devices have none.
+        fused_norm: the version of this package, and so on.
+        torch: as above.
+        triton: as above.
+        date: of the day, year first.
+    """
+
+    device: str
+    capability: str
+    fused_norm: str
+    torch: str
+    triton: str
+    date: str
+
+    def __str__(self) -> str:
+        return f"{self.device}, fused_norm {self.fused_norm}, torch {self.torch}, triton {self.triton}, {self.date}"
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTable:
+    """Plans measured on one kind of device; widths that it does not have follow the rules of this module.
+
+    Attributes:
+        provenance: of the measurements.
+        rows: by section and width: ``ForwardPlan`` in ``forward``, ``BackwardPlan`` in the next three, ``HeadsSize`` in
+            those of heads, and ``GluSize`` in the last two, whose width is None.
+    """
+
+    provenance: Provenance
+    rows: Mapping[Section, Mapping[int | None, Any]] = field(default_factory=dict)
+
+    def row(self, section: Section, width: int | None) -> Any:
+        """The row for a width, or None."""
+        return self.rows.get(section, {}).get(width)
+
+
+BUILT_IN = PlanTable(Provenance("NVIDIA H200", "9.0", "0.1.0", "2.11.0", "3.6.0", "2026-11-20"))
+"""No rows: the rules of this module are the plans of this device. On an H100 the same rules give forwards as fast as
+the fastest peer's, and backwards in .61 to .94 of its time."""
+
+
 @dataclass(frozen=True)
 class Device:
     """The facts about a device that plans depend on."""
@@ -44,6 +111,8 @@ class Device:
     """Bytes that one program may use at most."""
     overlaps: bool = False
     """A launch may begin before the one in front of it has ended (programmatic dependent launch)."""
+    table: PlanTable = BUILT_IN
+    """The plans that go before the rules."""
 
     def warps(self, wanted: int) -> int:
         """``wanted`` counts warps of 32 lanes; a 64-lane device gets half as many for the same number of lanes."""
@@ -112,6 +181,9 @@ def forward_plan(
         ValueError: for a mode that is none, or that cannot hold a row this wide.
     """
     block = next_power_of_2(width)
+    tuned: ForwardPlan | None = device.table.row("forward", width)
+    if tuned is not None and (mode is None or mode == tuned.mode):
+        return tuned
     if mode is None:
         # At 32768 wide two programs of half a row each in flight beat one that holds all of it, 3 %; with a residual
         # there is enough in flight, and holding it is 4 % faster.
@@ -128,6 +200,8 @@ def forward_plan(
             f"mode {mode!r} holds rows of up to {WIDEST_FORWARD} elements, not {width}; use multi_wave_reload"
         )
     programs = 8 * device.processors if mode == "static_persistent" else 0
+    if tuned is not None:  # A row has the same tile in every mode that holds it, and so the same bits.
+        return replace(tuned, mode=mode, programs=programs)
     if block <= 512:
         # A tile of 2048 elements: 16 a lane, reductions inside a warp. 4096 elements are 1 to 3 % slower.
         return ForwardPlan(mode, 2048 // max(block, 32), block, device.warps(4), programs)
@@ -161,7 +235,10 @@ def _fitting(plan: BackwardPlan, column_bytes: int, device: Device) -> BackwardP
 
 
 def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
-    """The table of ``backward_plan``, shared memory aside."""
+    """The rules of ``backward_plan``, shared memory aside."""
+    tuned: BackwardPlan | None = device.table.row("add_backward" if summed else "norm_backward", width)
+    if tuned is not None:
+        return tuned
     block = next_power_of_2(width)
     sms = device.processors
     if block > WIDEST_BACKWARD:
@@ -200,7 +277,7 @@ def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
 def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
     """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``."""
     plan = forward_plan(width, device, "multi_wave_cached", summed=True)
-    if plan.block < 2048:
+    if plan.block < 2048 or device.table.row("forward", width) is not None:
         return plan
     # 32 elements a lane: .95 of a copy's bandwidth at 1152 wide, .91 at 2560, .93 at 3840, .94 at 5376; with half as
     # many .94 at 1152, .89 at 2560 and .94 at 3840.
@@ -210,6 +287,9 @@ def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
 @lru_cache(maxsize=1024)
 def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = Device()) -> BackwardPlan:
     """A sandwich's backward, for rows up to ``WIDEST_SANDWICH_BACKWARD``; ``column_bytes`` as in ``backward_plan``."""
+    tuned: BackwardPlan | None = device.table.row("sandwich_backward", width)
+    if tuned is not None:
+        return _fitting(tuned, column_bytes, device)
     block = next_power_of_2(width)
     sms = device.processors
     if block <= 2048:
@@ -262,19 +342,48 @@ class HeadsPlan:
     programs: int = 0
 
 
+@dataclass(frozen=True)
+class HeadsSize:
+    """What a ``HeadsPlan`` is made of for every number of heads.
+
+    Attributes:
+        elements: of a tile, or those of one row where that has more.
+        warps: of a program.
+        stages: as in ``HeadsPlan``, and so are programs.
+        programs: as above.
+    """
+
+    elements: int
+    warps: int
+    stages: int = 1
+    programs: int = 0
+
+
 @lru_cache(maxsize=1024)
-def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device()) -> HeadsPlan:
+def heads_forward_plan(
+    q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device(), *, normed: bool = True
+) -> HeadsPlan:
     """The forward's launch for rows of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
 
-    ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do.
+    ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do. ``normed``:
+    there is a norm; else RoPE is all that is done.
     """
     block, padded = _pieces(width, rotary)
+    size = heads_forward_size(width, rotary, device, normed=normed)
+    q, k = (_heads_tile(heads, size.elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
+    return HeadsPlan(q, k, block, size.warps)
+
+
+def heads_forward_size(width: int, rotary: int, device: Device, *, normed: bool) -> HeadsSize:
+    """The size of a tile of ``heads_forward_plan``."""
+    tuned: HeadsSize | None = device.table.row("heads_forward" if normed else "rope", width)
+    if tuned is not None:
+        return tuned
+    _, padded = _pieces(width, rotary)
     # 16 elements a lane, in 2 warps up to 2 % faster than in 4. With RoPE eight rows share a token's cos and sin in
     # cache: .92 of a copy's bandwidth at 128 wide, .89 at 256; tiles of 4096 elements in 8 warps made .86 and .84.
     elements = min(max(1024, 8 * padded), 2048) if rotary else 1024
-    warps = device.warps(2 if padded <= 1024 else 4 if padded <= 4096 else 16)
-    q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
-    return HeadsPlan(q, k, block, warps)
+    return HeadsSize(elements, device.warps(2 if padded <= 1024 else 4 if padded <= 4096 else 16))
 
 
 @lru_cache(maxsize=1024)
@@ -293,14 +402,23 @@ def heads_backward_plan(
     stages are cut as in ``backward_plan``.
     """
     block, padded = _pieces(width, rotary)
+    size = heads_backward_size(width, rotary, device)
+    q, k = (_heads_tile(heads, size.elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
+    tile_bytes = max(tile.tokens * tile.heads for tile in (q, k)) * padded * (column_bytes + angle_bytes)
+    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
+    return HeadsPlan(q, k, block, size.warps, max(1, min(size.stages, fitting)), size.programs)
+
+
+def heads_backward_size(width: int, rotary: int, device: Device) -> HeadsSize:
+    """The size of a tile of ``heads_backward_plan``, with as many stages as there are at most."""
+    tuned: HeadsSize | None = device.table.row("qk_rope_backward" if rotary else "qk_backward", width)
+    if tuned is not None:
+        return tuned
+    _, padded = _pieces(width, rotary)
     # 4096 elements: .95 of a copy's bandwidth at 128 wide, with a third program a processor .84. RoPE holds cos and sin
     # as well: with half the elements three programs fit, .93 at 128 wide and .86 at 256.
     elements, programs = (2048, 3) if rotary else (4096, 2)
-    warps = device.warps(4 if padded <= 4096 else 16)
-    q, k = (_heads_tile(heads, elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
-    tile_bytes = max(tile.tokens * tile.heads for tile in (q, k)) * padded * (column_bytes + angle_bytes)
-    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
-    return HeadsPlan(q, k, block, warps, max(1, min(3, fitting)), programs * device.processors)
+    return HeadsSize(elements, device.warps(4 if padded <= 4096 else 16), 3, programs * device.processors)
 
 
 def _pieces(width: int, rotary: int) -> tuple[int, int]:
@@ -338,16 +456,35 @@ class GluPlan:
     warps: int
 
 
+@dataclass(frozen=True)
+class GluSize:
+    """What a ``GluPlan`` is made of for every width.
+
+    Attributes:
+        elements: of a tile.
+        warps: of a program.
+    """
+
+    elements: int
+    warps: int
+
+
 @lru_cache(maxsize=1024)
 def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> GluPlan:
-    """The launch for rows of ``width`` elements, None where all rows follow each other and are cut anywhere.
+    """The launch for rows of ``width`` elements, None where all rows follow each other and are cut anywhere."""
+    size = glu_size(backward, device)
+    block = size.elements if width is None else min(size.elements, next_power_of_2(width))
+    return GluPlan(size.elements // block, block, size.warps)
 
-    8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. On an H200 both directions
-    reach .97 to 1.02 of a copy's bandwidth where all rows follow each other; elsewhere they were not measured.
-    """
-    elements = 1024 if backward else 2048
-    block = elements if width is None else min(elements, next_power_of_2(width))
-    return GluPlan(elements // block, block, device.warps(4))
+
+def glu_size(backward: bool, device: Device) -> GluSize:
+    """The size of a tile of ``glu_plan``."""
+    tuned: GluSize | None = device.table.row("glu_backward" if backward else "glu_forward", None)
+    if tuned is not None:
+        return tuned
+    # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. On an H200 both directions
+    # reach .97 to 1.02 of a copy's bandwidth where all rows follow each other; elsewhere they were not measured.
+    return GluSize(1024 if backward else 2048, device.warps(4))
 
 
 def next_power_of_2(value: int) -> int:
