@@ -209,7 +209,7 @@ def _parsed(section: Section, entry: Any, device: Device) -> tuple[int | None, A
             raise ValueError(f"{name} = {value!r} is no {'number from 0 on' if expected is int else expected.__name__}")
     _check_width(section, width)
     plan = kind(**values)
-    for problem in _problems(section, width, plan, device):
+    for problem in problems(section, width, plan, device):
         raise ValueError(problem)
     return width, plan
 
@@ -222,8 +222,8 @@ def _check_width(section: Section, width: Any) -> None:
         raise ValueError(f"width = {width!r} is no number from 1 to {_WIDEST[section]}")
 
 
-def _problems(section: Section, width: int | None, plan: Any, device: Device) -> Iterator[str]:
-    """What no kernel could launch, or not with a right result, in words."""
+def problems(section: Section, width: int | None, plan: Any, device: Device) -> Iterator[str]:
+    """Yields why no kernel could launch a row's plan, or not with a right result, in words."""
     values = asdict(plan)
     for name in _POWERS_OF_2:
         if name in values and (values[name] < 1 or values[name] != next_power_of_2(values[name])):
