@@ -116,7 +116,7 @@ def test_every_candidate_is_right(run, task) -> None:
     """An operator with a wrong result raises, in bf16 and in fp32."""
     device = facts_of(run.device)
     found = tune.tiles(task, device)
-    found = [*found, *tune.launches(task, found[0], device)][:: 6 if task is NORM else 1]
+    found = [*found, *tune.launches(task, found[0], device)][:: 6 if task is NORM else 4]
     for dtype in (torch.bfloat16, torch.float32):
         prepared = Prepared(task, run.device, dtype)
         for plan in found:
