@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,9 +164,6 @@ def test_a_file_must_say_where_it_was_made(header: str, tmp_path: Path) -> None:
         plan_files.load(path, Device())
 
 
-Chosen = Callable[..., plan_files.ChosenTable]
-
-
 def test_a_device_takes_its_own_file_or_the_rules_and_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(name: str, capability: str = "9.0") -> tuple[str, bool]:
         chosen = plan_files.choose(name, capability, Device())
@@ -209,6 +208,19 @@ def test_a_file_of_another_device_is_refused_unless_asked_for(home: Path, monkey
 @pytest.mark.parametrize("path", sorted(plan_files.SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_files_are_named_for_their_device_and_have_possible_rows(path: Path) -> None:
     assert plan_files.file_name(plan_files.load(path, Device()).provenance.device) == path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [None, *sorted(plan_files.SHIPPED.glob("*.toml"))], ids=lambda path: path and path.stem
+)
+def test_plans_fit_an_h100_in_shared_memory_and_in_registers(path: Path | None) -> None:
+    script = Path(__file__).with_name("compiled_plans.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, script, *([] if path is None else [path])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert path is not None or len(done.stdout.splitlines()) > 50
 
 
 def test_a_table_is_in_force_inside_a_context_alone() -> None:
