@@ -34,6 +34,7 @@ ROWS = {
 }
 TABLE = PlanTable(MADE, ROWS)  # type: ignore[arg-type]
 H100 = Device(table=TABLE)
+SHIPPED = sorted(plan_files.SHIPPED.glob("*.toml"))
 TEXT = plan_files.as_text(TABLE, {("rope", 128): 'faster "here"\n by half'})
 
 
@@ -205,7 +206,7 @@ def test_a_file_of_another_device_is_refused_unless_asked_for(home: Path, monkey
         plan_files.choose("cpu", "", Device())
 
 
-@pytest.mark.parametrize("path", sorted(plan_files.SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_are_named_for_their_device_and_have_possible_rows(path: Path) -> None:
     assert plan_files.file_name(plan_files.load(path, Device()).provenance.device) == path.name
 
