@@ -245,7 +245,7 @@ def _plan_forward(
         for x, y in zip((q, k), outputs, strict=True)
     ]
     rotary = 0 if cos is None else cos.shape[-1]
-    heads = [layout.heads for layout in layouts]
+    heads = (layout.heads for layout in layouts)
     plan = heads_forward_plan(*heads, q.shape[-1], rotary, facts_of(q.device), normed=spec is not None)
     constants = _constants(spec, plan, inputs, layouts)
     for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
