@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,12 +160,22 @@ def test_a_wrong_result_is_no_time(run, monkeypatch) -> None:
         prepared.seconds(None, 0.0)
 
 
-def test_only_rows_that_are_clearly_faster_are_written() -> None:
-    plan = ForwardPlan("multi_wave_cached", 1, 32, 1)
-    tasks = [Task("forward", width, ()) for width in (24, 25)]
-    found = [Tuned(task, plan, 1.0, rules, 3, 0) for task, rules in zip(tasks, (1.01, 1.03), strict=True)]
-    assert "width = 24" not in (text := tune.plan_file(found, CPU))
-    assert "width = 25" in text
+def test_only_rows_that_are_other_than_the_rules_and_clearly_faster_are_written() -> None:
+    plan, other = ForwardPlan("multi_wave_cached", 1, 32, 1), ForwardPlan("multi_wave_cached", 2, 32, 1)
+    rows = (("forward", plan, 1.01), ("forward", plan, 1.03), ("rope", plan, 1.03), ("rope", other, 1.03))
+    found = [
+        Tuned(Task(section, width, ()), one, plan, 1.0, gain, 3, 0)
+        for width, (section, one, gain) in enumerate(rows, 24)
+    ]
+    written = re.findall(r"width = (\d+)", tune.plan_file(found, CPU))
+    assert written == ["25", "27"], "a row of all forwards may be what the rules say for one of them"
+
+
+def test_candidates_that_share_their_kernels_are_compiled_once() -> None:
+    task = Task("qk_backward", 128, ())
+    found = tune.launches(task, tune.rules_plan(task, Device()), Device())
+    assert {tune.compiled_part(plan).stages for plan in found} == {1, 2, 3, 4}
+    assert len({tune.compiled_part(plan) for plan in found}) == 4 < len(found)
 
 
 def test_what_time_does_not_allow_is_left_out_in_words(run) -> None:

@@ -85,6 +85,7 @@ class Tuned:
     Attributes:
         task: the row.
         plan: the fastest of the candidates.
+        rules: the row that says what the rules say; see ``rules_plan``.
         seconds: the time of the operators with it.
         rules_seconds: the same by the rules.
         tried: the number of candidates that ran and were right.
@@ -93,6 +94,7 @@ class Tuned:
 
     task: Task
     plan: Any
+    rules: Any
     seconds: float
     rules_seconds: float
     tried: int
@@ -105,8 +107,8 @@ class Tuned:
 
     @property
     def kept(self) -> bool:
-        """Whether the row goes into the file."""
-        return self.gain >= FASTER
+        """Whether the row goes into the file; by the rules the forwards of a width need not share one row."""
+        return self.gain >= FASTER and (self.plan != self.rules or self.task.section == "forward")
 
 
 def tasks_for(widths: Iterable[int], *, quick: bool = False) -> list[Task]:
@@ -306,7 +308,8 @@ def _tune(run: BenchmarkRun, tasks: Sequence[Task], processes: Any) -> list[Tune
     for number, candidates in enumerate(rounds, 1):
         found = {task: candidates(task)[: 2 if run.quick else None] for task in tasks}
         if processes is not None:
-            every = [(task, plan, str(run.device)) for task, several in found.items() for plan in several]
+            kernels_of = {(task, compiled_part(plan)): plan for task, several in found.items() for plan in several}
+            every = [(task, plan, str(run.device)) for (task, _), plan in kernels_of.items()]
             compile_in_processes(processes, run, compile_candidate, every, f"plans of round {number}")
         for task, several in found.items():
             if len(several) > 1 and not _late(run, f"round {number} of {task.name}"):
@@ -318,7 +321,7 @@ def _tune(run: BenchmarkRun, tasks: Sequence[Task], processes: Any) -> list[Tune
         with _reported(run, f"{task.name} {best[task]}"):
             Prepared(task, run.device, torch.float32, _FEW_ROWS).with_calls(best[task], len)  # raises where it fails
             times = Prepared(task, run.device).in_turns(best[task], 1 if run.quick else _TURNS)
-            one = Tuned(task, best[task], times[1], times[0], *tried[task])
+            one = Tuned(task, best[task], rules_plan(task, device), times[1], times[0], *tried[task])
             tuned.append(one)
             run.say(f"{task.name}: {one.gain:.3f} times as fast as by the rules, {one.tried} plans, {one.plan}")
     return tuned
@@ -353,6 +356,11 @@ def _reported(run: BenchmarkRun, what: str) -> Any:
         yield
     except Exception as error:
         run.say(f"{what}: {in_a_line(error)}")
+
+
+def compiled_part(plan: Any) -> Any:
+    """What a plan's kernels are compiled for: all of it but the number of programs."""
+    return replace(plan, programs=0) if hasattr(plan, "programs") else plan
 
 
 def compile_candidate(arguments: tuple[Task, Any, str]) -> str | None:

@@ -37,8 +37,9 @@ _MOST_JOBS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of "
-        "apply_fused_norm saves on whole models. kernels: GPU time of every operator, beside peers. modes: the modes "
-        "of the forward. NAMES are separated by commas. Results, tables and charts are written to the folder of --out."
+        "apply_fused_norm saves on whole models. kernels: GPU time and memory of every operator, beside peers. "
+        "modes: the modes of the forward. NAMES are separated by commas. Results, tables and charts are written to "
+        "the folder of --out."
     )
     parser.add_argument(
         "part", nargs="?", choices=(*_PARTS, "all"), default="all", help="what to measure (default: all)"

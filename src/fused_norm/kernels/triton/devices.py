@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -15,6 +16,8 @@ from triton import knobs
 
 from ..plan_files import ChosenTable, choose
 from ..plans import Device, PlanTable
+
+logger = logging.getLogger("fused_norm")
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
@@ -51,8 +54,12 @@ def facts_of(device: torch.device) -> Device:
     Raises:
         PlanFileError: its file of plans cannot be taken.
     """
-    table = _imposed[0] if _imposed else chosen_table(device).table
-    return replace(_hardware_of(device), table=table)
+    if _imposed:
+        return replace(_hardware_of(device), table=_imposed[0])
+    chosen = chosen_table(device)
+    if chosen.path is not None:
+        logger.info("launch plans on %s are those of %s: %s", device, chosen.path, chosen.why)
+    return replace(_hardware_of(device), table=chosen.table)
 
 
 def chosen_table(device: torch.device) -> ChosenTable:
