@@ -124,6 +124,18 @@ def test_every_candidate_is_right(run, task) -> None:
             assert prepared.with_calls(plan, len) == [1] * len(task.cases)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(plan_files.SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_rows_of_shipped_files_give_right_results(run, path) -> None:
+    table = plan_files.load(path, Device())
+    widths = {width for rows in table.rows.values() for width in rows if width is not None}
+    tasks = {(task.section, task.width): task for task in tune.tasks_for(sorted(widths))}
+    for section, rows in table.rows.items():
+        for width, plan in rows.items():
+            task = tasks[section, width]
+            assert Prepared(task, run.device, rows=7).with_calls(plan, len) == [1] * len(task.cases)
+
+
 def test_operators_run_by_the_plan_that_is_measured(run, monkeypatch) -> None:
     """Also where the same shape was planned before."""
     seen = []

@@ -288,9 +288,9 @@ def memory_over(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
         events.sort(key=lambda event: event.start_ns())
         return max(itertools.accumulate((event.nbytes() for event in events), initial=0)), result
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]  # what is allocated is rounded up
     result = call()
-    return torch.cuda.max_memory_allocated(device) - before, result
+    return torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before, result
 
 
 def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:

@@ -88,7 +88,7 @@ class ChosenTable:
 
 def user_folder() -> Path:
     """The folder in which a user keeps plan files, one for each kind of device."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # which never raises
     return Path(base) / "fused_norm" / "plans"
 
 
@@ -114,7 +114,7 @@ def choose(name: str, capability: str, device: Device) -> ChosenTable:
     if not asked:
         for folder, whose in ((user_folder(), "the user's"), (SHIPPED, "shipped")):
             path = folder / file_name(name)
-            if path.is_file():
+            if os.path.isfile(path):  # False also in a folder that may not be read
                 return _taken(path, name, device, whose)
     measured = BUILT_IN.provenance
     if name == measured.device:
