@@ -32,9 +32,6 @@ WIDEST_SANDWICH_FORWARD = 16384
 WIDEST_SANDWICH_BACKWARD = 8192
 """Elements of a row that its backward can hold; rows of 16384 spill 200 bytes and more, with 16 warps as with 32."""
 
-_ANY = 2**62
-"""Wider than any row."""
-
 _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
 
@@ -105,6 +102,116 @@ the fastest peer's, and backwards in .61 to .94 of its time."""
 
 
 @dataclass(frozen=True)
+class ForwardRule:
+    """A row of a table: the forward's plan for widths up to its own that no row above it has.
+
+    Attributes:
+        widest: the last width of the row.
+        elements: of a tile, which has one row at least; of a chunk, where rows are read in chunks.
+        warps: of a program, of 32 lanes.
+        why: as measured, beside what was tried.
+    """
+
+    widest: int
+    elements: int
+    warps: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class BackwardRule:
+    """A row of a table: the backward's plan, as ``ForwardRule`` has the forward's.
+
+    Attributes:
+        widest: the last width of the row.
+        elements: of a tile, which has one row at least.
+        warps: of a program, of 32 lanes.
+        programs: on each processor.
+        stages: as in ``BackwardPlan``, and so are reload and tail.
+        reload: as above.
+        tail: as above.
+        why: as measured, beside what was tried.
+    """
+
+    widest: int
+    elements: int
+    warps: int
+    programs: int
+    stages: int = 3
+    reload: bool = False
+    tail: int = 0
+    why: str = ""
+
+
+_ANY = 2**62
+"""Wider than any row."""
+
+_FORWARD = (
+    ForwardRule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
+    ForwardRule(1024, 2048, 2),
+    ForwardRule(2048, 2048, 4),
+    ForwardRule(3072, 2048, 8, why="2560 wide, the unused lanes want company: 1 %, and none from 3840 on"),
+    ForwardRule(4096, 2048, 4),
+    ForwardRule(6144, 2048, 8),
+    ForwardRule(16384, 2048, 16),
+    ForwardRule(WIDEST_FORWARD, 2048, 32),
+)
+_CHUNKED_FORWARD = (
+    ForwardRule(8192, 16384, 8),
+    ForwardRule(32768, 16384, 16),
+    ForwardRule(_ANY, 32768, 32, why="less is read twice: 12 % over 16384 at 65536 wide, and that has 9 % over 8192"),
+)
+_SANDWICH_FORWARD = (
+    ForwardRule(512, 2048, 4),
+    ForwardRule(1024, 2048, 2),
+    ForwardRule(2048, 2048, 2, why="32 elements a lane: .95 of a copy's bandwidth at 1152 wide, with half as many .94"),
+    ForwardRule(4096, 2048, 4, why="the same: .91 at 2560 and .93 at 3840 wide, with half as many .89 and .94"),
+    ForwardRule(8192, 2048, 8, why="the same: .94 at 5376 wide"),
+    ForwardRule(WIDEST_SANDWICH_FORWARD, 2048, 16),
+)
+_NORM_BACKWARD = (
+    BackwardRule(512, 4096, 4, 2, why="32 elements a lane, as many for dw; 4 and 13 % faster than 16 at x128 and x256"),
+    BackwardRule(1024, 4096, 4, 2),
+    BackwardRule(2048, 4096, 4, 2, why="two rows a tile hide the reduction's latency"),
+    BackwardRule(3072, 4096, 4, 3, why="at 2560 a third program makes up for the unused lanes, 8 % over two"),
+    BackwardRule(4096, 4096, 4, 2, reload=True, why="5 % faster than weights in registers at 32768x4096"),
+    BackwardRule(5120, 4096, 4, 2, reload=True, tail=1024, why="two pieces leave room for a second program: 8 %"),
+    BackwardRule(6144, 4096, 8, 2, reload=True, tail=2048, why="the same: 7 % at 5376, none at 6144"),
+    BackwardRule(8192, 4096, 8, 1, why="one program fills a processor with the weight in registers"),
+    BackwardRule(12288, 4096, 16, 1, why="the unused lanes leave room for more rows in flight: 6 % at 4096x12288"),
+    BackwardRule(WIDEST_BACKWARD, 4096, 16, 1, stages=1, reload=True),
+)
+_ADD_BACKWARD = (
+    BackwardRule(512, 4096, 4, 2),
+    BackwardRule(1024, 4096, 4, 2),
+    BackwardRule(2048, 2048, 4, 2, why="the residual's gradient hides as much as a second row would, 1 % apart"),
+    BackwardRule(4096, 4096, 4, 2),
+    BackwardRule(8192, 4096, 8, 1, why="with a residual's gradient enough is in flight without a second piece"),
+    BackwardRule(WIDEST_BACKWARD, 4096, 32, 1, stages=1, reload=True),
+)
+_SANDWICH_BACKWARD = (
+    # Rows of 1024 and less were not measured; compiled for sm_90 they spill up to 44 bytes.
+    BackwardRule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile .75 to .91"),
+    BackwardRule(3072, 4096, 4, 2, reload=True, why="two accumulators, 32 elements a lane, 250 registers: .88 at 2560"),
+    # From 3840 wide on one program keeps enough in flight.
+    BackwardRule(4096, 4096, 4, 1, why="it has room for the weights in registers: .94, two of eight warps .84"),
+    BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 a lane, 128 registers: .94 at 5376 wide"),
+)
+_FP32_SANDWICH_BACKWARD = (
+    BackwardRule(2048, 4096, 4, 2, reload=True),
+    BackwardRule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
+    BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
+)
+
+Rule = TypeVar("Rule", ForwardRule, BackwardRule)
+
+
+def _rule(rules: Sequence[Rule], width: int) -> Rule:
+    """The first row of a table that takes a width."""
+    return next(rule for rule in rules if width <= rule.widest)
+
+
+@dataclass(frozen=True)
 class Device:
     """The facts about a device that plans depend on."""
 
@@ -170,113 +277,6 @@ class BackwardPlan:
     def columns(self) -> int:
         """All columns in a tile."""
         return self.block + self.tail
-
-
-@dataclass(frozen=True)
-class ForwardRule:
-    """A row of a table: the forward's plan for widths up to its own that no row above it has.
-
-    Attributes:
-        widest: the last width of the row.
-        elements: of a tile, which has one row at least; of a chunk, where rows are read in chunks.
-        warps: of a program, of 32 lanes.
-        why: as measured, beside what was tried.
-    """
-
-    widest: int
-    elements: int
-    warps: int
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class BackwardRule:
-    """A row of a table: the backward's plan, as ``ForwardRule`` has the forward's.
-
-    Attributes:
-        widest: the last width of the row.
-        elements: of a tile, which has one row at least.
-        warps: of a program, of 32 lanes.
-        programs: on each processor.
-        stages: as in ``BackwardPlan``, and so are reload and tail.
-        reload: as above.
-        tail: as above.
-        why: as measured, beside what was tried.
-    """
-
-    widest: int
-    elements: int
-    warps: int
-    programs: int
-    stages: int = 3
-    reload: bool = False
-    tail: int = 0
-    why: str = ""
-
-
-_FORWARD = (
-    ForwardRule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
-    ForwardRule(1024, 2048, 2),
-    ForwardRule(2048, 2048, 4),
-    ForwardRule(3072, 2048, 8, why="2560 wide, the unused lanes want company: 1 %, and none from 3840 on"),
-    ForwardRule(4096, 2048, 4),
-    ForwardRule(6144, 2048, 8),
-    ForwardRule(16384, 2048, 16),
-    ForwardRule(WIDEST_FORWARD, 2048, 32),
-)
-_CHUNKED_FORWARD = (
-    ForwardRule(8192, 16384, 8),
-    ForwardRule(32768, 16384, 16),
-    ForwardRule(_ANY, 32768, 32, why="less is read twice: 12 % over 16384 at 65536 wide, and that has 9 % over 8192"),
-)
-_SANDWICH_FORWARD = (
-    ForwardRule(512, 2048, 4),
-    ForwardRule(1024, 2048, 2),
-    ForwardRule(2048, 2048, 2, why="32 elements a lane: .95 of a copy's bandwidth at 1152 wide, with half as many .94"),
-    ForwardRule(4096, 2048, 4, why="the same: .91 at 2560 and .93 at 3840 wide, with half as many .89 and .94"),
-    ForwardRule(8192, 2048, 8, why="the same: .94 at 5376 wide"),
-    ForwardRule(WIDEST_SANDWICH_FORWARD, 2048, 16),
-)
-_NORM_BACKWARD = (
-    BackwardRule(512, 4096, 4, 2, why="32 elements a lane, as many for dw; 4 and 13 % faster than 16 at x128 and x256"),
-    BackwardRule(1024, 4096, 4, 2),
-    BackwardRule(2048, 4096, 4, 2, why="two rows a tile hide the reduction's latency"),
-    BackwardRule(3072, 4096, 4, 3, why="at 2560 a third program makes up for the unused lanes, 8 % over two"),
-    BackwardRule(4096, 4096, 4, 2, reload=True, why="5 % faster than weights in registers at 32768x4096"),
-    BackwardRule(5120, 4096, 4, 2, reload=True, tail=1024, why="two pieces leave room for a second program: 8 %"),
-    BackwardRule(6144, 4096, 8, 2, reload=True, tail=2048, why="the same: 7 % at 5376, none at 6144"),
-    BackwardRule(8192, 4096, 8, 1, why="one program fills a processor with the weight in registers"),
-    BackwardRule(12288, 4096, 16, 1, why="the unused lanes leave room for more rows in flight: 6 % at 4096x12288"),
-    BackwardRule(WIDEST_BACKWARD, 4096, 16, 1, stages=1, reload=True),
-)
-_ADD_BACKWARD = (
-    BackwardRule(512, 4096, 4, 2),
-    BackwardRule(1024, 4096, 4, 2),
-    BackwardRule(2048, 2048, 4, 2, why="the residual's gradient hides as much as a second row would, 1 % apart"),
-    BackwardRule(4096, 4096, 4, 2),
-    BackwardRule(8192, 4096, 8, 1, why="with a residual's gradient enough is in flight without a second piece"),
-    BackwardRule(WIDEST_BACKWARD, 4096, 32, 1, stages=1, reload=True),
-)
-_SANDWICH_BACKWARD = (
-    # Rows of 1024 and less were not measured; compiled for sm_90 they spill up to 44 bytes.
-    BackwardRule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile .75 to .91"),
-    BackwardRule(3072, 4096, 4, 2, reload=True, why="two accumulators, 32 elements a lane, 250 registers: .88 at 2560"),
-    # From 3840 wide on one program keeps enough in flight.
-    BackwardRule(4096, 4096, 4, 1, why="it has room for the weights in registers: .94, two of eight warps .84"),
-    BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 a lane, 128 registers: .94 at 5376 wide"),
-)
-_FP32_SANDWICH_BACKWARD = (
-    BackwardRule(2048, 4096, 4, 2, reload=True),
-    BackwardRule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
-    BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
-)
-
-Rule = TypeVar("Rule", ForwardRule, BackwardRule)
-
-
-def _rule(rules: Sequence[Rule], width: int) -> Rule:
-    """The first row of a table that takes a width."""
-    return next(rule for rule in rules if width <= rule.widest)
 
 
 @lru_cache(maxsize=1024)
