@@ -199,6 +199,7 @@ def test_tuning_writes_a_file_that_a_device_takes_from_where_it_is_told_to(tmp_p
     (said, *_) = plan_tables().values()
     assert said.startswith(f"none: {path}: row 1 of [[norm_backward]]: there is no field 'stage'")
     facts_of.cache_clear()
+    assert main(["bench", "--tune", "--quick", "--budget-seconds", "0", "--out", str(tmp_path / "again")]) == 0
     assert main(["env", "--plans", "24"]) == 2
     assert "row 1 of [[norm_backward]]" in capsys.readouterr().err
 

@@ -240,8 +240,8 @@ def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> li
 
 def _tune(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> int:
     from ..bench import tune
-    from ..kernels import plan_files
-    from ..kernels.triton.devices import facts_of, name_of
+    from ..kernels import plan_files, plans
+    from ..kernels.triton.devices import facts_of, name_of, planned_by
 
     if args.widths and not all(width.isdecimal() and int(width) for width in args.widths):
         raise UsageError(f"--widths takes numbers from 1 on, not {','.join(args.widths)}")
@@ -253,7 +253,8 @@ def _tune(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> int:
     print(text)
     path = folder / plan_files.file_name(name_of(device)[0])
     path.write_text(tune.plan_file(found, device), encoding="utf-8")
-    plan_files.load(path, facts_of(device))
+    with planned_by(plans.BUILT_IN):  # whatever file is in force
+        plan_files.load(path, facts_of(device))
     kept = sum(one.kept for one in found)
     print(f"\n{path}: the {kept} rows that are at least {tune.FASTER} times as fast as the rules")
     print(f"to use it, move it to {plan_files.user_folder()}, or set {plan_files.VARIABLE} to its path")
