@@ -8,10 +8,13 @@ import re
 import pytest
 import torch
 
-from fused_norm.bench import features, model_steps, model_variants, models, providers
+from fused_norm.bench import features, model_steps, model_variants, models, operator_timings, providers, tune
 from fused_norm.bench.results import Results
 from fused_norm.cli import bench_command as bench
 from fused_norm.cli import main
+from fused_norm.cli.env_command import plan_tables
+from fused_norm.kernels import plan_files
+from fused_norm.kernels.triton.devices import facts_of
 
 
 def test_a_list_without_names_is_bad_input(capsys):
@@ -42,9 +45,16 @@ def test_without_a_gpu_nothing_is_timed(without_gpu, tmp_path, capsys):
         (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
         (["kernels", "--rows", "norm *,conv *"], "--rows 'conv *' matches none of: norm"),
         (["--widths", "128"], "--widths belongs to --tune"),
+        (["--shapes", "norm 8x64"], "--shapes belongs to `bench kernels` and `bench modes`"),
+        (["kernels", "--shapes", "norm 8x64", "--rows", "norm *"], "--shapes belongs to"),
+        (["kernels", "--shapes", "conv 8x64"], "--shapes: 'conv 8x64' is no operator and shape"),
+        (["modes", "--shapes", "add 8x64"], "--shapes 'add 8x64': modes are compared on norm and gemma"),
         (["--tune", "--widths", "64,12x"], "--widths takes numbers from 1 on, not 64,12x"),
         (["--out", "{}/file/below"], "/file/below: this folder cannot be made (Not a directory)"),
-        (["--tune", "--widths", "64", "--out", "{}/taken"], "/taken/plans.txt cannot be written (Is a directory)"),
+        (
+            ["--tune", "--budget-seconds", "0", "--out", "{}/taken"],
+            "/taken/plans.txt cannot be written (Is a directory)",
+        ),
         (["kernels", "--rows", "norm 8x64", "--out", "{}/taken"], "/taken/results.json cannot be written"),
         (["--plot", "{}/none.json"], "/none.json cannot be read (No such file or directory)"),
     ],
@@ -115,9 +125,9 @@ def test_help_names_every_variant(capsys):
 
 @pytest.mark.parametrize(
     ("part", "option", "profiled"),
-    [("kernels", [], True), ("kernels", ["--no-profiler"], False), ("modes", ["--dtype", "float32"], False)],
+    [("kernels", [], True), ("kernels", ["--no-profiler"], False), ("modes", ["--dtype", "float32"], True)],
 )
-def test_the_profiler_is_for_kernels_and_can_be_left_out(part, option, profiled, tmp_path):
+def test_the_profiler_can_be_left_out(part, option, profiled, tmp_path):
     chosen = ["--providers", "stock", "--out", str(tmp_path), *(["--rows", "norm 8x64"] if part == "kernels" else [])]
     assert main(["bench", part, "--quick", *chosen, *option]) == 0
     rows = Results.load(tmp_path / "results.json").kernels
@@ -160,12 +170,38 @@ def test_results_that_cannot_be_read_are_named(text, tmp_path, capsys):
     assert "results.json" in capsys.readouterr().err
 
 
-def test_tuning_prints_a_table(tmp_path, capsys):
-    assert main(["bench", "--tune", "--quick", "--widths", "64", "--out", str(tmp_path)]) == 0
+def test_any_shape_can_be_measured(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(operator_timings, "measure", lambda run, part, cases, *rest, **options: asked.extend(cases))
+    for part, shapes in (("kernels", "add 3x40,qk 2x(3+1)x8"), ("modes", "gemma 3x40")):
+        assert main(["bench", part, "--quick", "--shapes", shapes, "--out", str(tmp_path)]) == 0
+    assert [case.name for case in asked] == ["add 3x40", "qk 2x(3+1)x8", "gemma 3x40"]
+    assert [case.backward for case in asked] == [True, True, False]
+
+
+def test_tuning_writes_a_file_that_a_device_takes_from_where_it_is_told_to(tmp_path, capsys, monkeypatch):
+    (task, *_) = tune.tasks_for([24], quick=True)
+    monkeypatch.setattr(tune, "tasks_for", lambda widths, quick: [task])
+    monkeypatch.setattr(tune.Tuned, "kept", True)
+    assert main(["bench", "--tune", "--quick", "--widths", "24", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "ForwardPlan(" in printed
-    assert "BackwardPlan(" in printed
-    assert (tmp_path / "plans.txt").read_text() == printed
+    assert "norm_backward 24" in printed
+    assert printed.startswith((tmp_path / "plans.txt").read_text())
+    path = next(tmp_path.glob("*.toml"))
+    assert str(path) in printed
+    assert f"move it to {plan_files.user_folder()}, or set FUSED_NORM_PLANS to its path" in printed
+    monkeypatch.setenv("FUSED_NORM_PLANS", str(path))
+    taken = plan_tables()
+    assert len(taken) == max(1, torch.cuda.device_count())
+    (said, *_) = taken.values()
+    assert said.endswith(f"named by FUSED_NORM_PLANS, measured on this device ({path})")
+    path.write_text(path.read_text().replace("stages = ", "stage = "))
+    (said, *_) = plan_tables().values()
+    assert said.startswith(f"none: {path}: row 1 of [[norm_backward]]: there is no field 'stage'")
+    facts_of.cache_clear()
+    assert main(["bench", "--tune", "--quick", "--budget-seconds", "0", "--out", str(tmp_path / "again")]) == 0
+    assert main(["env", "--plans", "24"]) == 2
+    assert "row 1 of [[norm_backward]]" in capsys.readouterr().err
 
 
 def test_the_options_are_kept_with_the_results(tmp_path):

@@ -127,3 +127,27 @@ def test_nan_is_no_small_error():
     result = exact.clone()
     result[2, 3] = float("nan")
     assert not worst_error([result, exact], [exact, exact]) <= tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", [*CASES, *QUICK], ids=lambda case: case.name)
+def test_a_name_stands_for_its_case(case):
+    named = OperatorCase.named(case.name)
+    assert (named.name, named.spec, named.heads, named.recipe) == (case.name, case.spec, case.heads, case.recipe)
+    assert named.backward == (not case.recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("conv 8x8", "operators are gemma, norm, add"),
+        ("norm 8x", "is no operator and shape such as 'add 4096x2560'"),
+        ("norm 0x8", "is no operator and shape"),
+        ("norm 8x(2+1)x8", "is no shape of norm, such as 'norm 4096x2560'"),
+        ("qk 8x64", r"is no shape of qk, such as 'qk 4096x\(32\+8\)x128'"),
+        ("fp8 8x64", "behind the shape comes tensorwise or rowwise"),
+        ("norm 8x64 rowwise", "behind the shape comes nothing"),
+    ],
+)
+def test_what_is_no_case_is_named(name, said):
+    with pytest.raises(ValueError, match=said):
+        OperatorCase.named(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from fused_norm.bench.operator_cases import QUICK, QUICK_MODES, OperatorCase, co
 from fused_norm.bench.providers import FUSED, FUSED_MODES, PROVIDERS, Provider
 from fused_norm.bench.results import Results
 from fused_norm.bench.timing import Timing
+from fused_norm.kernels.plans import backward_plan
+from fused_norm.kernels.triton.devices import facts_of
 
 CASE = OperatorCase("norm", 8, 64)
 STOCK = PROVIDERS["stock"]
@@ -56,6 +59,7 @@ def test_right_results_are_timed_in_both_ways(run):
         assert row.verdict == "ok"
         assert row.timing is not None
         assert row.profiled is not None
+        assert row.extra_bytes >= 0
         assert 0 < row.error < 1e-4
         assert run.results.copy_of(row.bytes) is not None
 
@@ -180,3 +184,38 @@ def test_the_budget_is_asked_before_every_provider(run):
     found = measured(run, Provider("slow", build), STOCK)
     assert {name for name, _ in found} == {"slow"}
     assert run.results.left_out == [f"{CASE.name} float32 stock: after 5 s"]
+
+
+def test_memory_is_what_is_kept_and_what_is_summed(run):
+    """Of a norm: nothing by itself; with its backward rstd and each program's share of dw, fp32 all of them."""
+    rows, width = 64, 128
+    case = OperatorCase("norm", rows, width)
+    inputs = case.inputs(torch.bfloat16, run.device, seed=0)
+    operator = FUSED.build(case)
+    with torch.no_grad():
+        assert operator_timings.extra_memory(operator, "forward", inputs, run.device) == 0
+    plan = backward_plan(width, 6, facts_of(run.device))
+    shares = min(plan.programs, rows // plan.rows)
+    extra = operator_timings.extra_memory(operator, "backward", inputs, run.device)
+    assert extra == 4 * rows + 4 * width * shares
+
+
+def test_memory_counts_what_is_given_back_before_the_end(run):
+    def build(case):
+        return lambda x, w: (((x * w) * w) * w,)
+
+    with torch.no_grad():
+        inputs = CASE.inputs(torch.float32, run.device, seed=0)
+        extra = operator_timings.extra_memory(build(CASE), "forward", inputs, run.device)
+    assert extra == inputs.arguments[0].nbytes, "two at the peak, one of which is the output"
+
+
+def test_a_result_in_place_is_no_new_output(run):
+    with torch.no_grad():
+        inputs = CASE.inputs(torch.float32, run.device, seed=0)
+        assert operator_timings.extra_memory(lambda x, w: (x.mul_(w),), "forward", inputs, run.device) == 0
+
+
+def test_no_memory_is_told_of_who_gets_copies_of_its_arguments(run):
+    found = measured(run, replace(STOCK, overwrites_arguments=("norm",)))
+    assert {(row.verdict, row.extra_bytes) for row in found.values()} == {("ok", None)}

@@ -21,7 +21,7 @@ def test_operators_are_compiled_in_other_processes(run):
     pairs = [(small, FUSED), (small, PROVIDERS["stock"]), (too_wide, in_one_wave), (unknown, FUSED)]
     precompile(run, [(case, torch.float32, provider) for case, provider in pairs], 1)
     assert said == [
-        "precompiling 3 operators in 1 processes",
+        "precompiling 3 operators",
         "precompiled; 1 failed: fused nothing 8x64: KeyError",
     ]
 

@@ -175,6 +175,29 @@ def test_modes_have_a_table_where_a_refusal_is_a_dash(results):
     assert cells == ["norm 8192x2048", "*.10", "-"]
 
 
+def test_modes_say_by_graph_and_by_profiler_whether_the_default_is_the_fastest(results):
+    fused, other = (replace(results.kernels[0], part="modes", provider=name) for name in ("fused", "multi_wave_cached"))
+    results.kernels = [fused, replace(other, timing=seconds(fused.timing.median / 2), profiled=2 * fused.profiled)]
+    text = tables.describe(results)
+    assert "bfloat16, by CUDA graph; fused: as it chooses" in text
+    found = [re.split(r"\s{2,}", line(text, "norm 8192x2048", nth)) for nth in (0, 1)]
+    assert found == [["norm 8192x2048", ".10", "*.20", "0.50"], ["norm 8192x2048", "*.20", ".10", "2.00"]]
+
+
+def test_memory_has_a_table_of_those_that_were_measured(results):
+    assert "Memory" not in tables.describe(results)
+    results.kernels = [
+        replace(row, extra_bytes=3 * 2**19 if row.direction == "forward" else 2**21)
+        if (row.case, row.provider) == ("norm 8192x2048", "fused")
+        else row
+        for row in results.kernels
+    ]
+    text = tables.describe(results)
+    memory = text[text.index("Memory, bfloat16: MiB at the peak") :]
+    assert re.split(r"\s{2,}", line(memory, "norm 8192x2048")) == ["norm 8192x2048", "1.5 / 2.0"]
+    assert "norm 8192x4096" not in memory
+
+
 def test_steps_and_host_time_have_their_tables(results):
     text = tables.describe(results)
     assert re.split(r"\s{2,}", line(text, "Qwen3-0.6B 4x4096")) == [

@@ -21,6 +21,7 @@ from transformers import BertConfig, GPT2Config
 import fused_norm
 from fused_norm.check import against_float64
 from fused_norm.cli import main
+from fused_norm.kernels.plans import forward_plan
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher import apply
 from fused_norm.spec import KINDS
@@ -508,6 +509,16 @@ def test_env_says_what_a_bug_report_needs():
     assert facts["torch"] == torch.__version__
     assert facts["transformers"]
     assert facts["kernels run in"]
+    assert "NVIDIA H200, fused_norm 0.1.0, torch 2.11.0, triton 3.6.0" in facts["plans on cpu"]
+
+
+def test_env_says_how_rows_of_a_width_are_planned(capsys):
+    assert main(["env", "--plans", "128"]) == 0
+    said = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["add + norm"] == str(forward_plan(128))
+    assert said["qk norm + RoPE backward"].startswith("HeadsPlan(q=HeadsTile(tokens=1, heads=16)")
+    assert main(["env", "--plans", "20000"]) == 0
+    assert "norm + add" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "folder"), [("converge", "converge"), ("demo", "demo")])

@@ -12,6 +12,7 @@ LAYERS = (
     "spec",
     "kernels.observation",
     "kernels.plans",
+    "kernels.plan_files",
     "kernels.triton",
     "kernels.reference",
     "kernels.arguments",

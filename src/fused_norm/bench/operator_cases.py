@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -63,6 +64,8 @@ _TENSOR_COUNTS: dict[OperatorName, _TensorCounts] = {
     "fp8-columns": _TensorCounts((1, 0), 1, 1, 1),
 }
 
+_EXAMPLES = ("4096x2560", "4096x(32+8)x128")
+
 LLAMA = NormSpec("llama")
 GEMMA = NormSpec("gemma", zero_centered=True)
 
@@ -103,6 +106,28 @@ class OperatorCase:
         """The name in tables and for ``--rows``: ``norm 8192x4096``, ``qk 16384x(32+8)x128``, ``fp8 8x64 rowwise``."""
         heads = f"({self.heads[0]}+{self.heads[1]})x" if any(self.heads) else ""
         return f"{self.group} {self.rows}x{heads}{self.width} {self.recipe}".rstrip()
+
+    @classmethod
+    def named(cls, name: str) -> OperatorCase:
+        """The case of a name, of any shape; gemma's norm and a sandwich have Gemma's spec.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        found = re.fullmatch(r"(\S+) ([1-9]\d*)x(?:\(([1-9]\d*)\+([1-9]\d*)\)x)?([1-9]\d*)(?: (\S+))?", name)
+        group, rows, q_heads, k_heads, width, recipe = found.groups(default="") if found else ("",) * 6
+        operator = next((one for one in _TENSOR_COUNTS if one == ("norm" if group == "gemma" else group)), None)
+        if operator is None:
+            known = ", ".join(("gemma", *_TENSOR_COUNTS))
+            raise ValueError(f"{name!r} is no operator and shape such as 'add 4096x2560'; operators are {known}")
+        if bool(q_heads) != (operator in ("qk", "rope", "rotate")):
+            raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {_EXAMPLES[bool(not q_heads)]}'")
+        recipes = list(RECIPES) if operator.startswith("fp8") else [""]
+        if recipe not in recipes:
+            raise ValueError(f"{name!r}: behind the shape comes {' or '.join(recipes) or 'nothing'}")
+        spec = GEMMA if group in ("gemma", "sandwich") else LLAMA
+        heads = (int(q_heads), int(k_heads)) if q_heads else (0, 0)
+        return cls(operator, int(rows), int(width), spec, heads, backward=not recipe, recipe=recipe)
 
     def bytes(self, direction: Direction, dtype: torch.dtype) -> int:
         """The least bytes that a call must read and write: every activation, code and scale once, nothing else."""

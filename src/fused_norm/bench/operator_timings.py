@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
+from ..kernels.fp8 import Quantized
 from .benchmark_run import BenchmarkRun, in_a_line
 from .operator_cases import (
     DIRECTIONS,
@@ -26,7 +28,7 @@ from .operator_cases import (
 )
 from .providers import Provider
 from .results import KernelResult, Part
-from .timing import gpu_time, input_sets, leaves_cache, own_stream, profiled_time
+from .timing import gpu_time, input_sets, leaves_cache, memory_over, own_stream, profiled_time
 
 logger = logging.getLogger(__name__)
 
@@ -144,19 +146,51 @@ def _measure(
     )
     try:
         with torch.set_grad_enabled(direction == "backward"):
-            calls = operator_calls(provider.build(case), direction, sets, copy_gradients=provider.overwrites_gradients)
+            function = provider.build(case)
+            calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
             _poison(exact, device)
             error = worst_error(calls[0](), exact)
             if not error <= (allowed := tolerance(dtype, case)):
                 detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
                 return replace(result, verdict="wrong", detail=detail, error=error if math.isfinite(error) else None)
             result = replace(result, error=error, timing=gpu_time(calls, device, seconds=run.seconds(0.1)))
+            if case.operator not in provider.overwrites_arguments:  # The copies that it gets would count.
+                result = replace(result, extra_bytes=extra_memory(function, direction, sets[0], device))
             return replace(result, profiled=_profiled(calls, device)) if profile else result
     except provider.refuses as refusal:
         return replace(result, verdict="refused", detail=in_a_line(refusal))
     except Exception as failure:  # Of whatever kind: the others are measured all the same.
         logger.warning("%s %s %s: %s", provider.name, case.name, direction, in_a_line(failure))
         return replace(result, verdict="failed", detail=in_a_line(failure), timing=None)
+
+
+def extra_memory(function: OperatorFunction, direction: Direction, inputs: OperatorInputs, device: torch.device) -> int:
+    """The peak of memory beyond inputs and outputs, in bytes; of a backward, that of its forward and itself together.
+
+    Results that lie in what was there before, as those of an operator in place, are no new outputs.
+    """
+    gradients = [gradient.clone() for gradient in inputs.gradients]  # Some write over them.
+
+    def call() -> tuple[Any, ...]:
+        if direction == "forward":
+            return function(*inputs.detached())
+        outputs = function(*inputs.attached())
+        return *outputs, *torch.autograd.grad(outputs, inputs.arguments, gradients)
+
+    peak, results = memory_over(call, device)
+    there = _storages((*inputs.attached(), *gradients))
+    tensors = [one for result in results for one in _tensors_of(result)]
+    return peak - sum(size for address, size in _storages(tensors).items() if address not in there)
+
+
+def _tensors_of(result: Tensor | Quantized) -> tuple[Tensor, ...]:
+    return (result.q, result.scale) if isinstance(result, Quantized) else (result,)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory that tensors lie in: bytes by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _profiled(calls: Sequence[OperatorCall], device: torch.device) -> float | None:

@@ -29,6 +29,7 @@ class Provider:
         on_cpu: it runs where there is no GPU.
         compiles: it compiles for each case.
         overwrites_gradients: its backward writes into the gradient that it is given.
+        overwrites_arguments: the operators in which it writes over its arguments, and gets copies of them.
         refuses: the errors that it raises for a case that it does not take.
     """
 
@@ -38,6 +39,7 @@ class Provider:
     on_cpu: bool = True
     compiles: bool = False
     overwrites_gradients: bool = False
+    overwrites_arguments: tuple[OperatorName, ...] = ()
     refuses: tuple[type[Exception], ...] = ()
 
     def missing(self, device: torch.device) -> str | None:
@@ -258,6 +260,7 @@ PEERS = (
         on_cpu=False,
         compiles=True,
         overwrites_gradients=True,
+        overwrites_arguments=("rotate", "swiglu", "geglu"),
         refuses=(NotImplementedError,),
     ),
     Provider("quack", _quack, "quack", on_cpu=False, compiles=True, refuses=(NotImplementedError,)),

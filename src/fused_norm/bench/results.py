@@ -58,6 +58,8 @@ class KernelResult:
         error: the largest relative error, see ``operator_cases.worst_error``; None where it is not finite.
         timing: None unless the verdict is ``ok``.
         profiled: seconds by torch.profiler, where it was asked for.
+        extra_bytes: the peak of memory during the call beyond inputs and outputs; of a backward, what its forward has
+            kept for it counts, and all gradients are outputs. None where it was not measured.
     """
 
     part: Part
@@ -75,6 +77,7 @@ class KernelResult:
     error: float | None = None
     timing: Timing | None = None
     profiled: float | None = None
+    extra_bytes: int | None = None
 
 
 @dataclass(frozen=True)

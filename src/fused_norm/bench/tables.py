@@ -49,7 +49,8 @@ def describe(results: Results) -> str:
         for dtype in dict.fromkeys(row.dtype for row in results.kernels):
             rows = [row for row in results.kernels if row.dtype == dtype]
             parts += _kernel_tables([row for row in rows if row.part == "kernels"], copy, results, dtype)
-            parts += _mode_table([row for row in rows if row.part == "modes"], copy, dtype)
+            parts += _mode_tables([row for row in rows if row.part == "modes"], copy, dtype)
+            parts += _memory_table([row for row in rows if row.part == "kernels"], dtype)
     parts += filter(None, (_host_table(results), _step_table(results), _feature_table(results)))
     bad = [row for row in results.kernels if row.verdict in ("wrong", "failed")]
     if bad:
@@ -115,15 +116,46 @@ def _kernel_tables(rows: Sequence[KernelResult], copy: float, results: Results, 
     return parts
 
 
-def _mode_table(rows: Sequence[KernelResult], copy: float, dtype: str) -> list[str]:
+def _mode_tables(rows: Sequence[KernelResult], copy: float, dtype: str) -> list[str]:
     names = [FUSED.name, *MODES]
-    body = [[case, *_cells(rows, case, names, False, copy, DIRECTIONS[:1])] for case in _cases(rows)]
+    parts = []
+    for title, profiled in (("CUDA graph", False), ("torch.profiler", True)):
+        if not any(_seconds(row, profiled) for row in rows):
+            continue
+        body = []
+        for case in _cases(rows):
+            times = [_seconds(_find(rows, case, name, "forward"), profiled) for name in names]
+            best = min((time for time in times[1:] if time), default=None)
+            lead = f"{best / times[0]:.2f}" if best and times[0] else ""
+            body.append([case, *_cells(rows, case, names, profiled, copy, DIRECTIONS[:1]), lead])
+        parts.append(
+            f"Modes of the fused forward, fraction of the fastest copy's bandwidth, {dtype}, by {title}; fused: as it "
+            "chooses by itself; -: the mode does not take the shape; last: the fastest mode's time over that of fused\n"
+            f"{table([['', *names, 'best mode/fused'], *body])}"
+        )
+    return parts
+
+
+def _memory_table(rows: Sequence[KernelResult], dtype: str) -> list[str]:
+    names = [name for name in PROVIDERS if any(row.provider == name for row in rows)]
+    measured = [row for row in rows if row.extra_bytes is not None]
+    body = []
+    for case in _cases(measured):
+        cells = []
+        for name in names:
+            found = [_find(measured, case, name, direction) for direction in DIRECTIONS]
+            cells.append(_pair(_mebibytes(row.extra_bytes) for row in found if row and row.extra_bytes is not None))
+        body.append([case, *cells])
     if not body:
         return []
     return [
-        f"Modes of the fused forward, fraction of the fastest copy's bandwidth, {dtype}; fused: as it chooses by "
-        f"itself; -: the mode does not take the shape\n{table([['', *names], *body])}"
+        f"Memory, {dtype}: MiB at the peak of a forward without gradients / of a forward with its backward, beyond "
+        f"inputs, outputs and gradients\n{table([['', *names], *body])}"
     ]
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f}"
 
 
 def _host_table(results: Results) -> str | None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import DeviceType
@@ -27,6 +27,7 @@ from torch.autograd import DeviceType
 logger = logging.getLogger(__name__)
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 ROTATED_BYTES = 256 * 2**20
 """The least size of all sets of inputs and outputs together; four times the L2 cache where that is more."""
@@ -119,10 +120,7 @@ def gpu_time(calls: Sequence[Call], device: torch.device, *, seconds: float = 0.
     """
     if device.type == "cpu":
         return Timing.of([_wall(calls) / len(calls)], "wall")
-    for call in calls:  # What is compiled or loaded at the first call cannot be captured.
-        call()
-    estimate = _between_events([partial(_run, calls)])[0] / len(calls)
-    rounds = max(1, min(math.ceil(_GRAPH_CALLS / len(calls)), int(_GRAPH_SECONDS / (estimate * len(calls)))))
+    estimate, rounds = _rounds(calls)
     try:
         graph = _capture(calls, rounds)
     except RuntimeError as error:
@@ -134,6 +132,30 @@ def gpu_time(calls: Sequence[Call], device: torch.device, *, seconds: float = 0.
     replay = _between_events([graph.replay])[0]
     samples = _between_events([graph.replay] * min(max(round(seconds / replay), 5), 100))
     return Timing.of([sample / (rounds * len(calls)) for sample in samples], "graph")
+
+
+def sampler(calls: Sequence[Call], device: torch.device) -> Callable[[], float]:
+    """Capture the calls in a CUDA graph as ``gpu_time`` does, for samples in turns with others.
+
+    Returns:
+        A call that replays them, and returns the time of one of them in seconds.
+
+    Raises:
+        RuntimeError: they cannot be captured.
+    """
+    if device.type == "cpu":
+        return lambda: _wall(calls) / len(calls)
+    _, rounds = _rounds(calls)
+    graph = _capture(calls, rounds)
+    return lambda: _between_events([graph.replay])[0] / (rounds * len(calls))
+
+
+def _rounds(calls: Sequence[Call]) -> tuple[float, int]:
+    """A first estimate of the seconds of a call, and how often one graph goes through all calls."""
+    for call in calls:  # What is compiled or loaded at the first call cannot be captured.
+        call()
+    estimate = _between_events([partial(_run, calls)])[0] / len(calls)
+    return estimate, max(1, min(math.ceil(_GRAPH_CALLS / len(calls)), int(_GRAPH_SECONDS / (estimate * len(calls)))))
 
 
 def profiled_time(calls: Sequence[Call], device: torch.device) -> float:
@@ -249,6 +271,26 @@ def peak_memory(call: Call, device: torch.device) -> PeakMemory | None:
     torch.cuda.reset_peak_memory_stats(device)
     call()
     return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+
+
+def memory_over(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
+    """The peak of memory during a call beyond what there was before, in bytes, and what the call returns.
+
+    The call runs once before. On a CPU the events of torch.profiler are added up, elsewhere the allocator says.
+    """
+    call()
+    gc.collect()  # What is freed during the call must not be of before.
+    if device.type == "cpu":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = call()
+        assert profiler.profiler is not None
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        return max(itertools.accumulate((event.nbytes() for event in events), initial=0)), result
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]  # what is allocated is rounded up
+    result = call()
+    return torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before, result
 
 
 def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:

@@ -1,240 +1,401 @@
-"""``fused-norm bench --tune``: find the fastest launch plans on this device.
+"""``fused-norm bench --tune``: find the fastest launch plans on this device, and write them as a plan file.
 
-Every candidate runs the kernels of norm and add + norm with its plan instead of the shipped one. The result is printed
-as rows for the table in ``kernels/plans.py``; nothing is changed by itself.
+Every candidate runs whole operators, captured in CUDA graphs, with its row before the rules of ``kernels/plans.py``. A
+row is kept where it is faster than the rules in a second measurement, in turns with them. Nothing is changed by itself:
+``kernels/plan_files.py`` says where a file takes effect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..kernels import MODES
-from ..kernels.plans import BackwardPlan, Device, ForwardPlan, backward_plan, forward_plan, next_power_of_2
-from ..kernels.triton.devices import facts_of
-from ..kernels.triton.norm_backward import launch_norm_backward
-from ..kernels.triton.norm_forward import empty_norm, launch_norm_forward
+from .. import kernels
+from ..kernels import plan_files, plans
+from ..kernels.plans import BackwardPlan, Device, ForwardPlan, GluSize, PlanTable, Provenance, Section
+from ..kernels.triton.devices import facts_of, name_of, planned_by
 from . import operator_cases, tables
 from .benchmark_run import BenchmarkRun, in_a_line
-from .operator_cases import OperatorCase, float64_results, tolerance, worst_error
-from .timing import gpu_time, input_sets, own_stream
-
-Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
+from .operator_cases import DIRECTIONS, GEMMA, LLAMA, Direction, OperatorCase, float64_results, tolerance, worst_error
+from .operator_timings import OperatorCall, operator_calls
+from .precompile import compile_in_processes
+from .providers import FUSED
+from .timing import gpu_time, input_sets, own_stream, sampler
 
 _ELEMENTS = 2**25  # Of the input at each width: enough to fill the device.
-_TILE = 16384  # The most elements that one program holds.
-_LANE = (8, 64)  # The fewest and the most elements of a lane: below, loads are narrow; above, registers spill.
+_LANE = (8, 40)  # The fewest and the most elements of a lane: below, loads are narrow; above, registers spill.
+_WIDEST_HEAD = 256
+_HEADS, _FEW_HEADS = (32, 8), (2, 1)
+_GATE_WIDTH = 8192
+_DTYPE = torch.bfloat16
+_FEW_ROWS = 64  # For compiling, and for a look at fp32.
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_TILES = (1, 2, 4, 8, 16, 32, 64)
 _WARPS = (2, 4, 8, 16, 32)
+_SHARES = (1, 2, 3, 4)
+"""Programs on each processor."""
+_STAGES = (1, 2, 3, 4)
+
+FASTER = 1.02
+"""A row is kept from here on: how many times as fast as the rules it is."""
+_TURNS = 15
+_RESERVED = 0.2
+"""The share of a time budget that is kept for this comparison."""
 
 WIDTHS = tuple(sorted({case.width for case in operator_cases.TRAINING if "glu" not in case.operator}))
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The best plan for one width, next to the one that ships.
+class Task:
+    """One row of a plan table that is to be found.
 
     Attributes:
-        operator: ``norm`` or ``add``.
-        direction: ``forward`` or ``backward``.
-        width: of a row.
-        best: the fastest plan.
-        seconds: the time of one call with it.
-        shipped: the plan in use now.
-        shipped_seconds: the time of one call with that; None where it failed.
+        section: of the table.
+        width: of a row; None for a gate.
+        cases: the operators that would take the row; what counts is the sum of their times.
+    """
+
+    section: Section
+    width: int | None
+    cases: tuple[OperatorCase, ...]
+
+    @property
+    def name(self) -> str:
+        """For tables and progress."""
+        return f"{self.section} {'' if self.width is None else self.width}".rstrip()
+
+    @property
+    def direction(self) -> Direction:
+        """The direction of the operators that is measured."""
+        return DIRECTIONS[self.section.endswith("_backward")]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for one row.
+
+    Attributes:
+        task: the row.
+        plan: the fastest of the candidates.
+        rules: the row that says what the rules say; see ``rules_plan``.
+        seconds: the time of the operators with it.
+        rules_seconds: the same by the rules.
         tried: the number of candidates that ran and were right.
         failed: the number of those that were wrong or did not fit the device.
     """
 
-    operator: str
-    direction: str
-    width: int
-    best: ForwardPlan | BackwardPlan
+    task: Task
+    plan: Any
+    rules: Any
     seconds: float
-    shipped: ForwardPlan | BackwardPlan
-    shipped_seconds: float | None
+    rules_seconds: float
     tried: int
     failed: int
 
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the rules."""
+        return self.rules_seconds / self.seconds
 
-def candidates(plan: Plan, grid: Mapping[str, Iterable[Any]]) -> list[Plan]:
-    """``plan`` and all its variations over ``grid``, values by field; fields that the plan lacks are passed over."""
+    @property
+    def kept(self) -> bool:
+        """Whether the row goes into the file; by the rules the forwards of a width need not share one row."""
+        return self.gain >= FASTER and (self.plan != self.rules or self.task.section == "forward")
+
+
+def tasks_for(widths: Iterable[int], *, quick: bool = False) -> list[Task]:
+    """The rows for hidden states of ``widths``; for heads too where a head may be as wide, and once for gates."""
+
+    def case(operator: Any, width: int, heads: tuple[int, int] = (0, 0)) -> OperatorCase:
+        rows = 4 if quick else max(_ELEMENTS // (width * (sum(heads) or 1)), 1)
+        return OperatorCase(operator, rows, width, GEMMA if operator == "sandwich" else LLAMA, heads)
+
+    found = []
+    heads = _FEW_HEADS if quick else _HEADS
+    for width in widths:
+        norm, add, post, sandwich = (case(operator, width) for operator in ("norm", "add", "post", "sandwich"))
+        found += [Task("norm_backward", width, (norm,)), Task("add_backward", width, (add,))]
+        if width <= plans.WIDEST_SANDWICH_BACKWARD:
+            found.append(Task("sandwich_backward", width, (sandwich,)))
+        if width <= plans.WIDEST_SANDWICH_FORWARD:
+            found.append(Task("forward", width, (norm, add, post, sandwich)))
+        if width <= _WIDEST_HEAD and width % 2 == 0:
+            qk, rope, rotate = (case(operator, width, heads) for operator in ("qk", "rope", "rotate"))
+            found += [
+                Task("heads_forward", width, (qk, rope)),
+                Task("qk_backward", width, (qk,)),
+                Task("qk_rope_backward", width, (rope,)),
+                Task("rope", width, (rotate,)),
+            ]
+    gate = case("swiglu", 64 if quick else _GATE_WIDTH)
+    return [*found, Task("glu_forward", None, (gate,)), Task("glu_backward", None, (gate,))]
+
+
+def rules_plan(task: Task, device: Device) -> Any:
+    """The row that says what the rules say, for the first operator of a task in bf16."""
+    device = replace(device, table=plans.BUILT_IN)
+    width = task.width or 0
+    size = _DTYPE.itemsize
+    by_section: dict[Section, Callable[[], Any]] = {
+        "forward": lambda: plans.forward_plan(width, device),
+        "norm_backward": lambda: plans.backward_plan(width, 3 * size, device),
+        "add_backward": lambda: plans.backward_plan(width, 4 * size, device, summed=True),
+        "sandwich_backward": lambda: plans.sandwich_backward_plan(width, 6 * size, device),
+        "heads_forward": lambda: plans.heads_forward_size(width, 0, device, normed=True),
+        "qk_backward": lambda: plans.heads_backward_size(width, 0, device),
+        "qk_rope_backward": lambda: plans.heads_backward_size(width, width, device),
+        "rope": lambda: plans.heads_forward_size(width, width, device, normed=False),
+        "glu_forward": lambda: plans.glu_size(False, device),
+        "glu_backward": lambda: plans.glu_size(True, device),
+    }
+    return by_section[task.section]()
+
+
+def variations(plan: Any, grid: Mapping[str, Iterable[Any]]) -> list[Any]:
+    """``plan`` with every combination of the values of ``grid``, by field; fields that it lacks are passed over."""
     names = [name for name in grid if name in {field.name for field in fields(plan)}]
-    found = dict.fromkeys([plan])
-    for values in itertools.product(*(grid[name] for name in names)):
-        found[replace(plan, **dict(zip(names, values, strict=True)))] = None
-    return list(found)
+    combinations = itertools.product(*(grid[name] for name in names))
+    return [replace(plan, **dict(zip(names, values, strict=True))) for values in combinations]
 
 
-def forward_candidates(width: int, device: Device) -> list[ForwardPlan]:
-    """The shipped plan for ``width``, then plans that might be faster, in every mode that takes the width."""
-    found: dict[ForwardPlan, None] = {forward_plan(width, device): None}
-    for mode in MODES:
-        try:
-            plan = forward_plan(width, device, mode)
-        except ValueError:  # This mode does not hold such a row.
-            continue
-        chunked = mode == "multi_wave_reload"
-        grid: dict[str, Iterable[Any]] = {"warps": [*map(device.warps, _WARPS)], "stages": (1, 2, 3)}
-        if chunked:
-            grid["block"] = [block for block in (2048, 4096, 8192, 16384) if block <= next_power_of_2(width)]
-        else:
-            grid["rows"] = _ROWS
-        if mode == "static_persistent":
-            grid["programs"] = [share * device.processors for share in (2, 4, 8, 16)]
-        found |= dict.fromkeys(plan for plan in candidates(plan, grid) if chunked or _fits(plan, device))
-    return list(found)
-
-
-def backward_candidates(width: int, column_bytes: int, device: Device, *, summed: bool) -> list[BackwardPlan]:
-    """The shipped plan for ``width``, then plans that might be faster; see ``backward_plan`` for the arguments."""
-    shipped = backward_plan(width, column_bytes, device, summed=summed)
+def tiles(task: Task, device: Device) -> list[Any]:
+    """The first round of candidates: the rules' row, then tiles of other sizes in other numbers of warps."""
+    rules = rules_plan(task, device)
     grid: dict[str, Iterable[Any]] = {
-        "warps": [*map(device.warps, _WARPS)],
-        "stages": (1, 2, 3),
-        "programs": [share * device.processors for share in (1, 2, 4)],
+        "rows": _TILES,
+        "warps": [device.warps(warps) for warps in _WARPS],
+        "elements": (1024, 2048, 4096, 8192),
         "reload": (False, True),
     }
-    if shipped.chunked:
-        grid |= {"rows": (2, 4, 8), "block": (1024, 2048, 4096)}
-    else:
-        grid["rows"] = _ROWS
-    return [plan for plan in candidates(shipped, grid) if plan == shipped or _fits(plan, device)]
+    found = [rules]
+    bases = [rules]
+    if isinstance(rules, BackwardPlan) and rules.chunked:
+        grid |= {"block": (1024, 2048, 4096), "reload": (False,)}
+    elif isinstance(rules, BackwardPlan) and rules.tail:
+        bases.append(replace(rules, block=plans.next_power_of_2(task.width or 0), tail=0))
+    for base in bases:
+        for plan in variations(base, grid):
+            if isinstance(plan, BackwardPlan) and not plan.chunked:
+                # As many programs as make eight warps on a processor; the next round tries others.
+                lanes = plan.warps * device.warp_size
+                plan = replace(plan, programs=max(1, 256 // lanes) * device.processors)
+            found.append(plan)
+    return _possible(task, found, device)
 
 
-def _fits(plan: ForwardPlan | BackwardPlan, device: Device) -> bool:
-    lanes = plan.warps * device.warp_size
-    least, most = _LANE
-    return plan.rows * plan.block <= _TILE and least <= plan.rows * plan.block / lanes <= most
+def launches(task: Task, plan: Any, device: Device) -> list[Any]:
+    """The second round: ``plan``, then other numbers of programs and of tiles in flight for the same tile."""
+    found = [plan]
+    shares = [share * device.processors for share in _SHARES]
+    if isinstance(plan, ForwardPlan):
+        found += [replace(plan, mode="static_persistent", programs=4 * share) for share in shares]
+    elif not isinstance(plan, GluSize) and task.direction == "backward":
+        found += variations(plan, {"stages": _STAGES, "programs": shares})
+    return _possible(task, found, device)
 
 
-def tune(run: BenchmarkRun, widths: Sequence[int] | None = None) -> list[Tuned]:
-    """Measure the candidates for norm and add + norm, forward and backward, at each width, as far as time allows.
+def _possible(task: Task, found: Iterable[Any], device: Device) -> list[Any]:
+    """Those that kernels can take and that give each lane enough, and not too much; always the first."""
+
+    def fits(plan: Any) -> bool:
+        if any(plan_files.problems(task.section, task.width, plan, device)):
+            return False
+        elements = plan.elements if hasattr(plan, "elements") else plan.rows * getattr(plan, "columns", plan.block)
+        return _LANE[0] <= elements / (plan.warps * device.warp_size) <= _LANE[1]
+
+    first, *others = dict.fromkeys(found)
+    return [first, *filter(fits, others)]
+
+
+def table_with(device: torch.device, rows: Mapping[tuple[Section, int | None], Any]) -> PlanTable:
+    """A table of ``rows``, measured here and now."""
+    import time
+
+    import triton
+
+    from .. import __version__
+
+    name, capability = name_of(device)
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    by_section: dict[Section, dict[int | None, Any]] = {}
+    for (section, width), plan in rows.items():
+        by_section.setdefault(section, {})[width] = plan
+    versions = __version__, torch.__version__, triton.__version__
+    return PlanTable(Provenance(name, capability, *versions, date), by_section)
+
+
+class Prepared:
+    """The operators of a task with inputs and exact results, ready to run by any plan."""
+
+    def __init__(self, task: Task, device: torch.device, dtype: torch.dtype = _DTYPE, rows: int | None = None) -> None:
+        self.task, self.device, self.dtype = task, device, dtype
+        self._prepared = []
+        for case in task.cases:
+            case = case if rows is None else replace(case, rows=min(rows, case.rows))
+            count = 1 if rows is not None else input_sets(case.bytes("forward", dtype), device)
+            sets = [case.inputs(dtype, device, seed=seed) for seed in range(count)]
+            exact = float64_results(case, sets[0])[DIRECTIONS.index(task.direction)]
+            self._prepared.append((FUSED.build(case), sets, exact))
+
+    def table(self, plan: Any) -> PlanTable:
+        """The table with this one row, or without any for None."""
+        return table_with(self.device, {} if plan is None else {(self.task.section, self.task.width): plan})
+
+    def with_calls(self, plan: Any, use: Callable[[list[OperatorCall]], Any]) -> list[Any]:
+        """What ``use`` makes of the calls of each operator, while devices plan by ``plan`` (None: by the rules).
+
+        Raises:
+            ValueError: a result is wrong.
+        """
+        found = []
+        backward = self.task.direction == "backward"
+        with planned_by(self.table(plan)), torch.set_grad_enabled(backward):
+            for function, sets, exact in self._prepared:
+                calls = operator_calls(function, self.task.direction, sets)
+                if not worst_error(calls[0](), exact) <= tolerance(self.dtype):
+                    raise ValueError("wrong result")
+                found.append(use(calls))
+        return found
+
+    def seconds(self, plan: Any, at_least: float) -> float:
+        """The time of all operators together; each is measured for so many seconds."""
+        return sum(self.with_calls(plan, lambda calls: gpu_time(calls, self.device, seconds=at_least).median))
+
+    def in_turns(self, plan: Any, turns: int) -> tuple[float, float]:
+        """The times by the rules and by ``plan``, medians of samples that were taken in turns."""
+        both = [self.with_calls(one, lambda calls: sampler(calls, self.device)) for one in (None, plan)]
+        samples = [[sum(take() for take in one) for one in both] for _ in range(turns)]
+        by_rules, by_plan = (statistics.median(times) for times in zip(*samples, strict=True))
+        return by_rules, by_plan
+
+
+def tune(run: BenchmarkRun, widths: Sequence[int] | None = None, jobs: int = 0) -> list[Tuned]:
+    """Find the best row for each operator and width, as far as time allows.
 
     Args:
         run: gives the device and the time left; its results file is not written.
         widths: row lengths. None means ``WIDTHS``.
+        jobs: processes that compile the candidates before they are measured.
     """
     if widths is None:
         widths = (64,) if run.quick else WIDTHS
-    found = []
-    dtype = torch.bfloat16
-    with own_stream(run.device):
-        for width, operator in itertools.product(widths, ("norm", "add")):
-            rows = 4 if run.quick else max(_ELEMENTS // width, 1)
-            case = OperatorCase("add" if operator == "add" else "norm", rows, width)
-            if run.out_of_time(case.name):
-                continue
-            for tuned in tune_case(run, case, dtype):
-                if tuned is not None:
-                    found.append(tuned)
-                    run.say(f"{case.name} {tuned.direction}: {_verdict(tuned)}, {tuned.tried} plans, {tuned.best}")
-    return found
+    tasks = tasks_for(widths, quick=run.quick)
+    replayed = kernels.replay.switch(False)
+    pool = multiprocessing.get_context("spawn").Pool(jobs) if jobs else contextlib.nullcontext()
+    try:
+        with own_stream(run.device), planned_by(plans.BUILT_IN), pool as processes:
+            return _tune(run, tasks, processes)
+    finally:
+        kernels.replay.switch(replayed)
 
 
-def tune_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype) -> list[Tuned | None]:
-    """Find the best plans of one case, forward and backward; None where no plan was right."""
-    device, facts = run.device, facts_of(run.device)
-    spec = case.spec
-    count = input_sets(case.bytes("forward", dtype), device)
-    sets = [case.inputs(dtype, device, seed=seed) for seed in range(count)]
-    outputs, gradients = float64_results(case, sets[0])
-    summed = case.operator == "add"
-    gradients = [gradients[0], gradients[-1]]  # The residual's gradient is the branch's.
-
-    def forward(plan: ForwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
-        def call(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
-            outputs = empty_norm(spec, x, residual, weight, False)
-            launch_norm_forward(spec, x, residual, weight, outputs, plan=plan)
-            return outputs[:2] if summed else outputs[:1]
-
-        return [partial(call, x, residual, weight) for x, residual, weight in arguments]
-
-    def backward(plan: BackwardPlan) -> list[Callable[[], tuple[Tensor, ...]]]:
-        def call(dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
-            dx, dw = torch.empty_like(s), torch.empty_like(weight)
-            launch_norm_backward(spec, dy, ds, s, weight, rstd, dx, None, dw, plan=plan)
-            return dx, dw
-
-        return [partial(call, *values) for values in saved]
-
-    arguments, saved = [], []
-    for inputs in sets:
-        detached = inputs.detached()
-        x, weight = detached[0], detached[-1]
-        residual = detached[1] if summed else None
-        arguments.append((x, residual, weight))
-        _, s, rstd = normed = empty_norm(spec, x, residual, weight, True)
-        launch_norm_forward(spec, x, residual, weight, normed)
-        assert rstd is not None
-        saved.append((inputs.gradients[0], inputs.gradients[1] if summed else None, s, weight, rstd))
-    column_bytes = dtype.itemsize * (4 if summed else 3)
-    backwards = backward_candidates(case.width, column_bytes, facts, summed=summed)
-    return [
-        fastest_plan(run, case, "forward", forward, forward_candidates(case.width, facts), outputs, dtype),
-        fastest_plan(run, case, "backward", backward, backwards, gradients, dtype),
+def _tune(run: BenchmarkRun, tasks: Sequence[Task], processes: Any) -> list[Tuned]:
+    device = facts_of(run.device)
+    best: dict[Task, Any] = dict.fromkeys(tasks)
+    tried: dict[Task, list[int]] = {task: [0, 0] for task in tasks}
+    rounds: list[Callable[[Task], list[Any]]] = [
+        partial(tiles, device=device),
+        lambda task: [] if best[task] is None else launches(task, best[task], device),
     ]
+    for number, candidates in enumerate(rounds, 1):
+        found = {task: candidates(task)[: 2 if run.quick else None] for task in tasks}
+        if processes is not None:
+            kernels_of = {(task, compiled_part(plan)): plan for task, several in found.items() for plan in several}
+            every = [(task, plan, str(run.device)) for (task, _), plan in kernels_of.items()]
+            compile_in_processes(processes, run, compile_candidate, every, f"plans of round {number}")
+        for task, several in found.items():
+            if len(several) > 1 and not _late(run, f"round {number} of {task.name}"):
+                best[task] = _fastest(run, task, several, tried[task]) or best[task]
+    tuned = []
+    for task in tasks:
+        if best[task] is None or run.out_of_time(f"the comparison of {task.name} with the rules"):
+            continue
+        with _reported(run, f"{task.name} {best[task]}"):
+            Prepared(task, run.device, torch.float32, _FEW_ROWS).with_calls(best[task], len)  # raises where it fails
+            times = Prepared(task, run.device).in_turns(best[task], 1 if run.quick else _TURNS)
+            one = Tuned(task, best[task], rules_plan(task, device), times[1], times[0], *tried[task])
+            tuned.append(one)
+            run.say(f"{task.name}: {one.gain:.3f} times as fast as by the rules, {one.tried} plans, {one.plan}")
+    return tuned
 
 
-def fastest_plan(
-    run: BenchmarkRun,
-    case: OperatorCase,
-    direction: str,
-    calls: Callable[[Any], list[Callable[[], tuple[Tensor, ...]]]],
-    plans: Sequence[Any],
-    exact: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> Tuned | None:
-    """Measure ``plans``, the shipped one first, and return the fastest; None where none was right."""
+def _late(run: BenchmarkRun, what: str) -> bool:
+    """Return whether what is left of a time budget is kept for the comparison; if so, note ``what`` as left out."""
+    if run.budget is None or run.remaining() > _RESERVED * run.budget:
+        return False
+    run.leave_out(what, f"after {1 - _RESERVED:g} of {run.budget:g} s")
+    return True
+
+
+def _fastest(run: BenchmarkRun, task: Task, candidates: Sequence[Any], tried: list[int]) -> Any:
+    """The fastest of the candidates, None where none was right; ``tried`` counts those that were and were not."""
+    prepared = Prepared(task, run.device)
     times: dict[Any, float] = {}
-    failed = 0
-    for plan in plans[:3] if run.quick else plans:
-        if run.remaining() <= 0:
-            run.leave_out(f"{case.name} {direction}", f"{len(plans) - len(times) - failed} plans, out of time")
+    for plan in candidates:
+        if _late(run, f"{task.name} from {plan} on"):
             break
-        try:
-            timed_calls = calls(plan)
-            if not worst_error(timed_calls[0](), exact) <= tolerance(dtype):
-                raise ValueError("wrong result")
-            times[plan] = gpu_time(timed_calls, run.device, seconds=run.seconds(0.02)).median
-        except Exception as error:  # Too many registers, too much shared memory: the next one may do.
-            failed += 1
-            run.say(f"{case.name} {direction} {plan}: {in_a_line(error)}")
-    if not times:
-        return None
-    best = min(times, key=lambda plan: times[plan])
-    return Tuned(
-        case.operator, direction, case.width, best, times[best], plans[0], times.get(plans[0]), len(times), failed
-    )
+        with _reported(run, f"{task.name} {plan}"):
+            times[plan] = prepared.seconds(plan, run.seconds(0.01))
+    tried[0] += len(times)
+    tried[1] += len(candidates) - len(times)
+    return min(times, key=lambda plan: times[plan]) if times else None
+
+
+@contextlib.contextmanager
+def _reported(run: BenchmarkRun, what: str) -> Any:
+    """A context that ends at an error, which is said: too many registers, too much shared memory; the next may do."""
+    try:
+        yield
+    except Exception as error:
+        run.say(f"{what}: {in_a_line(error)}")
+
+
+def compiled_part(plan: Any) -> Any:
+    """What a plan's kernels are compiled for: all of it but the number of programs."""
+    return replace(plan, programs=0) if hasattr(plan, "programs") else plan
+
+
+def compile_candidate(arguments: tuple[Task, Any, str]) -> str | None:
+    """Compile what a candidate runs, and return the error as text, or None."""
+    task, plan, name = arguments
+    device = torch.device(name)
+    kernels.replay.switch(False)
+    try:
+        with own_stream(device):
+            Prepared(task, device, rows=_FEW_ROWS).with_calls(plan, len)
+    except Exception as error:  # The measurement meets it again and reports it.
+        return f"{task.name}: {type(error).__name__}"
+    return None
+
+
+def plan_file(found: Sequence[Tuned], device: torch.device) -> str:
+    """The text of the file with the rows that are faster than the rules."""
+    kept = {(one.task.section, one.task.width): one for one in found if one.kept}
+    reasons = {}
+    for key, one in kept.items():
+        cases = ", ".join(case.name for case in one.task.cases)
+        reasons[key] = (
+            f"{1e6 * one.seconds:.1f} us, by the rules {1e6 * one.rules_seconds:.1f}: {cases} {_name(_DTYPE)}"
+        )
+    return plan_files.as_text(table_with(device, {key: one.plan for key, one in kept.items()}), reasons)
 
 
 def table(found: Sequence[Tuned]) -> str:
-    """A table of the best plans, each of which can be pasted into ``kernels/plans.py``."""
-    rows = [("", "direction", "width", "us", "shipped us", "gain", "plan")]
-    for tuned in found:
-        shipped = tuned.shipped_seconds
-        rows.append(
-            (
-                tuned.operator,
-                tuned.direction,
-                str(tuned.width),
-                f"{1e6 * tuned.seconds:.1f}",
-                f"{1e6 * shipped:.1f}" if shipped else "failed",
-                f"{shipped / tuned.seconds:.3f}" if shipped else "",
-                repr(tuned.best),
-            )
-        )
-    return tables.table(rows)
+    """What was found, a line for each row."""
+    lines = [("", "us", "by the rules", "times as fast", "kept", "plan")]
+    for one in found:
+        times = f"{1e6 * one.seconds:.1f}", f"{1e6 * one.rules_seconds:.1f}", f"{one.gain:.3f}"
+        lines.append((one.task.name, *times, "yes" if one.kept else "no", str(one.plan)))
+    return tables.table(lines)
 
 
-def _verdict(tuned: Tuned) -> str:
-    if tuned.shipped_seconds is None:
-        return f"{1e6 * tuned.seconds:.1f} us, and the shipped plan fails"
-    return f"{1e6 * tuned.seconds:.1f} us, {tuned.shipped_seconds / tuned.seconds:.2f} times as fast as shipped"
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..spec import FusedNormError
+from ..spec import FusedNormError, PlanFileError
 
 _COMMANDS = {
     "inspect": "what would be fused in a model, and why not: no weights, no GPU",
@@ -61,6 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv[1:])
     try:
         return command.run(args)
-    except (UsageError, FusedNormError) as error:
+    except (UsageError, FusedNormError, PlanFileError) as error:
         print(f"fused-norm {name}: {as_flags(str(error))}", file=sys.stderr)
         return 2

@@ -36,8 +36,9 @@ _MOST_JOBS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of "
-        "apply_fused_norm saves on whole models. kernels: GPU time of every operator, beside peers. modes: the modes "
-        "of the forward. NAMES are separated by commas. Results, tables and charts are written to the folder of --out."
+        "apply_fused_norm saves on whole models. kernels: GPU time and memory of every operator, beside peers. "
+        "modes: the modes of the forward. NAMES are separated by commas. Results, tables and charts are written to "
+        "the folder of --out."
     )
     parser.add_argument(
         "part", nargs="?", choices=(*_PARTS, "all"), default="all", help="what to measure (default: all)"
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         metavar="NAMES",
         help="only these, such as 'add *,Qwen3-0.6B*'; of models there are more than are measured without it",
+    )
+    parser.add_argument(
+        "--shapes",
+        type=_names,
+        metavar="NAMES",
+        help="kernels or modes of any shapes instead of the rows, such as 'add 4096x2560,qk 4096x(28+4)x128'",
     )
     parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host (default: all)")
     parser.add_argument("--variants", type=_names, metavar="NAMES", help=_VARIANTS)
@@ -60,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, also on a CPU; the times mean nothing")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--plot", type=Path, metavar="RESULTS", help="tables and charts from the results.json of a run")
-    other.add_argument("--tune", action="store_true", help="measure launch plans instead and print the best")
+    other.add_argument("--tune", action="store_true", help="measure launch plans instead and write the best")
     parser.add_argument("--widths", type=_names, metavar="NUMBERS", help="row lengths to tune (default: those of rows)")
 
 
@@ -68,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, write, print; 0 unless a fused result was wrong or failed, else 1."""
     if args.widths and not args.tune:
         raise UsageError("--widths belongs to --tune; what is measured otherwise is chosen by --rows")
+    if args.shapes and (args.rows or args.part not in ("kernels", "modes")):
+        raise UsageError("--shapes belongs to `bench kernels` and `bench modes`, instead of --rows")
     if args.plot:
         return _plot(args.plot, args.out)
     device = interpret_without_gpu()
@@ -137,12 +146,14 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
     dtypes = _named(every_dtype, args.dtype or ["bfloat16"], "dtype")
     wanted = _PARTS if args.part == "all" else (args.part,)
     quick = benchmark_run.quick
-    every_row = {
+    every_row: dict[str, Sequence[Any]] = {
         "kernels": operator_cases.QUICK if quick else operator_cases.CASES,
         "modes": operator_cases.QUICK_MODES if quick else operator_cases.MODES,
         "models": (*model_cases.QUICK, *model_cases.QUICK_BY_NAME) if quick else model_cases.CASES,
         "features": features.QUICK if quick else features.CASES,
     }
+    if args.shapes:
+        every_row["kernels"], every_row["modes"] = _shapes(args.shapes, args.part)
     rows = _matching({part: every_row[part] for part in wanted if part in every_row}, args.rows)
     if args.rows is None:
         rows["models"] = list(model_cases.QUICK if quick else model_cases.DEFAULT)
@@ -153,9 +164,6 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
         "modes": (rows.get("modes", ()), mode_dtypes, providers.FUSED_MODES),
     }
     tasks = [task for part in wanted if part in operators for task in itertools.product(*operators[part])]
-    jobs = args.jobs
-    if jobs is None:
-        jobs = 0 if quick else min(_MOST_JOBS, len(os.sched_getaffinity(0)))
 
     def measure_operators(part: Part, profile: bool) -> None:
         operator_timings.measure(benchmark_run, part, *operators[part], profile=profile)
@@ -176,12 +184,32 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
         "models": measure_models,
         "features": measure_features,
         "kernels": lambda: measure_operators("kernels", not args.no_profiler),
-        "modes": lambda: measure_operators("modes", False),
+        "modes": lambda: measure_operators("modes", not args.no_profiler),
     }
     return [
-        lambda: precompile.precompile(benchmark_run, tasks, jobs),
+        lambda: precompile.precompile(benchmark_run, tasks, _jobs(args)),
         *(measurements[part] for part in wanted),
     ]
+
+
+def _shapes(names: Sequence[str], part: str) -> tuple[list[Any], list[Any]]:
+    """The cases of ``--shapes``: of kernels, and of modes.
+
+    Raises:
+        UsageError: one is no such case, or the part does not have it.
+    """
+    from dataclasses import replace
+
+    from ..bench.operator_cases import OperatorCase
+
+    try:
+        cases = [OperatorCase.named(name) for name in names]
+    except ValueError as error:
+        raise UsageError(f"--shapes: {error}") from error
+    for case in cases:
+        if part == "modes" and case.operator != "norm":
+            raise UsageError(f"--shapes {case.name!r}: modes are compared on norm and gemma")
+    return cases, [replace(case, backward=False) for case in cases]
 
 
 def _matching(rows: Mapping[str, Sequence[Any]], patterns: Sequence[str] | None) -> dict[str, list[Any]]:
@@ -211,14 +239,32 @@ def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> li
 
 def _tune(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> int:
     from ..bench import tune
+    from ..kernels import plan_files, plans
+    from ..kernels.triton.devices import facts_of, name_of, planned_by
 
     if args.widths and not all(width.isdecimal() and int(width) for width in args.widths):
         raise UsageError(f"--widths takes numbers from 1 on, not {','.join(args.widths)}")
-    found = tune.tune(benchmark_run, [int(width) for width in args.widths] if args.widths else None)
+    widths = [int(width) for width in args.widths] if args.widths else None
+    found = tune.tune(benchmark_run, widths, _jobs(args))
     text = "\n".join([tune.table(found), *(f"left out: {line}" for line in benchmark_run.results.left_out)])
-    (benchmark_run.path.parent / "plans.txt").write_text(text + "\n", encoding="utf-8")
+    folder, device = benchmark_run.path.parent, benchmark_run.device
+    (folder / "plans.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
+    path = folder / plan_files.file_name(name_of(device)[0])
+    path.write_text(tune.plan_file(found, device), encoding="utf-8")
+    with planned_by(plans.BUILT_IN):  # whatever file is in force
+        plan_files.load(path, facts_of(device))
+    kept = sum(one.kept for one in found)
+    print(f"\n{path}: the {kept} rows that are at least {tune.FASTER} times as fast as the rules")
+    print(f"to use it, move it to {plan_files.user_folder()}, or set {plan_files.VARIABLE} to its path")
     return 0
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    """The number of processes that precompile."""
+    if args.jobs is not None:
+        return args.jobs
+    return 0 if args.quick else min(_MOST_JOBS, len(os.sched_getaffinity(0)))
 
 
 def _plot(path: Path, out: Path) -> int:

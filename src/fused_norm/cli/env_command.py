@@ -4,25 +4,89 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+from typing import TYPE_CHECKING
+
+from ..spec import PlanFileError
+from .common import UsageError, positive
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Versions and devices, to paste into a bug report."
+    parser.add_argument("--plans", type=positive, metavar="WIDTH", help="launch plans for rows of this width instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line for each fact."""
-    facts = environment()
+    facts = environment() if args.plans is None else plans_of(args.plans)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
     return 0
+
+
+def plans_of(width: int) -> dict[str, str]:
+    """The launch plans of the first device for bf16 rows of a width, by operator; heads are 32 and 8.
+
+    Raises:
+        PlanFileError: the device cannot take its file of plans.
+        UsageError: there is no Triton.
+    """
+    if not importlib.util.find_spec("triton"):
+        raise UsageError("--plans: kernels need Triton, which is not installed")
+    from ..kernels import plans
+    from ..kernels.triton.devices import facts_of
+
+    device = facts_of(_devices()[0])
+    found: dict[str, object] = {
+        "norm": plans.forward_plan(width, device),
+        "add + norm": plans.forward_plan(width, device, summed=True),
+        "norm backward": plans.backward_plan(width, 6, device),
+        "add + norm backward": plans.backward_plan(width, 8, device, summed=True),
+    }
+    if width <= plans.WIDEST_SANDWICH_FORWARD:
+        found["norm + add (+ norm)"] = plans.sandwich_forward_plan(width, device)
+    if width <= plans.WIDEST_SANDWICH_BACKWARD:
+        found["norm + add + norm backward"] = plans.sandwich_backward_plan(width, 12, device)
+    if width <= 512:  # of a head
+        for name, rotary in (("qk norm", 0), ("qk norm + RoPE", width)):
+            found[name] = plans.heads_forward_plan(32, 8, width, rotary, device)
+            found[f"{name} backward"] = plans.heads_backward_plan(32, 8, width, rotary, 4, 4, device)
+        found["RoPE"] = plans.heads_forward_plan(32, 8, width, width, device, normed=False)
+    return {name: str(plan) for name, plan in found.items()} | plan_tables()
+
+
+def plan_tables() -> dict[str, str]:
+    """Whose launch plans each device takes, and why, or why it can take none."""
+    if not importlib.util.find_spec("triton"):
+        return {}
+    from ..kernels.triton.devices import chosen_table
+
+    found = {}
+    for device in _devices():
+        try:
+            chosen = chosen_table(device)
+            place = "" if chosen.path is None else f" ({chosen.path})"
+            found[f"plans on {device}"] = f"{chosen.table.provenance}; {chosen.why}{place}"
+        except PlanFileError as error:
+            found[f"plans on {device}"] = f"none: {error}"
+    return found
+
+
+def _devices() -> list[torch.device]:
+    """The GPUs, or the CPU where there is none."""
+    import torch
+
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
 
 
 def environment() -> dict[str, str]:
@@ -50,6 +114,7 @@ def environment() -> dict[str, str]:
     facts["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "not set")
     facts["kernels run in"] = backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     facts["native code"] = replay.state()
+    facts |= plan_tables()
     return facts
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_BACKWARD, BackwardPlan, backward_plan
-from ..triton.devices import facts_of
+from ..triton.devices import facts_of, planned_launches
 from ..triton.language import input_grad, let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
@@ -60,7 +60,7 @@ def _backward_from_codes_kernel(
         tl.store(shares_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
 
 
-_planned: dict[Any, tuple[BackwardPlan, Launch]] = {}
+_planned: dict[Any, tuple[BackwardPlan, Launch]] = planned_launches()
 
 
 def launch_backward_from_codes(

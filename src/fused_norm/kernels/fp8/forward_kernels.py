@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
-from ..triton.devices import facts_of
+from ..triton.devices import facts_of, planned_launches
 from ..triton.language import load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, promoted, same_rows
@@ -194,7 +194,7 @@ def _empty_scale(x: Tensor, rows: int, width: int, recipe: FP8Recipe) -> Tensor:
     return x.new_empty((*x.shape[:-1], width // recipe.group), dtype=torch.float32)
 
 
-_planned: dict[Any, tuple[ForwardPlan, Launch]] = {}
+_planned: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
 _tiles_planned: dict[Any, Launch] = {}
 
 _TILE_ELEMENTS = 2048

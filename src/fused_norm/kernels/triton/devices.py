@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from triton import knobs
 
-from ..plans import Device
+from ..plan_files import ChosenTable, choose
+from ..plans import Device, PlanTable
+
+logger = logging.getLogger("fused_norm")
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
@@ -42,7 +49,38 @@ def runs_kernels_on(*tensors: Tensor | None) -> bool:
 
 @lru_cache(maxsize=64)
 def facts_of(device: torch.device) -> Device:
-    """The facts about ``device`` that launch plans use."""
+    """The facts about ``device`` that launch plans use, its table of plans among them.
+
+    Raises:
+        PlanFileError: its file of plans cannot be taken.
+    """
+    if _imposed:
+        return replace(_hardware_of(device), table=_imposed[0])
+    chosen = chosen_table(device)
+    if chosen.path is not None:
+        logger.info("launch plans on %s are those of %s: %s", device, chosen.path, chosen.why)
+    return replace(_hardware_of(device), table=chosen.table)
+
+
+def chosen_table(device: torch.device) -> ChosenTable:
+    """The table of plans that ``device`` takes, and why.
+
+    Raises:
+        PlanFileError: as ``facts_of``.
+    """
+    return choose(*name_of(device), _hardware_of(device))
+
+
+def name_of(device: torch.device) -> tuple[str, str]:
+    """The name of ``device``, and the capability of its architecture, empty where there is none."""
+    if device.type == "cpu":
+        return "cpu", ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
+    return properties.name, getattr(properties, "gcnArchName", capability) if torch.version.hip else capability
+
+
+def _hardware_of(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device(processors=4)
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -50,6 +88,38 @@ def facts_of(device: torch.device) -> Device:
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
     overlaps = device.type == "cuda" and torch.version.hip is None and properties.major >= 9
     return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
+
+
+_imposed: list[PlanTable] = []
+_planned: list[dict[Any, Any]] = []
+
+
+def planned_launches() -> dict[Any, Any]:
+    """A new dictionary of launches by what they were planned for, emptied when ``planned_by`` changes the plans."""
+    found: dict[Any, Any] = {}
+    _planned.append(found)
+    return found
+
+
+@contextlib.contextmanager
+def planned_by(table: PlanTable) -> Iterator[None]:
+    """A context in which every device plans by ``table``. For measurements: no other thread may launch meanwhile.
+
+    What is replayed natively keeps the plans that it was recorded with.
+    """
+
+    def impose(tables: list[PlanTable]) -> None:
+        _imposed[:] = tables
+        facts_of.cache_clear()
+        for launches in _planned:
+            launches.clear()
+
+    before = list(_imposed)
+    impose([table])
+    try:
+        yield
+    finally:
+        impose(before)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import GluPlan, glu_plan
-from .devices import facts_of
+from .devices import facts_of, planned_launches
 from .language import round_to, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, dtypes_of, empty_rows_like, promoted, same_rows
@@ -139,7 +139,7 @@ def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
     return empty_rows_like(gate, promoted(gate.dtype, up.dtype))
 
 
-_planned: dict[Any, tuple[GluPlan, Launch]] = {}
+_planned: dict[Any, tuple[GluPlan, Launch]] = planned_launches()
 
 
 def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, backward_plan
-from .devices import facts_of
+from .devices import facts_of, planned_launches
 from .language import let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
@@ -177,7 +177,7 @@ def _backward_columns_kernel(
         _store_share(shares_ptr, program, dw, col, N)
 
 
-_planned: dict[Any, tuple[BackwardPlan, tuple[Launch, ...]]] = {}
+_planned: dict[Any, tuple[BackwardPlan, tuple[Launch, ...]]] = planned_launches()
 
 
 def launch_norm_backward(

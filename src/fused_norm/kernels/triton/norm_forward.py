@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
-from .devices import facts_of
+from .devices import facts_of, planned_launches
 from .language import load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, rstd_of, square, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, promoted, same_rows
@@ -179,7 +179,7 @@ def empty_norm(
     return empty_rows_like(x, norm_dtype(spec, total.dtype, weight)), total, rstd
 
 
-_planned: dict[Any, tuple[ForwardPlan, Launch]] = {}
+_planned: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
 
 _FROM_RSTD_ELEMENTS = 2048
 """Elements of a tile where no row is summed: 16 a lane."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan
-from .devices import facts_of
+from .devices import facts_of, planned_launches
 from .launch import Launch
 from .memory import (
     against_heads,
@@ -100,7 +100,7 @@ class _Planned(NamedTuple):
     """Programs that there can be at most, each with its share of the weights' gradients."""
 
 
-_planned: dict[Any, _Planned] = {}
+_planned: dict[Any, _Planned] = planned_launches()
 _launches: dict[Any, Launch] = {}
 
 
@@ -245,7 +245,8 @@ def _plan_forward(
         for x, y in zip((q, k), outputs, strict=True)
     ]
     rotary = 0 if cos is None else cos.shape[-1]
-    plan = heads_forward_plan(*(layout.heads for layout in layouts), q.shape[-1], rotary, facts_of(q.device))
+    heads = (layout.heads for layout in layouts)
+    plan = heads_forward_plan(*heads, q.shape[-1], rotary, facts_of(q.device), normed=spec is not None)
     constants = _constants(spec, plan, inputs, layouts)
     for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
         normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, sandwich_backward_plan, sandwich_forward_plan
-from .devices import facts_of
+from .devices import facts_of, planned_launches
 from .language import (
     input_grad,
     let_next_begin,
@@ -173,8 +173,8 @@ def empty_norm_add(
     return empty_rows_like(x, promoted(residual.dtype, norm_dtype(spec, x.dtype, weight))), rstd
 
 
-_planned_forwards: dict[Any, tuple[ForwardPlan, Launch]] = {}
-_planned_backwards: dict[Any, tuple[BackwardPlan, Launch]] = {}
+_planned_forwards: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
+_planned_backwards: dict[Any, tuple[BackwardPlan, Launch]] = planned_launches()
 
 
 def launch_sandwich_forward(

@@ -1,0 +1,126 @@
+"""Compile what plan tables say for an H100, without one; a script, because tests run interpreted.
+
+Takes plan files, or none for the rules. Prints a line for each kernel with its shared memory and the bytes that ptxas
+spills; ends with 1 where a kernel does not fit.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fused_norm.kernels import plan_files
+from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.operator import BackwardCall, Operator, norm_spec
+from fused_norm.kernels.plans import BUILT_IN, WIDEST_SANDWICH_BACKWARD, Device, PlanTable
+from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.triton import devices
+from fused_norm.kernels.triton.launch import Launch, launches
+
+H100 = Device()
+WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384)
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+SPILLED = 48
+"""Bytes that a kernel may spill: that of a sandwich of 1024 does 44."""
+
+
+class Compiler:
+    """Compiles each launch instead of making it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int, int]] = []
+
+    def launched(self, launch: Launch, grid: tuple[int, int], arguments: tuple[Any, ...], strides: Any) -> None:
+        """Compile one launch and keep its name, shared memory and spilled bytes."""
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], Any] = {}
+        attributes: dict[tuple[int], Any] = {}
+        for index, parameter in enumerate(launch._kernel.params):
+            value = arguments[index] if index < len(arguments) else launch._values[index - len(arguments)]
+            if index >= len(arguments) or value is None:
+                signature[parameter.name], constants[index,] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name], attributes[index,] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "i32"
+                if value % 16 == 0 and not parameter.do_not_specialize:
+                    attributes[index,] = [["tt.divisibility", 16]]
+        source = ASTSource(launch._kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+        self.found.append((launch.name, compiled.metadata.shared, spilled_bytes(compiled.asm["ptx"])))
+
+
+def spilled_bytes(ptx: str) -> int:
+    """What ptxas says of the registers that it spills."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [str(PTXAS), "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def calls(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every operator that sums rows, forward and backward, on bf16 rows of a width, by name."""
+    spec = norm_spec("llama", False, 1e-6)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, width, dtype=torch.bfloat16)
+
+    def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
+        def call() -> None:
+            results = operator.forward(spec, *arguments, training=True)
+            saved, facts = operator.save(arguments, results)
+            outputs = tuple(results[: len(operator.outputs)])
+            operator.backward(spec, BackwardCall(outputs, saved, facts, (True,) * len(operator.gradients)))
+
+        return call
+
+    x, w = empty(64), empty()
+    yield "norm", both(RMS_NORM, x, w, None)
+    yield "add", both(ADD_RMS_NORM, x, x, w, None, 1.0)
+    if width <= WIDEST_SANDWICH_BACKWARD:
+        yield "sandwich", both(NORM_ADD_NORM, x, x, w, w)
+    if width <= 256:
+        q, k, angle = empty(1, 64, 32), empty(1, 64, 8), empty(1, 64)
+        yield "qk", both(QK_NORM, q, k, w, w, None, None, 2)
+        yield "qk rope", both(QK_NORM, q, k, w, w, angle, angle, 2)
+
+
+def main(names: list[str]) -> int:
+    """Compile the tables of files, or the rules; return the exit status."""
+    devices._hardware_of = lambda device: H100
+    tables: list[PlanTable] = [plan_files.load(Path(name), H100) for name in names] or [BUILT_IN]
+    status = 0
+    for table in tables:
+        tuned = {width for rows in table.rows.values() for width in rows if width is not None}
+        for width in sorted(tuned) or WIDTHS:
+            for name, call in calls(width):
+                compiler = Compiler()
+                with devices.planned_by(table), launches.by(compiler):
+                    call()
+                for kernel, shared, spilled in compiler.found:
+                    fits = shared <= H100.shared_memory and spilled <= SPILLED
+                    status |= not fits
+                    line = f"{name} {width} {kernel}: {shared} shared, {spilled} spilled"
+                    sys.stdout.write(line + ("\n" if fits else " !\n"))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
