@@ -63,6 +63,17 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
     return output.logits.detach(), {name: gradient.clone() for name, gradient in trained}
 
 
+Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What ``step`` returns: logits, and gradients by name."""
+
+
+def assert_same_bits(one: Step, other: Step) -> None:
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    different = [name for name, gradient in one[1].items() if not torch.equal(gradient, other[1][name])]
+    assert not different
+
+
 def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
 

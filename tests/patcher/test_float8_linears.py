@@ -36,7 +36,7 @@ from fused_norm.patcher.class_swap import float8_reader_class
 from fused_norm.patcher.float8_linears import Float8Reader
 from fused_norm.patcher.quantized_activation import NormResult, QuantizedActivation, Remake
 
-from .models import snapshot, step, tokens
+from .models import assert_same_bits, snapshot, step, tokens
 from .ranks import on_two_ranks
 
 float8 = pytest.importorskip("torchao.float8")
@@ -83,13 +83,6 @@ def pair(*args: Any, **options: Any) -> tuple[Any, Any]:
     fused_norm.apply_fused_norm(separate, strict=False)
     fused_norm.apply_fused_norm(quantising, fp8="auto", strict=False)
     return separate, quantising
-
-
-def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
-    different = [name for name, gradient in one[1].items() if not torch.equal(gradient, other[1][name])]
-    assert not different
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:

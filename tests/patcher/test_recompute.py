@@ -36,7 +36,7 @@ from fused_norm.patcher import recompute
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_with_recipes
 
-from .models import snapshot, step, tokens
+from .models import assert_same_bits, snapshot, step, tokens
 from .ranks import on_two_ranks
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -51,13 +51,6 @@ def pair(model_type: str, device: str, **options: Any) -> tuple[Any, Any]:
     fused_norm.apply_fused_norm(plain)
     fused_norm.apply_fused_norm(recomputing, recompute=True)
     return plain, recomputing
-
-
-def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
-    different = [name for name, gradient in one[1].items() if not torch.equal(gradient, other[1][name])]
-    assert not different
 
 
 def saved_in(graph: Any) -> Iterator[Any]:
