@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .spec import Kind
+from .spec import Casting, Kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +54,9 @@ class FuseOptions:
         modules: which sites may be fused, by the path of the norm in the model, or of the attention or MLP where a site
             has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or a function of
             path and module. None is all.
+        casting: rounding points that norms get in place of their own, ``"llama"`` or ``"gemma"``, by patterns of their
+            paths: for models that learn from what an inference engine wrote, which may round elsewhere than
+            transformers does. None replaces nothing.
         recompute: make outputs of fused operators again in the backward instead of keeping them for it: less memory for
             a little more time, and the same bits.
         fp8: ``"auto"`` lets norms whose results only float8 linears of torchao read quantise for these, once for all of
@@ -72,6 +75,7 @@ class FuseOptions:
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     modules: ModuleFilter | None = None
+    casting: Mapping[str, Casting] | None = None
     recompute: bool = False
     fp8: Literal["auto"] | None = None
     strict: bool = True
@@ -97,6 +101,12 @@ class FuseOptions:
             patterns = self.modules if isinstance(self.modules, Sequence) else ()
             if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
                 raise TypeError(f"modules must be a pattern, patterns or a function, not {self.modules!r}")
+        if self.casting is not None:
+            if not isinstance(self.casting, Mapping) or not all(isinstance(pattern, str) for pattern in self.casting):
+                raise TypeError(f"casting must map patterns of paths to castings, not {self.casting!r}")
+            for casting in self.casting.values():
+                if casting not in ("llama", "gemma"):
+                    raise ValueError(f"casting must give norms 'llama' or 'gemma', not {casting!r}")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -120,6 +130,17 @@ class FuseOptions:
         if callable(self.modules):
             return bool(self.modules(path, module))
         return any(fnmatchcase(path, pattern) for pattern in self.patterns)
+
+    def casting_at(self, path: str) -> Casting | None:
+        """Return the casting that ``casting`` gives the norm at ``path``, None where it gives none.
+
+        Raises:
+            ValueError: where it gives several.
+        """
+        given = {casting for pattern, casting in (self.casting or {}).items() if fnmatchcase(path, pattern)}
+        if len(given) > 1:
+            raise ValueError(f"casting gives {path} several castings: {', '.join(sorted(given))}")
+        return next(iter(given), None)
 
     def _decisive(self, kind: Kind) -> str:
         """The option that decides for sites of this kind: their own, or the one it follows where that is None."""

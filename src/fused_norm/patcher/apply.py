@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from torch import nn
 
 from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter
-from ..spec import FusedNormError, Kind
+from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
 from .float8_survey import ReadersChange, readers_of, survey_float8
 from .patch_report import PatchReport, Site
@@ -32,6 +32,7 @@ def apply_fused_norm(
     sandwich: bool | None = None,
     mlp: bool | None = None,
     modules: ModuleFilter | None = None,
+    casting: Mapping[str, Casting] | None = None,
     recompute: bool = False,
     fp8: Literal["auto"] | None = None,
     strict: bool = True,
@@ -53,6 +54,9 @@ def apply_fused_norm(
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it; None is on.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
+        casting: ``{"*.q_norm": "gemma"}``: norms at paths of that pattern round as that casting does, not as their own
+            code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,
+            see ``FuseOptions``; None is what stock code computes, everywhere.
         recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
             backward, are made again there from what is kept anyway. Gradients stay the same to the bit. It saves
             nothing in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves
@@ -69,7 +73,8 @@ def apply_fused_norm(
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
-            ``modules`` has a pattern that selects nothing; where a fused site is to be stock again, and other code has
+            ``modules`` has a pattern that selects nothing; where ``casting`` has one that selects no norm, or a norm
+            that stays stock; where a fused site is to be stock again, and other code has
             built on its class (FSDP does, when it shards). The model is as it was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
@@ -81,6 +86,7 @@ def apply_fused_norm(
         sandwich=sandwich,
         mlp=mlp,
         modules=modules,
+        casting=casting,
         recompute=recompute,
         fp8=fp8,
         strict=strict,
@@ -204,7 +210,10 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
     if site.cause == "formula":
         return site.reason
     spec = family.spec
-    if site.spec and (site.spec.casting, site.spec.zero_centered) != (spec.casting, spec.zero_centered):
+    if site.spec and (site.replaced or site.spec.casting, site.spec.zero_centered) != (
+        spec.casting,
+        spec.zero_centered,
+    ):
         return f"computes {site.spec}, not what {family.model_type} does"
     return None
 

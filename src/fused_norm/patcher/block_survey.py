@@ -223,7 +223,7 @@ class BlockSurvey:
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
             return replace(row, reason=reason, cause="owner")
-        row = replace(row, spec=site.spec)
+        row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
         if has_hooks(norm) or (kind in ("sandwich", "rope") and is_called_around(norm)):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..spec import FusedNormError, NormSpec
+from ..spec import Casting, FusedNormError, NormSpec
 from .float8_linears import Float8Reader, InputCast
 from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
@@ -35,18 +35,24 @@ class _NoHubKernel:
         raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
 
 
-def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str) -> type[nn.Module]:
-    """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``."""
-    return _fused_norm_class(origin, origin.forward, spec, eps_name)
+def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casting | None = None) -> type[nn.Module]:
+    """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``.
+
+    ``replaced``: the casting of ``origin``, where that of ``spec`` is another one.
+    """
+    return _fused_norm_class(origin, origin.forward, spec, eps_name, replaced)
 
 
 @cache
-def _fused_norm_class(origin: Any, forward: Callable[..., Any], spec: NormSpec, eps_name: str) -> type[nn.Module]:
+def _fused_norm_class(
+    origin: Any, forward: Callable[..., Any], spec: NormSpec, eps_name: str, replaced: Casting | None
+) -> type[nn.Module]:
     return _derive(
         FusedNorm,
         origin,
-        (fused_norm_class, (spec, eps_name)),
+        (fused_norm_class, (spec, eps_name, replaced)),
         fused_norm_spec=spec,
+        fused_norm_replaced=replaced,
         fused_norm_eps_name=eps_name,
         kernel_layer_name=_NoHubKernel(),
     )

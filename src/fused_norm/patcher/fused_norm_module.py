@@ -1,7 +1,7 @@
 """The forward of fused norms, and the switch that turns all fusing off.
 
 Every call checks first that the kernels may take it. Where they may not, it runs the stock code of the norm's own
-class, so a patched model can do all that it could before.
+class, so a patched model can do all that it could before; or PyTorch's operators, where options replace its rounding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import KERNEL_DTYPES
 from ..kernels.operator import norm_spec
 from ..kernels.rms_norm import RMS_NORM
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from ..spec import NormSpec
+from ..spec import Casting, NormSpec
 
 READERS = "_fused_norm_readers"
 """The attribute of an instance that holds those who take its result in another form, if there are any."""
@@ -68,6 +69,7 @@ class FusedNorm(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_spec: ClassVar[NormSpec]
     fused_norm_eps_name: ClassVar[str]
+    fused_norm_replaced: ClassVar[Casting | None]
     weight: Tensor
 
     def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, **named: Any) -> Any:
@@ -92,12 +94,14 @@ class FusedNorm(nn.Module):
             if residual is None:
                 return RMS_NORM(spec, x, weight, None)
             return ADD_RMS_NORM(spec, x, residual, weight, None, scale)
-        if reason:
-            explain(self.fused_norm_origin, reason)
-        if residual is None:
-            return self.fused_norm_origin.forward(self, x)
-        total = residual + scaled(x, scale)
-        return self.fused_norm_origin.forward(self, total), total
+        total = x if residual is None else residual + scaled(x, scale)
+        if self.fused_norm_replaced is not None and not is_disabled():
+            y = reference.rms_norm(spec, total, weight)
+        else:
+            if reason:
+                explain(self.fused_norm_origin, reason)
+            y = self.fused_norm_origin.forward(self, total)
+        return y if residual is None else (y, total)
 
 
 def has_origin_forward(fused: Any) -> bool:

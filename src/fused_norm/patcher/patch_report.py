@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from ..spec import KINDS, Kind, NormSpec
+from ..spec import KINDS, Casting, Kind, NormSpec
 
 Cause = Literal["option", "owner", "formula"]
 
@@ -28,6 +28,7 @@ class Site:
         cause: the source of that reason. ``option``: the caller's options. ``owner``: other code that has replaced or
             wrapped it. ``formula``: it does not compute what is fused here.
         activation: what the activation of an MLP computes; None where it was not recognised.
+        replaced: the casting of the stock norm where the caller's options give it another one, which ``spec`` has.
     """
 
     path: str
@@ -37,12 +38,13 @@ class Site:
     reason: str | None = None
     cause: Cause | None = None
     activation: str | None = None
+    replaced: Casting | None = None
 
     @property
     def what(self) -> str:
         """What runs at a fused site, in words."""
         if self.spec is not None:
-            return str(self.spec)
+            return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "no norm"
 
 

@@ -45,11 +45,20 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
                 f"modules={pattern!r} selects none of the {len(norms)} norms of {type(model).__name__},"
                 " and no attention or MLP"
             )
+    for pattern in options.casting or ():
+        if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
+            raise FusedNormError(
+                f"casting={{{pattern!r}: ...}} selects none of the {len(norms)} norms of {type(model).__name__}"
+            )
     changes: list[ClassChange] = []
     norm_sites = {}
     for path, module in norms.items():
         norm_sites[path], change = _survey_norm(path, module, options)
         changes += change
+        if options.casting_at(path) is not None and norm_sites[path].reason is not None:
+            raise FusedNormError(
+                f"casting gives {path} other rounding points, but it stays stock: {norm_sites[path].reason}"
+            )
     rows = list(norm_sites.values())
     known = SurveyedModel(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
     holders = _holders(model, known)
@@ -73,12 +82,14 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
         replaced = class_forward_replaced(origin)
         site = replace(site, reason=replaced or str(error), cause="owner" if replaced else "formula")
         return site, [] if owner else change_to(norm, origin)
-    site = replace(site, spec=spec_of(norm) if isinstance(norm, FusedNorm) else known.spec)
+    spec, stock = spec_of(norm) if isinstance(norm, FusedNorm) else known.spec, known.spec.casting
+    casting = options.casting_at(path) or stock
+    site = replace(site, spec=replace(spec, casting=casting), replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
         return replace(site, reason=owner, cause="owner"), []
     if unwanted := why_deselected(site.kind, path, norm, options):
         return replace(site, reason=unwanted, cause="option"), change_to(norm, origin)
-    fused = fused_norm_class(origin, known.spec, known.eps_name)
+    fused = fused_norm_class(origin, replace(known.spec, casting=casting), known.eps_name, site.replaced)
     if owner := fused_forward_replaced(fused):
         return replace(site, reason=owner, cause="owner"), []
     return site, change_to(norm, fused)
@@ -88,7 +99,8 @@ def _recognise(norm: nn.Module, origin: Any) -> Recognised:
     """The meaning of a norm in the stock model; that of a fused norm is known, unless its origin changed since."""
     if isinstance(norm, FusedNorm):
         if has_origin_forward(type(norm)):
-            return Recognised(norm.fused_norm_spec, norm.fused_norm_eps_name)
+            spec = norm.fused_norm_spec
+            return Recognised(replace(spec, casting=norm.fused_norm_replaced or spec.casting), norm.fused_norm_eps_name)
         stock: nn.Module = object.__new__(origin)
         vars(stock).update(vars(norm))
         norm = stock
