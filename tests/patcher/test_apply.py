@@ -266,6 +266,7 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
         "reason": "not selected by modules",
         "cause": "option",
         "activation": None,
+        "replaced": None,
     }
     table = str(report)
     assert "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 1" in table
