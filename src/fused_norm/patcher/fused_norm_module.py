@@ -95,12 +95,10 @@ class FusedNorm(nn.Module):
                 return RMS_NORM(spec, x, weight, None)
             return ADD_RMS_NORM(spec, x, residual, weight, None, scale)
         total = x if residual is None else residual + scaled(x, scale)
-        if self.fused_norm_replaced is not None and not is_disabled():
-            y = reference.rms_norm(spec, total, weight)
-        else:
-            if reason:
-                explain(self.fused_norm_origin, reason)
-            y = self.fused_norm_origin.forward(self, total)
+        replaced = self.fused_norm_replaced is not None and not is_disabled()
+        if reason:
+            explain(self.fused_norm_origin, reason, "PyTorch's operators" if replaced else "its stock code")
+        y = reference.rms_norm(spec, total, weight) if replaced else self.fused_norm_origin.forward(self, total)
         return y if residual is None else (y, total)
 
 
@@ -208,8 +206,8 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def explain(origin: type[nn.Module], reason: str) -> None:
-    """Log, once for each class and reason, why a norm runs its stock code."""
+def explain(origin: type[nn.Module], reason: str, what: str = "its stock code") -> None:
+    """Log, once for each class and reason, why a norm runs ``what`` and no kernel."""
     if not torch.compiler.is_compiling() and (origin, reason) not in _explained:
         _explained.add((origin, reason))
-        logger.warning("%s runs its stock code: %s", origin.__name__, reason)
+        logger.warning("%s runs %s: %s", origin.__name__, what, reason)
