@@ -21,6 +21,8 @@ NOT_SAID = {
     "…: fused …; kept ………",
     "; recompute in … layers",
     "; fp8 codes from … norms",
+    "…, in place of …",
+    "its stock code",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
 }
 """Parts of messages and of the summary, and code: texts of three words or more that are no message by themselves."""

@@ -488,9 +488,12 @@ def test_float64_takes_the_reference() -> None:
 
 
 @pytest.mark.usefixtures("held_or_in_chunks")
-def test_products_are_rounded_before_they_are_added(launches: list[Launched], device: str) -> None:
-    norm = Norm(x=FP32, r=FP32, w=None, scale=0.22)
+@pytest.mark.parametrize(("x", "scale", "fused"), [(FP32, 0.22, False), (FP32, 1.0, True), (BF16, 0.22, True)])
+def test_an_fp32_product_and_its_sum_are_compiled_apart(
+    x: torch.dtype, scale: float, fused: bool, launches: list[Launched], device: str
+) -> None:
+    norm = Norm(x=x, r=FP32, w=None, scale=scale)
     inputs = make_inputs(norm, (2, 130), device)
     norm.fused(inputs.x, inputs.r, None)
     (launched,) = launches
-    assert launched.launch.options["enable_fp_fusion"] is False
+    assert launched.launch.options.get("enable_fp_fusion", True) == fused

@@ -1,0 +1,98 @@
+"""A row's result does not depend on the rows beside it; on a GPU at many widths, interpreted at one.
+
+Rows lie at multiples of 16 bytes: elsewhere a GPU reads them in smaller pieces, and may add them in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
+
+from .fp8_values import assert_same_bits
+from .numerics import BF16, FP16, FP32
+
+GPU = torch.cuda.is_available()
+WIDTHS = (128, 1024, 1152, 2048, 2560, 4096, 5120, 8192, 16384, 32768) if GPU else (128,)
+CASTINGS: list[Any] = [("llama", False, BF16), ("gemma", True, BF16), ("none", False, FP16), ("llama", False, FP32)]
+ROWS = 261 if GPU else 6
+
+Outputs = tuple[Tensor, ...]
+
+
+def values(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return (1.5 * torch.randn(*shape)).to(device, dtype)
+
+
+def assert_invariant(call: Callable[..., Outputs], rows: tuple[Tensor, ...], dim: int = 0) -> None:
+    """Rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits that they have among all."""
+    with torch.no_grad():
+        whole = call(*rows)
+    count = rows[0].shape[dim]
+    for start, some in ((0, 1), (count - 1, 1), (1, 3), (count // 3, count // 2), (0, count - 1)):
+        with torch.no_grad():
+            parts = call(*(one.narrow(dim, start, some) for one in rows))
+        for part, expected in zip(parts, whole, strict=True):
+            assert_same_bits(part, expected.narrow(dim, start, some))
+    with torch.no_grad():
+        turned = call(*(one.roll(2, dim) for one in rows))
+    for part, expected in zip(turned, whole, strict=True):
+        assert_same_bits(part, expected.roll(2, dim))
+    for part, expected in zip(call(*(one.detach().requires_grad_() for one in rows)), whole, strict=True):
+        assert_same_bits(part.detach(), expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("casting", "zero_centered", "dtype"), CASTINGS)
+def test_a_row_of_a_norm_has_the_same_bits_in_any_batch(
+    casting: Any, zero_centered: bool, dtype: torch.dtype, width: int, device: str
+) -> None:
+    x, r = values(device, ROWS, width, dtype=dtype), values(device, ROWS, width, dtype=dtype)
+    a, b = values(device, width, dtype=dtype), values(device, width, dtype=dtype)
+    meaning: dict[str, Any] = {"casting": casting, "zero_centered": zero_centered}
+    assert_invariant(lambda x: (rms_norm(x, a, **meaning),), (x,))
+    assert_invariant(lambda x, r: add_rms_norm(x, r, a, scale=0.22, **meaning), (x, r))
+    assert_invariant(lambda x, r: (norm_add(x, r, a, **meaning),), (x, r))
+    assert_invariant(lambda x, r: norm_add_norm(x, r, a, b, **meaning), (x, r))
+
+
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=() if GPU else pytest.mark.slow)])
+@pytest.mark.parametrize("width", (64, 96, 128, 256) if GPU else (64,))
+def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: str) -> None:
+    """Among the tokens of a sequence (dim 1), or one of many sequences (dim 0)."""
+    lead = (1, ROWS) if dim else (ROWS, 1)
+    q, k = values(device, *lead, 5, width), values(device, *lead, 2, width)
+    cos, sin = values(device, *lead, width).cos(), values(device, *lead, width).sin()
+    a, b = values(device, width), values(device, width)
+    assert_invariant(lambda q, k: qk_norm(q, k, a, b), (q, k), dim)
+    assert_invariant(lambda q, k, c, s: qk_norm_rope(q, k, a, b, c, s, unsqueeze_dim=2), (q, k, cos, sin), dim)
+    assert_invariant(lambda q, k, c, s: rope(q, k, c, s, unsqueeze_dim=2), (q, k, cos, sin), dim)
+
+
+def test_a_row_of_a_gate_has_the_same_bits_in_any_batch(device: str) -> None:
+    gate, up = values(device, ROWS, 256), values(device, ROWS, 256)
+    assert_invariant(lambda gate, up: (glu(gate, up, "silu"),), (gate, up))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 4096, 5120])
+def test_repeats_give_the_same_bits_forward_and_backward(width: int, device: str) -> None:
+    """A weight's gradient too: each program sums its share, and shares are summed in a fixed order."""
+    x, r, w = values(device, 4099, width), values(device, 4099, width), values(device, width)
+
+    def results() -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in (x, r, w)]
+        outputs = [rms_norm(leaves[0], leaves[2]), *add_rms_norm(*leaves), norm_add(*leaves), glu(*leaves[:2])]
+        outputs += norm_add_norm(*leaves, leaves[2])
+        incoming = [torch.cos(output.detach()) for output in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, incoming)]
+
+    first = results()
+    for _ in range(3):
+        for again, expected in zip(results(), first, strict=True):
+            assert_same_bits(again.detach(), expected.detach())
