@@ -9,9 +9,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels import reference
+from .fused_norm_module import has_hooks
 from .norm_recognition import UnrecognisedError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,14 +26,18 @@ class Rotation:
     """A function ``rotate(q, k, cos, sin, unsqueeze_dim=1)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
 
     Attributes:
-        function: the function.
+        function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
     """
 
-    function: Callable[..., Any]
+    function: Any
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
     partial: bool
+
+    def is_now(self, value: Any) -> bool:
+        """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
+        return value is self.function and (type(value) is FunctionType or not _is_replaced(value))
 
 
 def recognise_rotation(function: Any, tensors: int = 2) -> Rotation:
@@ -42,16 +47,31 @@ def recognise_rotation(function: Any, tensors: int = 2) -> Rotation:
         UnrecognisedError: where it is another function than the half rotation.
     """
     if not isinstance(function, FunctionType):
-        raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
+        if not isinstance(function, nn.Module) or next(function.parameters(), None) is not None:
+            raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
+        if _is_replaced(function):
+            raise UnrecognisedError("hooks or other code stand on the rotation")
     rotation = _recognise(function, tensors)
     if rotation is None:
         what = "q and k" if tensors == 2 else "one tensor"
-        raise UnrecognisedError(f"{function.__name__} does not compute the half rotation of {what}")
+        raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}")
     return rotation
 
 
+def name_of(rotation: Any) -> str:
+    """The name of a rotation's function, or of the module's class."""
+    return getattr(rotation, "__name__", type(rotation).__name__)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Return whether a call of a module is more than its class's forward; ``kernelize`` binds even that to it."""
+    forward = vars(module).get("forward")
+    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
+    return not own or has_hooks(module)
+
+
 @cache
-def _recognise(function: FunctionType, tensors: int) -> Rotation | None:
+def _recognise(function: Callable[..., Any], tensors: int) -> Rotation | None:
     dtypes = tuple(pair for pair in _PAIRS if _agrees(function, tensors, *pair, _WIDTH))
     if not dtypes:
         return None
