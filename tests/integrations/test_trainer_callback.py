@@ -98,7 +98,9 @@ def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_
 
 @pytest.mark.slow
 def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path: Path) -> None:
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "up_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM"
+    )
     models = [peft.get_peft_model(copy.deepcopy(build("qwen3", seed=0)), config) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     callback = FusedNormCallback()
