@@ -38,7 +38,7 @@ def main():
         print(f"{name:<28}{tuple(y.shape)!s:<20}{y.dtype}")
     sum(y.float().square().mean() for y in made.values()).backward()
     print(f"gradient of the weight: norm {weight.grad.norm().item():.4f}")
-    return made, weight.grad
+    return x, weight, made
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def main(argv=None):
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=state)
         tokenizer.save_pretrained(args.output)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

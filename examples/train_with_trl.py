@@ -7,6 +7,7 @@ python examples/train_with_trl.py --model Qwen/Qwen3-0.6B --data text.txt
 import argparse
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
@@ -34,6 +35,7 @@ def main(argv=None):
             per_device_train_batch_size=1,
             max_length=args.length,
             packing=True,
+            bf16=torch.cuda.is_available(),
             model_init_kwargs={"attn_implementation": args.attention},
             logging_steps=1,
             report_to="none",

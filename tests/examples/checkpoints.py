@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    PreTrainedTokenizerFast,
+)
 
-from fused_norm.model_configs import build
+from fused_norm.model_configs import FAMILIES, build
 
 END = "<|end|>"
 
@@ -30,4 +37,42 @@ def save_checkpoint(model_type: str, folder: Path) -> Path:
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+)
+
+
+def save_vision_language_checkpoint(folder: Path) -> Path:
+    """Save a tiny Gemma 3 that sees, and its processor."""
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=dict(FAMILIES["gemma3_text"].tiny) | {"head_dim": 16},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 7,
+        },
+        mm_tokens_per_image=4,
+    )
+    names = {"image_token": "<soft>", "boi_token": "<image>", "eoi_token": "</image>"}
+    tokenizer = tokenizer_of_bytes(*names.values())
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token=END, pad_token=END, extra_special_tokens=names
+    )
+    config.image_token_id = tokenizer.image_token_id
+    config.boi_token_id = tokenizer.boi_token_id
+    config.eoi_token_id = tokenizer.eoi_token_id
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(folder)
+    images = Gemma3ImageProcessor(size={"height": 28, "width": 28})
+    Gemma3Processor(images, tokenizer, chat_template=IMAGE_TEMPLATE, image_seq_length=4).save_pretrained(folder)
     return folder
