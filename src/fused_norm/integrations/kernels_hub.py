@@ -16,13 +16,14 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
     "spec.py",
-    "kernels/*.py",
-    "kernels/triton/*.py",
     "patcher/fused_norm_module.py",
     "patcher/norm_recognition.py",
     "integrations/hub_layers.py",
 )
-"""What the layer needs. Not ``kernels/replay``: a kernel from the hub should not call a C++ compiler."""
+"""What the layer needs besides the kernels."""
+
+_NOT_OF_KERNELS = ("fp8", "replay", "__pycache__")
+"""Replay is left out because a kernel from the hub should not call a C++ compiler."""
 
 _EMPTY = ("kernels/__init__.py", "patcher/__init__.py", "integrations/__init__.py")
 """Files that import what is not exported, or nothing."""
@@ -62,10 +63,10 @@ def export(folder: str | Path) -> Path:
     build = Path(folder) / "build" / "torch-universal"
     build.mkdir(parents=True)
     package = build / "fused_norm"
-    for source in sorted(path for pattern in _FILES for path in _PACKAGE.glob(pattern)):
-        copy = package / source.relative_to(_PACKAGE)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
+    shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns(*_NOT_OF_KERNELS))
+    for name in _FILES:
+        (package / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(_PACKAGE / name, package / name)
     for name in _EMPTY:
         (package / name).write_text("")
     # `kernels` takes the outer package, and up to 0.9 the inner one.
