@@ -25,6 +25,9 @@ from .checkpoints import save_checkpoint, save_vision_language_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+CLOSE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"rtol": 1e-2, "atol": 1e-2}
+"""On a GPU the examples train under autocast to bf16."""
+
 
 def example(name: str) -> ModuleType:
     """The module of an example; its ``main`` takes the arguments of the command line."""
@@ -90,7 +93,7 @@ def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint
     with fused_norm.disabled():
         stock = main(arguments)
     assert len(losses(fused)) == 2
-    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
 
@@ -105,7 +108,7 @@ def test_trl_trains_adapters_on_packed_sequences_as_stock_does(checkpoint, count
     with fused_norm.disabled():
         stock = main(arguments)
     assert len(losses(fused)) == 2
-    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
@@ -117,7 +120,7 @@ def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_
     with fused_norm.disabled():
         stock = main(arguments)
     assert len(fused) == 2
-    assert fused == pytest.approx(stock, rel=1e-4)
+    assert fused == pytest.approx(stock, rel=CLOSE["rtol"])
 
 
 @pytest.mark.slow
@@ -161,6 +164,7 @@ def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: 
     environment = os.environ | {
         "PYTHONPATH": str(Path(fused_norm.__file__).parents[1]),
         "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
         "ACCELERATE_USE_CPU": "true",
     }
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
@@ -195,7 +199,7 @@ def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint) -> None:
     assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 0" in report
     numbers = re.search(r"loss (\S+), stock loss (\S+); .* (\S+) apart", compared).groups()
     fused, stock, apart = map(float, numbers)
-    assert fused == pytest.approx(stock, rel=1e-3)
-    assert apart < 0.02
+    assert fused == pytest.approx(stock, rel=1e-2)
+    assert apart < 0.05
     assert "fused 2 norm, 2 qk, 1 rope, 1 residual; kept" in chosen
     assert re.search(r"[1-9]\d* modules restored", restored)

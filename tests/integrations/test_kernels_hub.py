@@ -87,7 +87,12 @@ def olmo2(dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "norm"), [("llama", "LlamaRMSNorm"), ("qwen3", "Qwen3RMSNorm"), ("olmo2", "Olmo2RMSNorm")]
+    ("name", "norm"),
+    [
+        ("olmo2", "Olmo2RMSNorm"),
+        pytest.param("llama", "LlamaRMSNorm", marks=pytest.mark.slow),
+        pytest.param("qwen3", "Qwen3RMSNorm", marks=pytest.mark.slow),
+    ],
 )
 def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name: str, norm: str, mapping, device: str) -> None:
     dtype = torch.bfloat16

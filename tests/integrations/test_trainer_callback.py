@@ -81,6 +81,7 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
     torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["model_init", "add_callback"])
 def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_path: Path) -> None:
     callback = FusedNormCallback()
