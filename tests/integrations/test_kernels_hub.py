@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.import_utils import is_kernels_available
 
 import fused_norm
 from fused_norm.integrations.kernels_hub import export
@@ -44,11 +45,12 @@ def test_an_export_imports_nothing_of_the_package_but_what_is_in_it(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def mapping(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    kernels = pytest.importorskip("kernels", reason="needs `kernels` in the version that transformers accepts")
+    reason = "needs `kernels`, 0.16 or newer, in a version that transformers accepts"
+    kernels = pytest.importorskip("kernels", minversion="0.16", reason=reason)
+    if not is_kernels_available():
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("hub")
     export(folder)
-    if not hasattr(kernels, "Mode"):
-        pytest.skip(f"kernels {kernels.__version__} has no modes")
     layer = kernels.LocalLayerRepository(folder, layer_name="RMSNorm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: {device: {kernels.Mode.TRAINING: layer}} for name in ("RMSNorm", "RMSNormZeroCentered")}
