@@ -18,7 +18,8 @@ from fused_norm.model_configs import FAMILIES, build
 
 END = "<|end|>"
 
-KEYS = {"eos_token": END, "pad_token": END, "model_input_names": ["input_ids", "attention_mask"]}
+SETTINGS = {"eos_token": END, "pad_token": END, "model_input_names": ["input_ids", "attention_mask"]}
+"""Of every tokenizer here."""
 
 
 def tokenizer_of_bytes(*special: str) -> PreTrainedTokenizerFast:
@@ -28,7 +29,7 @@ def tokenizer_of_bytes(*special: str) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END, *special])
-    return PreTrainedTokenizerFast(tokenizer_object=made, **KEYS)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **SETTINGS)
 
 
 def save_checkpoint(model_type: str, folder: Path) -> Path:
@@ -66,7 +67,7 @@ def save_vision_language_checkpoint(folder: Path) -> Path:
     names = {"image_token": "<soft>", "boi_token": "<image>", "eoi_token": "</image>"}
     tokenizer = tokenizer_of_bytes(*names.values())
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, extra_special_tokens=names, **KEYS
+        tokenizer_object=tokenizer.backend_tokenizer, extra_special_tokens=names, **SETTINGS
     )
     config.image_token_id = tokenizer.image_token_id
     config.boi_token_id = tokenizer.boi_token_id
