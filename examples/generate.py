@@ -21,7 +21,7 @@ def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     # Every keyword but fused_norm goes to from_pretrained as it is.
-    model = (lambda c, m, dtype, fused_norm: c.from_pretrained(m, dtype=dtype))(
+    model = fused_norm.from_pretrained(
         AutoModelForCausalLM, args.model, dtype=torch.bfloat16, fused_norm={"strict": True}
     ).to(device)
     inputs = tokenizer(args.prompt, return_tensors="pt").to(device)

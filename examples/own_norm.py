@@ -22,7 +22,7 @@ class Scaler(nn.Module):
     def forward(self, x):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.float())).mul(2).type_as(x)
+        return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
 class Layer(nn.Module):

@@ -40,7 +40,7 @@ def main(argv=None):
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         processing_class=tokenizer,
-        callbacks=[],
+        callbacks=[callback],
     )
     print(callback.report)
     trainer.train()

@@ -100,11 +100,14 @@ def test_a_module_that_rotates_is_known_while_its_call_is_its_own_forward() -> N
     assert not rotation.is_now(AsModule())
     module.forward = lambda q, k, cos, sin: (q, k)
     assert not rotation.is_now(module)
-    with pytest.raises(UnrecognisedError, match="other code"):
+    with pytest.raises(UnrecognisedError, match="not a function"):
         recognise_rotation(module)
     del module.forward
-    module.register_forward_hook(lambda *_: None)
+    seen = []
+    module.register_forward_hook(lambda *_: seen.append("a call"))
     assert not rotation.is_now(module)
+    assert recognise_rotation(module).dtypes == rotation.dtypes
+    assert seen == []
 
 
 @pytest.mark.parametrize(

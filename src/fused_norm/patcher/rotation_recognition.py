@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -37,7 +37,9 @@ class Rotation:
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
-        return value is self.function and (type(value) is FunctionType or not _is_replaced(value))
+        return value is self.function and (
+            type(value) is FunctionType or (_runs_its_own_forward(value) and not has_hooks(value))
+        )
 
 
 def recognise_rotation(function: Any, tensors: int = 2) -> Rotation:
@@ -46,11 +48,8 @@ def recognise_rotation(function: Any, tensors: int = 2) -> Rotation:
     Raises:
         UnrecognisedError: where it is another function than the half rotation.
     """
-    if not isinstance(function, FunctionType):
-        if not isinstance(function, nn.Module) or next(function.parameters(), None) is not None:
-            raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-        if _is_replaced(function):
-            raise UnrecognisedError("hooks or other code stand on the rotation")
+    if not isinstance(function, FunctionType) and not _is_function_as_module(function):
+        raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
     rotation = _recognise(function, tensors)
     if rotation is None:
         what = "q and k" if tensors == 2 else "one tensor"
@@ -63,19 +62,24 @@ def name_of(rotation: Any) -> str:
     return getattr(rotation, "__name__", type(rotation).__name__)
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    """Return whether a call of a module is more than its class's forward; ``kernelize`` binds even that to it."""
+def _is_function_as_module(value: Any) -> bool:
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is None and _runs_its_own_forward(value)
+
+
+def _runs_its_own_forward(module: nn.Module) -> bool:
+    """Return whether a module's forward is its class's; ``kernelize`` binds even that to the instance."""
     forward = vars(module).get("forward")
-    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    return not own or has_hooks(module)
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
 @cache
-def _recognise(function: Callable[..., Any], tensors: int) -> Rotation | None:
-    dtypes = tuple(pair for pair in _PAIRS if _agrees(function, tensors, *pair, _WIDTH))
+def _recognise(function: Any, tensors: int) -> Rotation | None:
+    # No hook is to see the samples.
+    rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
+    dtypes = tuple(pair for pair in _PAIRS if _agrees(rotate, tensors, *pair, _WIDTH))
     if not dtypes:
         return None
-    return Rotation(function, dtypes, all(_agrees(function, tensors, *pair, _ROTARY) for pair in dtypes))
+    return Rotation(function, dtypes, all(_agrees(rotate, tensors, *pair, _ROTARY) for pair in dtypes))
 
 
 def _agrees(
