@@ -78,8 +78,40 @@ def test_other_functions_are_refused(function) -> None:
         recognise_rotation(function)
 
 
+class AsModule(nn.Module):
+    """A function as the module that the package ``kernels`` makes of it."""
+
+    def forward(self, *args, **named):
+        return rotates(*args, **named)
+
+
+def rotates(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def test_a_module_that_rotates_is_known_while_its_call_is_its_own_forward() -> None:
+    module = AsModule()
+    rotation = recognise_rotation(module)
+    assert rotation.dtypes == recognise_rotation(rotates).dtypes
+    assert rotation.is_now(module)
+    module.forward = AsModule.forward.__get__(module)  # `kernelize` leaves this where it has no kernel
+    assert rotation.is_now(module)
+    assert not rotation.is_now(AsModule())
+    module.forward = lambda q, k, cos, sin: (q, k)
+    assert not rotation.is_now(module)
+    with pytest.raises(UnrecognisedError, match="not a function"):
+        recognise_rotation(module)
+    del module.forward
+    seen = []
+    module.register_forward_hook(lambda *_: seen.append("a call"))
+    assert not rotation.is_now(module)
+    assert recognise_rotation(module).dtypes == rotation.dtypes
+    assert seen == []
+
+
 @pytest.mark.parametrize(
-    "value", [None, nn.Identity(), len, {}, [full]], ids=["none", "module", "builtin", "dict", "list"]
+    "value", [None, nn.Linear(2, 2), len, {}, [full]], ids=["none", "module", "builtin", "dict", "list"]
 )
 def test_what_is_no_function_is_refused(value) -> None:
     with pytest.raises(UnrecognisedError, match="not a function"):

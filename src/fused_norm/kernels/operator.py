@@ -22,7 +22,10 @@ Facts = tuple[Any, ...]
 Spec = Any
 """The meaning of an operator's norm, a ``NormSpec``; None where the operator has no norm."""
 
-_library = torch.library.Library("fused_norm", "DEF")
+_NAMESPACE = __name__.partition(".")[0]
+"""Of the registered operators: this package's name, and that of a copy of it that runs beside it under another one."""
+
+_library = torch.library.Library(_NAMESPACE, "DEF")
 _SPEC = "str casting, bool zero_centered, float eps"
 _PLAIN = (Tensor, Parameter)
 
@@ -418,8 +421,8 @@ def _define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, lambda *arguments: run(True, *arguments), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fused_norm::{name}", lambda *arguments: run(False, *arguments), lib=_library)
-    return getattr(torch.ops.fused_norm, name).default
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(False, *arguments), lib=_library)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 def _values(spec: NormSpec | None) -> tuple[Any, ...]:

@@ -292,6 +292,8 @@ def why_deselected(kind: Kind, path: str, norm: nn.Module, options: FuseOptions)
 
 def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
     """The name of a function of another package than that of the class which calls it; None for one of its own."""
+    if isinstance(function, nn.Module):  # with another forward bound to it, as `kernelize` does
+        function = getattr(vars(function).get("forward"), "__func__", None)
     if not isinstance(function, FunctionType):
         return None
     if function.__module__.partition(".")[0] == origin.__module__.partition(".")[0]:

@@ -32,7 +32,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
-from .rotation_recognition import Rotation
+from .rotation_recognition import Rotation, name_of
 
 
 class FusedBlock(nn.Module):
@@ -98,7 +98,7 @@ class FusedBlock(nn.Module):
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.function is rotate and _kernel_rotates_alike(rotation, q, k, *weights, cos, sin, heads_dim):
+            if rotation.is_now(rotate) and _kernel_rotates_alike(rotation, q, k, *weights, cos, sin, heads_dim):
                 return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
         return rotate(*QK_NORM(spec, q, k, *weights, None, None, 1), cos, sin, **named)
 
@@ -106,7 +106,7 @@ class FusedBlock(nn.Module):
         """``rotate(q, k, cos, sin)``."""
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.function is rotate and self._kernel_may_rotate(rotation, q, k, cos, sin, heads_dim):
+            if rotation.is_now(rotate) and self._kernel_may_rotate(rotation, q, k, cos, sin, heads_dim):
                 return ROPE(None, q, k, cos, sin, heads_dim)
         return rotate(q, k, cos, sin, **named)
 
@@ -114,7 +114,7 @@ class FusedBlock(nn.Module):
         """``rotate(x, cos, sin)``."""
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.function is rotate and self._kernel_may_rotate(rotation, x, None, cos, sin, heads_dim):
+            if rotation.is_now(rotate) and self._kernel_may_rotate(rotation, x, None, cos, sin, heads_dim):
                 return ROPE(None, x, None, cos, sin, heads_dim)[0]
         return rotate(x, cos, sin, **named)
 
@@ -123,7 +123,7 @@ class FusedBlock(nn.Module):
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
             reason = "q and k differ in width"
         if reason is None and not _kernel_rotates_alike(rotation, q, k, None, None, cos, sin, heads_dim):
-            reason = f"{rotation.function.__name__} is called with other shapes or dtypes than the kernel takes"
+            reason = f"{name_of(rotation.function)} is called with other shapes or dtypes than the kernel takes"
         if reason:
             explain(self.fused_norm_origin, reason)
         return reason is None

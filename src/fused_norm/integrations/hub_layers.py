@@ -1,0 +1,54 @@
+"""The layer that the Hugging Face kernels hub binds to norms; ``kernels_hub.py`` exports it.
+
+The file is copied as it is, so it imports nothing of the package but what is copied beside it.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.operator import norm_spec
+from ..kernels.rms_norm import RMS_NORM
+from ..patcher.fused_norm_module import obstacle
+from ..patcher.norm_recognition import Recognised, UnrecognisedError, recognise
+
+_meanings: WeakKeyDictionary[nn.Module, Recognised | None] = WeakKeyDictionary()
+
+
+class RMSNorm(nn.Module):
+    """A forward for any module that computes an RMSNorm with one weight and an eps, or without a weight.
+
+    It has no state: ``kernelize`` binds its forward to modules of a model, which keep their own parameters. What such a
+    module computes is found out by its values at the first call, so the rounding points are those of its class. Where
+    that is no known formula, or kernels cannot run, and in compiled graphs, its own class's forward runs.
+    """
+
+    can_torch_compile = False
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        meaning = None if torch.compiler.is_compiling() else _meaning_of(self)
+        if meaning is not None:
+            known = meaning.spec
+            spec = norm_spec(known.casting, known.zero_centered, getattr(self, meaning.eps_name))
+            weight = self.weight if known.weighted else None
+            if obstacle(hidden_states, weight, None, spec) is None:
+                return RMS_NORM(spec, hidden_states, weight, None)
+        return type(self).forward(self, hidden_states)
+
+
+def _meaning_of(module: nn.Module) -> Recognised | None:
+    """What a module's class computes with its attributes; None where that is not known."""
+    try:
+        return _meanings[module]
+    except KeyError:
+        pass
+    try:
+        found = recognise(module)
+    except UnrecognisedError:
+        found = None
+    _meanings[module] = found
+    return found

@@ -1,0 +1,99 @@
+"""An export of the norm layer in the form that the Hugging Face ``kernels`` package loads.
+
+``python -m fused_norm.integrations.kernels_hub OUT`` writes a kernel repository to the folder ``OUT``: one build for
+all devices that Triton has, which needs PyTorch and Triton and not this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_FILES = (
+    "spec.py",
+    "patcher/fused_norm_module.py",
+    "patcher/norm_recognition.py",
+    "integrations/hub_layers.py",
+)
+"""What the layer needs besides the kernels."""
+
+_NOT_OF_KERNELS = ("fp8", "replay", "__pycache__")
+"""Replay is left out because a kernel from the hub should not call a C++ compiler."""
+
+_EMPTY = ("kernels/__init__.py", "patcher/__init__.py", "integrations/__init__.py")
+"""Files that import what is not exported, or nothing."""
+
+_CARD = """\
+---
+license: apache-2.0
+library_name: kernels
+tags: [kernels]
+---
+
+# RMSNorm by Triton, forward and backward
+
+One layer, `RMSNorm`, for every norm that transformers marks with `use_kernel_forward_from_hub("RMSNorm")` or
+`"RMSNormZeroCentered"`. What a norm computes is found out by its values, so its rounding points stay those of its
+class; a norm that computes something else keeps its own forward, as do compiled graphs.
+
+Written by fused-norm {version}. The package itself fuses more: residual adds, norms of queries and keys, rotary
+embeddings and gates of MLPs.
+"""
+
+
+def export(folder: str | Path) -> Path:
+    """Write a kernel repository with the layer ``RMSNorm``.
+
+    Args:
+        folder: the repository; made where it is not there.
+
+    Returns:
+        The folder of its one build.
+
+    Raises:
+        FileExistsError: the folder has such a build already.
+    """
+    from .. import __version__
+
+    build = Path(folder) / "build" / "torch-universal"
+    build.mkdir(parents=True)
+    package = build / "fused_norm"
+    shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns(*_NOT_OF_KERNELS))
+    for name in _FILES:
+        (package / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(_PACKAGE / name, package / name)
+    for name in _EMPTY:
+        (package / name).write_text("")
+    # `kernels` takes the outer package, and up to 0.9 the inner one.
+    (package / "__init__.py").write_text("from .integrations import hub_layers as layers\n")
+    (build / "__init__.py").write_text("from .fused_norm import layers\n")
+    metadata = {
+        "name": "fused-norm",
+        "id": f"_fused_norm_{_digest(build.rglob('*.py'))}",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+    }
+    (build / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    (Path(folder) / "README.md").write_text(_CARD.format(version=__version__))
+    return build
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    """A name for what is in these files: builds that differ can be loaded side by side."""
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the norm layer as a repository for the kernels hub.")
+    parser.add_argument("out", metavar="OUT", help="the repository's folder")
+    export(parser.parse_args().out)

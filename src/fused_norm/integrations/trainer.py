@@ -1,0 +1,48 @@
+"""A callback that patches the model of a transformers ``Trainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..options import FuseOptions
+from ..patcher import PatchReport, apply_fused_norm
+from ..patcher.class_swap import Fused
+
+
+class FusedNormCallback(TrainerCallback):
+    """Patches the model of the Trainer that it is given to: for code that owns a Trainer, but not its model.
+
+    ``Trainer(model, args, callbacks=[FusedNormCallback(recompute=True)])`` is ``apply_fused_norm(model,
+    recompute=True)`` at the end of the Trainer's ``__init__``: after PEFT, which trainers of TRL apply there, and
+    before gradient checkpointing, the optimizer and ``accelerator.prepare``, which come with ``train()``. A model that
+    the Trainer makes later, from ``model_init``, and that of a Trainer which gets the callback by ``add_callback`` are
+    patched when training begins.
+
+    Attributes:
+        options: those of ``apply_fused_norm``.
+        report: on the model patched last; None before.
+
+    Raises:
+        TypeError, ValueError: for options as in ``FuseOptions``.
+        FusedNormError: out of the Trainer, as ``apply_fused_norm``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = FuseOptions(**options)
+        self.report: PatchReport | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._patch(kwargs["model"])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # By now the model may be sharded, and norms that FSDP has flattened are recognised no more.
+        if not any(isinstance(module, Fused) for module in kwargs["model"].modules()):
+            self._patch(kwargs["model"])
+
+    def _patch(self, model: nn.Module) -> None:
+        self.report = apply_fused_norm(model, **vars(self.options))

@@ -1,0 +1,205 @@
+"""Every example runs at a tiny size, on a checkpoint in a folder, and comes to what stock comes to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fused_norm
+from fused_norm.kernels import reference
+from fused_norm.kernels.operator import calls
+from fused_norm.spec import NormSpec
+
+from .checkpoints import save_checkpoint, save_vision_language_checkpoint
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"rtol": 1e-2, "atol": 1e-2}
+"""On a GPU the examples train under autocast to bf16."""
+
+
+def example(name: str) -> ModuleType:
+    """The module of an example; its ``main`` takes the arguments of the command line."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3")))
+
+
+class Counter:
+    """Counts the calls of operators by their names."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.counts[operator.name] = self.counts.get(operator.name, 0) + 1
+        return operator.results_of(spec, *arguments)
+
+
+@pytest.fixture
+def counts() -> Iterator[dict[str, int]]:
+    """The calls of operators in this thread."""
+    counter = Counter()
+    with calls.by(counter):
+        yield counter.counts
+
+
+def losses(trainer: Any) -> torch.Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(counts) -> None:
+    report, different = example("own_norm").main()
+    assert report.counts == dict.fromkeys(report.counts, 0) | {"norm": 4, "residual": 2, "mlp": 2}
+    assert {site.spec for site in report.fused if site.spec} == {NormSpec("gemma", zero_centered=True, eps=1e-6)}
+    assert counts == {"rms_norm": 2, "add_rms_norm": 2, "glu": 2}
+    assert different < 0.01
+
+
+def test_the_operators_alone_have_values_and_gradients(counts) -> None:
+    x, weight, made = example("operators").main()
+    assert counts == {"rms_norm": 2, "add_rms_norm": 1, "norm_add_norm": 1, "qk_norm": 1, "glu": 1}
+    for y in made.values():
+        assert y.dtype == torch.bfloat16
+        assert y.float().std() > 0.1
+    expected = reference.rms_norm(NormSpec("llama", eps=1e-6), x, weight)
+    assert (made["rms_norm"] != expected).float().mean() < 0.01
+    assert 0 < weight.grad.float().norm() < torch.inf
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, counts, tmp_path: Path) -> None:
+    main = example("train_with_trainer").main
+    arguments = ["--model", checkpoint, "--output", str(tmp_path), "--steps", "2", "--length", "16"]
+    fused = main(arguments)
+    assert counts["add_rms_norm"] > 0
+    with fused_norm.disabled():
+        stock = main(arguments)
+    assert len(losses(fused)) == 2
+    torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
+
+
+@pytest.mark.slow
+def test_trl_trains_adapters_on_packed_sequences_as_stock_does(checkpoint, counts, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs trl")
+    main = example("train_with_trl").main
+    arguments = ["--model", checkpoint, "--output", str(tmp_path), "--steps", "2", "--length", "48"]
+    fused = main(arguments)
+    assert counts["add_rms_norm"] > 0
+    with fused_norm.disabled():
+        stock = main(arguments)
+    assert len(losses(fused)) == 2
+    torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_graphs) -> None:
+    main = example("train_loop").main
+    arguments = ["--model", checkpoint, "--steps", "2", "--length", "16", "--backend", "aot_eager"]
+    fused = main(arguments)
+    with fused_norm.disabled():
+        stock = main(arguments)
+    assert len(fused) == 2
+    assert fused == pytest.approx(stock, rel=CLOSE["rtol"])
+
+
+@pytest.mark.slow
+def test_generation_gives_the_text_of_stock(checkpoint, counts) -> None:
+    main = example("generate").main
+    arguments = ["--model", checkpoint, "--tokens", "5", "--prompt", "a prompt"]
+    fused = main(arguments)
+    assert counts["add_rms_norm"] == 5 * 2
+    assert fused.startswith("a prompt")
+    with fused_norm.disabled():
+        assert main(arguments) == fused
+
+
+@pytest.mark.slow
+def test_a_vision_language_model_answers_as_stock(counts, tmp_path: Path) -> None:
+    main = example("vision_language").main
+    arguments = ["--model", str(save_vision_language_checkpoint(tmp_path)), "--tokens", "3"]
+    fused = main(arguments)
+    assert counts["norm_add_norm"] == 3 * 3
+    assert fused
+    with fused_norm.disabled():
+        assert main(arguments) == fused
+
+
+def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
+    """The mean losses of two steps of stock, each on two rows of the text of ``train_with_fsdp2``."""
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = torch.tensor(tokenizer((EXAMPLES / "train_with_fsdp2.py").read_text()).input_ids)
+    optimizer, found = torch.optim.AdamW(model.train().parameters(), lr=1e-5), []
+    for rows in tokens[: 4 * length].view(2, 2, length):
+        loss = sum(model(input_ids=row[None], labels=row[None]).loss for row in rows) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(fused_norm.__file__).parents[1]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
+    command += ["--mixed_precision", "no", "--main_process_port", "0", EXAMPLES / "train_with_fsdp2.py"]
+    command += ["--model", checkpoint, "--output", tmp_path, "--steps", "2", "--length", "16"]
+    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 0" in found.stdout
+    assert "kernels do not run" not in found.stderr
+    printed = [float(loss) for loss in re.findall(r"loss (\S+)", found.stdout)]
+    assert printed == pytest.approx(stock_losses_of_two_ranks(checkpoint, 16), rel=1e-4)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+    pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel")
+    import nbformat
+
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not [cell for cell in cells if cell.outputs or cell.execution_count]
+    environment = os.environ | {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1]), "MODEL": checkpoint}
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute(env=environment)
+    report, compared, chosen, restored = (
+        "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
+        for cell in cells[1:]
+    )
+    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 0" in report
+    numbers = re.search(r"loss (\S+), stock loss (\S+); .* (\S+) apart", compared).groups()
+    fused, stock, apart = map(float, numbers)
+    assert fused == pytest.approx(stock, rel=1e-2)
+    assert apart < 0.05
+    assert "fused 2 norm, 2 qk, 1 rope, 1 residual; kept" in chosen
+    assert re.search(r"[1-9]\d* modules restored", restored)

@@ -1,0 +1,49 @@
+"""The plugin is one that axolotl's own manager loads, and patches a model with the options of the config."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("axolotl.integrations.base", reason="needs axolotl")
+
+from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.utils.dict import DictDefault
+from pydantic import ValidationError
+
+from fused_norm.integrations.axolotl import FusedNormArgs, FusedNormPlugin
+from fused_norm.model_configs import build
+from fused_norm.patcher.class_swap import Fused
+
+NAME = "fused_norm.integrations.axolotl.FusedNormPlugin"
+
+
+@pytest.fixture
+def manager(monkeypatch) -> PluginManager:
+    """The plugins of a process that has loaded this one alone."""
+    monkeypatch.setattr(PluginManager, "_instance", None)
+    manager = PluginManager.get_instance()
+    manager.register(NAME)
+    return manager
+
+
+def test_the_manager_finds_the_plugin_and_its_keys(manager) -> None:
+    assert isinstance(manager.plugins[NAME], BasePlugin)
+    assert manager.get_input_args() == ["fused_norm.integrations.axolotl.FusedNormArgs"]
+    assert issubclass(FusedNormPlugin, BasePlugin)
+
+
+@pytest.mark.parametrize("options", [None, {"mlp": False, "rope": False}])
+def test_a_loaded_model_is_patched_with_the_options_of_the_config(options, manager) -> None:
+    model = build("qwen3", seed=0)
+    manager.post_model_load(DictDefault(fused_norm=options), model)
+    assert isinstance(model.model.norm, Fused)
+    assert isinstance(model.model.layers[0].mlp, Fused) == (options is None)
+
+
+def test_misspelt_options_are_errors_of_the_config() -> None:
+    assert FusedNormArgs(fused_norm={"recompute": True}).fused_norm == {"recompute": True}
+    assert FusedNormArgs().fused_norm is None
+    with pytest.raises(ValidationError, match="recomputes"):
+        FusedNormArgs(fused_norm={"recomputes": True})
+    with pytest.raises(ValidationError, match="contradicts"):
+        FusedNormArgs(fused_norm={"norms": False, "residual": True})

@@ -1,0 +1,142 @@
+"""What is exported for the kernels hub is loaded by the package ``kernels`` and gives norms the bits of stock."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.import_utils import is_kernels_available
+
+import fused_norm
+from fused_norm.integrations.kernels_hub import export
+from fused_norm.model_configs import build
+
+
+def has(base: Path, name: str) -> bool:
+    """Whether ``from base import name`` finds a module, or a name that a file of its own gives."""
+    if base.with_suffix(".py").is_file() or (base / f"{name}.py").is_file() or (base / name).is_dir():
+        return True
+    return name in (base / "__init__.py").read_text()
+
+
+def test_an_export_imports_nothing_of_the_package_but_what_is_in_it(tmp_path: Path) -> None:
+    folder = export(tmp_path / "made" / "here")
+    files = sorted(folder.rglob("*.py"))
+    assert {"spec.py", "rms_norm.py", "norm_backward.py", "hub_layers.py"} <= {path.name for path in files}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not [alias.name for alias in node.names if alias.name.startswith("fused_norm")], path
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level or not node.module.startswith("fused_norm"), path
+                base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                missing = [alias.name for alias in node.names if node.level and not has(base, alias.name)]
+                assert not missing, f"{path}: {missing}"
+    with pytest.raises(FileExistsError):
+        export(tmp_path / "made" / "here")
+
+
+@pytest.fixture(scope="module")
+def mapping(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    reason = "needs `kernels`, 0.16 or newer, in a version that transformers accepts"
+    kernels = pytest.importorskip("kernels", minversion="0.16", reason=reason)
+    if not is_kernels_available():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("hub")
+    export(folder)
+    layer = kernels.LocalLayerRepository(folder, layer_name="RMSNorm")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {name: {device: {kernels.Mode.TRAINING: layer}} for name in ("RMSNorm", "RMSNormZeroCentered")}
+
+
+def kernelized(stock: nn.Module, mapping: Any, mode: Any = None) -> nn.Module:
+    import kernels
+
+    model = copy.deepcopy(stock)
+    with kernels.use_kernel_mapping(mapping), pytest.warns(UserWarning, match="No kernel mapping found"):
+        return kernels.kernelize(model, mode=mode or kernels.Mode.TRAINING, device=model.device.type)
+
+
+def replaced(model: nn.Module) -> set[str]:
+    """The classes of the modules that an exported layer computes."""
+    found = [module for module in model.modules() if "forward" in vars(module)]
+    return {type(module).__name__ for module in found if "hub_layers" in module.forward.__func__.__module__}
+
+
+def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1)).to(model.device)
+    output = model(ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    return output.logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def olmo2(dtype: torch.dtype) -> nn.Module:
+    """Its norms are marked as Llama's are, and round in another place."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = AutoConfig.for_model("olmo2", vocab_size=264, pad_token_id=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            nn.init.normal_(module.weight, 1.0, 0.3)
+    return model.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("olmo2", "Olmo2RMSNorm"),
+        pytest.param("llama", "LlamaRMSNorm", marks=pytest.mark.slow),
+        pytest.param("qwen3", "Qwen3RMSNorm", marks=pytest.mark.slow),
+    ],
+)
+def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name: str, norm: str, mapping, device: str) -> None:
+    dtype = torch.bfloat16
+    stock = olmo2(dtype).to(device) if name == "olmo2" else build(name, seed=0, dtype=dtype, device=device)
+    hub = kernelized(stock, mapping)
+    assert replaced(hub) == {norm}
+    (expected, stock_gradients), (logits, gradients) = step(stock), step(hub)
+    assert (logits != expected).float().mean() < 0.01
+    for key, gradient in stock_gradients.items():
+        apart = (gradients[key].double() - gradient.double()).norm() / gradient.double().norm()
+        assert apart < 0.02, key
+
+
+def test_a_module_that_computes_something_else_keeps_its_forward(mapping, device: str) -> None:
+    class Halved(type(build("llama", seed=0).model.norm)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) / 2
+
+    model = nn.Sequential(Halved(32)).to(device)
+    x = torch.randn(3, 32, device=device)
+    import kernels
+
+    with kernels.use_kernel_mapping(mapping):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device=x.device.type)
+    assert replaced(model) == {"Halved"}
+    assert torch.equal(model(x), Halved(32).to(device)(x))
+
+
+def test_for_compiled_graphs_stock_stays(mapping) -> None:
+    import kernels
+
+    stock = build("llama", seed=0)
+    assert replaced(kernelized(stock, mapping, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE)) == set()
+    compiled = torch.compile(kernelized(stock, mapping).model.norm, fullgraph=True, backend="eager")
+    x = torch.randn(2, 3, stock.config.hidden_size)
+    assert torch.equal(compiled(x), stock.model.norm(x))
+
+
+def test_an_exported_layer_runs_beside_the_package_by_operators_of_its_own(mapping) -> None:
+    hub = kernelized(build("llama", seed=0), mapping)
+    name = hub.model.norm.forward.__func__.__module__.partition(".")[0]
+    assert name != "fused_norm"
+    operator = sys.modules[f"{name}.fused_norm.kernels.rms_norm"].RMS_NORM
+    assert operator is not fused_norm.kernels.rms_norm.__globals__["RMS_NORM"]
+    assert operator._forward_op.namespace == name

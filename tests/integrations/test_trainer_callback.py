@@ -1,0 +1,138 @@
+"""The callback patches a Trainer's model before it is wrapped, and training is that of stock."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from fused_norm import disabled
+from fused_norm.integrations.trainer import FusedNormCallback
+from fused_norm.model_configs import FAMILIES, build
+from fused_norm.patcher.class_swap import Fused
+
+
+def fused_modules(model: nn.Module) -> int:
+    return sum(isinstance(module, Fused) for module in model.modules())
+
+
+class WatchedTrainer(Trainer):
+    """Counts the fused modules of the model that is handed to accelerate, and those when the optimizer is made."""
+
+    seen: tuple[int, ...] = ()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen += (fused_modules(self.model),)
+        return super().create_optimizer(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare
+
+        def watched(*given: Any, **kwargs: Any) -> Any:
+            self.seen += tuple(fused_modules(one) for one in given if isinstance(one, nn.Module))
+            return prepare(*given, **kwargs)
+
+        self.accelerator.prepare = watched
+
+
+def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **arguments: Any) -> WatchedTrainer:
+    rows = torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(1))
+    given = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=1,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        **{"max_steps": 2, "save_strategy": "no", **arguments},
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    model_init = None if model is not None else lambda: build("llama", seed=0)
+    return WatchedTrainer(model=model, args=given, train_dataset=data, callbacks=callbacks, model_init=model_init)
+
+
+def losses(one: Trainer) -> torch.Tensor:
+    return torch.tensor([entry["loss"] for entry in one.state.log_history if "loss" in entry])
+
+
+def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path: Path, caplog) -> None:
+    callback = FusedNormCallback(mlp=False)
+    assert callback.report is None
+    with caplog.at_level(logging.INFO, "fused_norm"):
+        fused = trainer(build("llama", seed=0), tmp_path, [callback])
+    assert callback.report is not None
+    assert callback.report.counts == {**FAMILIES["llama"].sites(), "qk": 0, "sandwich": 0, "mlp": 0}
+    assert callback.report.summary() in caplog.messages
+    fused.train()
+    assert len(fused.seen) > 1
+    assert min(fused.seen) > 0
+    stock = trainer(build("llama", seed=0), tmp_path, [])
+    stock.train()
+    assert set(stock.seen) == {0}
+    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["model_init", "add_callback"])
+def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_path: Path) -> None:
+    callback = FusedNormCallback()
+    if way == "model_init":
+        one = trainer(None, tmp_path, [callback], max_steps=1)
+        before = one.model
+        one.train()
+        assert one.model is not before
+    else:
+        one = trainer(build("llama", seed=0), tmp_path, [], max_steps=1)
+        one.add_callback(callback)
+        one.train()
+    assert fused_modules(one.model) > 0
+
+
+@pytest.mark.slow
+def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path: Path) -> None:
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "up_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM"
+    )
+    models = [peft.get_peft_model(copy.deepcopy(build("qwen3", seed=0)), config) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    callback = FusedNormCallback()
+    arguments = {"gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 2}
+    stock, fused = (
+        trainer(model, tmp_path / name, callbacks, **arguments)
+        for model, name, callbacks in zip(models, ("stock", "fused"), ([], [callback]), strict=True)
+    )
+    stock.train()
+    fused.train()
+    assert callback.report.counts["residual"] == 2
+    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
+    saved = tmp_path / "fused" / "checkpoint-2"
+    again = peft.PeftModel.from_pretrained(build("qwen3", seed=0), saved)
+    ids = torch.arange(12)[None]
+    with torch.no_grad(), disabled():
+        assert torch.equal(again(ids).logits, fused.model.eval().cpu()(ids).logits)
+    assert fused_modules(again) == 0
+
+
+@pytest.mark.slow
+def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path: Path) -> None:
+    first = trainer(build("llama", seed=0), tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
+    first.train()
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert fused_modules(stock) == 0
+    again = trainer(stock, tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    torch.testing.assert_close(losses(again), losses(first), rtol=1e-6, atol=1e-6)
+
+
+def test_misspelt_options_are_errors_before_there_is_a_trainer() -> None:
+    with pytest.raises(TypeError, match="recomputes"):
+        FusedNormCallback(recomputes=True)
