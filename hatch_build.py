@@ -1,7 +1,7 @@
 """What a built package says of its repository: its address, and links of the README that work outside of it.
 
-The address is that of the repository whose GitHub workflow builds the package, so that of a fork names the fork. Packages
-that are built elsewhere name none.
+The address is that of the repository whose GitHub workflow builds the package, so a fork's packages name the fork.
+Packages that are built elsewhere name none.
 """
 
 from __future__ import annotations
