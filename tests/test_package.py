@@ -55,7 +55,7 @@ def test_the_version_is_that_of_what_is_installed(monkeypatch: pytest.MonkeyPatc
 
 def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("hatchling")
-    spec = importlib.util.spec_from_file_location("hatch_build", PACKAGE.parents[1] / "hatch_build.py")
+    spec = importlib.util.spec_from_file_location("hatch_build", Path(__file__).parents[1] / "hatch_build.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     text = "![a\nchart](results/a.png) [how](docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"
