@@ -80,7 +80,7 @@ def test_the_quick_tier_is_green(family, precision, tmp_path):
 
 @pytest.mark.slow
 def test_the_quick_tier_covers_features_and_executions(tmp_path):
-    assert main(["converge", "qwen3", "--steps", "2", "--out", str(tmp_path)]) == 0
+    assert main(["converge", "qwen3", "--dtype", "bf16", "--steps", "2", "--out", str(tmp_path)]) == 0
     rows = results_in(tmp_path).values()
     assert {row["comparison"]["execution"] for row in rows} == set(EXECUTIONS)
     assert {row["comparison"]["feature"] for row in rows} == set(FEATURES)
