@@ -48,8 +48,8 @@ matrix: $(MATRIX:%=matrix-%) ## run the fast tests that touch transformers again
 matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/python $(PYTEST) -m "not slow" tests/patcher tests/model_configs tests/convergence tests/check $(TESTS)
 
-docs: $(VENV)/.ready-docs ## build the documentation site, warnings being errors; it lands in build/docs
-	$(BIN)/mkdocs build --strict --site-dir build/docs
+docs: $(VENV)/.ready-docs ## build the documentation site, warnings being errors; it lands in build/site
+	$(BIN)/mkdocs build --strict
 
 dist: $(VENV)/.ready-release ## build wheel and sdist, check them, and try both in a clean environment
 	rm -rf dist

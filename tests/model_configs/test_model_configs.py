@@ -43,8 +43,8 @@ def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
     assert sites["residual"] == layers
     assert sites["rope"] == layers
     assert sites.get("qk", 0) in (0, 2 * layers)
-    dense = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "down_proj")]
-    assert sites["mlp"] == len(dense)
+    gated = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "down_proj")]
+    assert sites["mlp"] == len(gated)
     # A layer of four norms has two that are for its branches.
     assert sites.get("sandwich", 0) == (sites["norm"] - 1) - 2 * layers
 
@@ -76,27 +76,26 @@ def test_the_tiny_model_trains_on_bytes(model_type, dtype):
 
 
 def test_tiny_models_keep_what_is_special_about_their_family():
-    models = {name: build(name, seed=0) for name in FAMILY_NAMES}
-    for name, model in models.items():
+    names = ("llama", "mistral", "granite", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
+    llama, mistral, granite, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in names)
+    for model in (llama, mistral, granite, qwen3, moe, gemma, gemma2, gemma3):
         config = model.config
         assert config.num_key_value_heads < config.num_attention_heads
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        assert tied == config.tie_word_embeddings == FAMILIES[name].tiny["tie_word_embeddings"]
-    assert models["mistral"].config.sliding_window < 32
-    assert {layer.residual_multiplier for layer in models["granite"].model.layers} == {0.22}
-    qwen3, moe = models["qwen3"].config, models["qwen3_moe"].config
-    assert qwen3.head_dim * qwen3.num_attention_heads != qwen3.hidden_size
-    dense, sparse = (layer.mlp for layer in models["qwen3_moe"].model.layers)
+        assert tied == config.tie_word_embeddings == (model not in (llama, mistral, moe))
+    assert mistral.config.sliding_window < 32
+    assert {layer.residual_multiplier for layer in granite.model.layers} == {0.22}
+    assert qwen3.config.head_dim * qwen3.config.num_attention_heads != qwen3.config.hidden_size
+    dense, sparse = (layer.mlp for layer in moe.model.layers)
     assert not hasattr(dense, "experts")
     assert hasattr(sparse, "experts")
-    assert moe.num_experts > moe.num_experts_per_tok > 1
-    gemma2, gemma3 = models["gemma2"].config, models["gemma3_text"].config
-    for config in (gemma2, gemma3):
+    assert moe.config.num_experts > moe.config.num_experts_per_tok > 1
+    for config in (gemma2.config, gemma3.config):
         assert set(config.layer_types) == {"sliding_attention", "full_attention"}
         assert config.sliding_window < 32
-    assert gemma2._attn_implementation == "eager"
-    assert gemma2.attn_logit_softcapping
-    assert gemma2.final_logit_softcapping
+    assert gemma2.config._attn_implementation == "eager"
+    assert gemma2.config.attn_logit_softcapping
+    assert gemma2.config.final_logit_softcapping
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
