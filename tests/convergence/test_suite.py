@@ -120,7 +120,9 @@ def test_no_fault_is_missed(family, precision):
     [("llama", "rms_norm-compiled-dw", "caught"), ("gemma3_text", "add_rms_norm-compiled-dw", "hidden")],
 )
 def test_a_fault_of_compiled_operators_alone_is_caught_where_they_are_called(family, fault, outcome):
-    (result,) = run_plan(tiny_plan([Comparison(family, "fp32", "compile", mutation=fault)]), None, Silent())
+    recipes = {family: ModelRecipe.of_family(family, {"num_hidden_layers": 1})}
+    plan = tiny_plan([Comparison(family, "fp32", "compile", mutation=fault)], recipes=recipes)
+    (result,) = run_plan(plan, None, Silent())
     assert result.outcome == outcome
 
 
