@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 PYTEST := -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge test test-all lint format matrix clean
+.PHONY: help demo converge test test-all lint format matrix docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -48,6 +48,16 @@ matrix: $(MATRIX:%=matrix-%) ## run the fast tests that touch transformers again
 matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/python $(PYTEST) -m "not slow" tests/patcher tests/model_configs tests/convergence tests/check $(TESTS)
 
+docs: $(VENV)/.ready-docs ## build the documentation site, warnings being errors; it lands in build/site
+	$(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.ready-release ## build wheel and sdist, check them, and try both in a clean environment
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist
+	.ci/try-package dist $(BIN)/python
+
 clean: ## remove the virtual environments and everything built
 	rm -rf $(VENV) .matrix build dist .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -63,6 +73,11 @@ $(READY): pyproject.toml constraints.txt
 	echo "Install one, or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# What only the documentation, or only a release, needs.
+$(VENV)/.ready-%: $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 # An environment on top of the first one holds only what another transformers needs in other versions; torch is shared.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         remove_fused_norm,
     )
 
-__version__ = "0.1.0"
+    __version__: str
 
 _FROM_PATCHER = (
     "FuseOptions",
@@ -49,6 +49,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _FROM_PATCHER:
         return getattr(importlib.import_module(".patcher", __name__), name)
     if name == "kernels":
@@ -57,4 +59,14 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    """The version that was installed; builds take it from git's tags, so no file of this package has it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("fused-norm")
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return "0.0"

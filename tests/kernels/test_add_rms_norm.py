@@ -51,10 +51,10 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", EVERY_WIDTH)
-@pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
-def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm, width: int, device: str) -> None:
+def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
+    """And of another meaning beside every limit of the plans, in ``test_norm_kernels``."""
     rows = 67 if width <= 128 else 19 if width <= 512 else 3
-    assert_within_budget(norm, make_inputs(norm, (rows, width), device))
+    assert_within_budget(GEMMA, make_inputs(GEMMA, (rows, width), device))
 
 
 @pytest.mark.parametrize("width", WIDE)

@@ -170,8 +170,9 @@ BOUNDARIES = sorted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", ["w", pytest.param("", marks=pytest.mark.slow)], ids=["frozen weight", "trained"])
-@pytest.mark.parametrize("r", [None, BF16], ids=["alone", "residual"])
+@pytest.mark.parametrize(
+    ("r", "frozen"), [(None, "w"), (BF16, "w"), (BF16, "")], ids=["alone, frozen weight", "frozen weight", "trained"]
+)
 @pytest.mark.parametrize("width", BOUNDARIES)
 def test_one_below_at_and_one_above_every_limit_of_the_plans(
     width: int, r: torch.dtype | None, frozen: str, device: str

@@ -147,6 +147,38 @@ def test_compiles_as_one_graph_with_equal_results(index: int, device: str) -> No
         assert ours.stride() == expected.stride()
 
 
+class Doubled(operator.Operator):
+    """Has one output and one gradient, which a schema returns as a tensor and not as a tuple."""
+
+    name, has_norm, tensors, outputs, saved, gradients = "doubled", False, "Tensor x", ("y",), "Tensor x", ("dx",)
+
+    def check(self, spec, x):
+        pass
+
+    def reference(self, spec, x):
+        return 2 * x
+
+    def forward(self, spec, x, *, training, launch=True):
+        return (2 * x if launch else torch.empty_like(x),)
+
+    def save(self, arguments, results):
+        return arguments, ()
+
+    def backward(self, spec, call, *, launch=True):
+        return (2 * call.incoming[0] if launch else torch.empty_like(call.incoming[0]),)
+
+
+def test_an_operator_may_have_one_gradient_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(operator, "_operators", [])
+    doubled, x = Doubled(), torch.randn(3, 4, device=device, requires_grad=True)
+    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
+    for call in (doubled, compiled):
+        y = call(None, x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert torch.equal(y, 2 * x)
+        assert torch.equal(dx, torch.full_like(x, 2))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_small_tensors_in_a_graph_are_left_to_the_compiler(
     dynamic: bool, device: str, monkeypatch: pytest.MonkeyPatch

@@ -364,6 +364,7 @@ def by_launches(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Ten
 
 def _by_registered_operator(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     found = operator._backward_op(*_values(spec), *call.incoming, *call.saved, *call.facts, *call.needed)
+    found = (found,) if isinstance(found, Tensor) else found
     return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
 
 

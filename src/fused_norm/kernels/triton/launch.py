@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -12,10 +11,10 @@ from triton import knobs
 
 from ..observation import Observation
 from .devices import INTERPRETED, on
+from .interpreter import Turn
 from .memory import INT32_LIMIT
 
-_turn: AbstractContextManager[object] = threading.Lock() if INTERPRETED else nullcontext()
-"""Triton's interpreter keeps the grid of the kernel that it runs in one place for all threads."""
+_turn: AbstractContextManager[object] = Turn() if INTERPRETED else nullcontext()
 
 _PREPARED_LIMIT = 4096
 """Sets of strides that a kernel remembers; a program that goes through more of them starts anew."""

@@ -1,0 +1,55 @@
+"""What Triton's interpreter replaces for a kernel: looked for once a launch, and put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+
+from fused_norm.kernels import add_rms_norm
+from fused_norm.kernels.triton.devices import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("kernels are compiled", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that the interpreter has looked into, by name."""
+    found: list[str] = []
+    patch = interpreter._patch_lang
+
+    def noted(function):
+        found.append(function.__name__)
+        return patch(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", noted)
+    return found
+
+
+def test_a_launch_is_prepared_once_for_each_module_of_the_language(prepared: list[str]) -> None:
+    x = torch.randn(40, 24)
+    for _ in range(2):
+        add_rms_norm(x, x, torch.randn(24))
+        kernel, *others = prepared
+        assert kernel == "_forward_kernel"
+        assert len(others) == 1, "functions of triton.language.standard see triton.language.core"
+        prepared.clear()
+
+
+def test_what_was_replaced_is_put_back_after_an_error_too(prepared: list[str]) -> None:
+    before, load = interpreter._patch_lang, tl.load
+    x = torch.randn(40, 24)
+    add_rms_norm(x, x, torch.randn(24))
+    assert (interpreter._patch_lang, tl.load) == (before, load)
+
+    def fail(*arguments, **keywords):
+        raise RuntimeError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "load", fail)
+        with pytest.raises(interpreter.InterpreterError, match="planted"):
+            add_rms_norm(x, x, torch.randn(24))
+    assert (interpreter._patch_lang, tl.load) == (before, load)

@@ -1,0 +1,80 @@
+"""The package as others get it: what is imported with it, its version, and the README that an index shows."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fused_norm
+
+PACKAGE = Path(fused_norm.__file__).parent
+MEASURING = ("bench", "check", "cli", "convergence")
+"""What commands alone import; above them is what everyone does."""
+PEERS = ("liger_kernel", "matplotlib", "quack")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The full names that a file imports, wherever in it."""
+    package = ("fused_norm", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield from (".".join((*base, *filter(None, [node.module]), alias.name)) for alias in node.names)
+
+
+def test_what_everyone_imports_knows_neither_measurements_nor_peers() -> None:
+    own = {path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in MEASURING}
+    assert "fused_norm.kernels.replay" in set(imported(PACKAGE / "cli" / "env_command.py")), "relative imports count"
+    away = [*(f"fused_norm.{name}" for name in MEASURING), *PEERS]
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), name)
+        for path in own
+        for name in imported(path)
+        if any(f"{name}.".startswith(f"{one}.") for one in away)
+    }
+    assert found == {("__main__.py", "fused_norm.cli.main")}
+
+
+def test_the_version_is_that_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"fused-norm": "1.2.3"}.__getitem__)
+    assert fused_norm.__version__ == "1.2.3"
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert fused_norm.__version__ == "0.0"
+
+
+def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", Path(__file__).parents[1] / "hatch_build.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    text = "![a\nchart](results/a.png) [how](docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"
+    (tmp_path / "README.md").write_text(text)
+
+    def metadata() -> dict:
+        made: dict = {}
+        hook.RepositoryHook(str(tmp_path), {}).update(made)
+        return made
+
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    assert metadata() == {"readme": {"content-type": "text/markdown", "text": text}}
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://git.example")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "me/mine")
+    monkeypatch.setenv("GITHUB_REF_NAME", "v1.0")
+    made = metadata()
+    assert made["readme"]["text"] == (
+        "![a\nchart](https://git.example/me/mine/raw/v1.0/results/a.png) "
+        "[how](https://git.example/me/mine/blob/v1.0/docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"
+    )
+    assert set(made["urls"]) == {"Source", "Issues", "Changelog"}
+    assert all(address.startswith("https://git.example/me/mine") for address in made["urls"].values())
