@@ -488,11 +488,11 @@ def test_float64_takes_the_reference() -> None:
 
 
 @pytest.mark.usefixtures("held_or_in_chunks")
-@pytest.mark.parametrize(("x", "scale", "fused"), [(FP32, 0.22, False), (FP32, 1.0, True), (BF16, 0.22, True)])
-def test_an_fp32_product_and_its_sum_are_compiled_apart(
-    x: torch.dtype, scale: float, fused: bool, launches: list[Launched], device: str
+@pytest.mark.parametrize(("x", "r", "fused"), [(FP32, FP32, False), (BF16, FP32, False), (BF16, BF16, True)])
+def test_products_of_fp32_sums_are_rounded_before_they_are_added(
+    x: torch.dtype, r: torch.dtype, fused: bool, launches: list[Launched], device: str
 ) -> None:
-    norm = Norm(x=x, r=FP32, w=None, scale=scale)
+    norm = Norm(x=x, r=r, w=None, scale=0.22)
     inputs = make_inputs(norm, (2, 130), device)
     norm.fused(inputs.x, inputs.r, None)
     (launched,) = launches

@@ -241,8 +241,8 @@ def launch_fp8_norm(
             "N": width, "ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain,
             **_constants(spec, recipe, dtypes, long),
         }  # fmt: skip
-        # An fp32 product that is added to must not become one fused multiply-add.
-        fuse = not (scaled and x.dtype == torch.float32)
+        # As in the 16-bit norm.
+        fuse = dtypes[0] != torch.float32
         planned = _planned[key] = plan, Launch(_rows_kernel, plan.warps, constants, fuse=fuse)
     plan, launch = planned
     amax = x.new_zeros((1,), dtype=torch.int32) if whole else None

@@ -211,8 +211,9 @@ def launch_norm_forward(
     planned = _planned.get(key)
     if planned is None:
         plan = plan or forward_plan(width, facts_of(x.device), mode, summed=residual is not None)
-        # An fp32 product that is added to must not become one fused multiply-add.
-        fuse = not (scaled and x.dtype == torch.float32)
+        # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the
+        # compiler would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
+        fuse = (x if sums is None else sums).dtype != torch.float32
         planned = _planned[key] = plan, _launch_of(plan, width, spec.without_eps(), long, fuse)
     plan, launch = planned
     tiles = -(-rows // plan.rows)
