@@ -11,9 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_for_h100 import compiled
 
 from fused_norm.kernels.fp8 import RECIPES, forward_kernels
 from fused_norm.kernels.operator import norm_spec
@@ -22,13 +20,6 @@ from fused_norm.kernels.triton import norm_forward
 from fused_norm.kernels.triton.launch import Launch, launches
 
 BF16, FP32 = torch.bfloat16, torch.float32
-_TYPES = {
-    BF16: "*bf16",
-    FP32: "*fp32",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
 
 
 class _First:
@@ -48,25 +39,7 @@ def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
         call()
     assert first.found is not None
     launch, arguments = first.found
-    kernel = launch._kernel
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[index] if index < len(arguments) else launch._values[index - len(arguments)]
-        if index >= len(arguments) or value is None:
-            signature[parameter.name], constants[index,] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name], attributes[index,] = _TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
-    text = compiled.asm["ttgir"]
+    text = compiled(launch, arguments).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", text, re.MULTILINE))
     shape, name = re.findall(r"\(tensor<([\dx]+xf32), (#\w+)>\) -> tensor<[\dx]*xf32", text)[0]
     return shape, layouts[name]

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_for_h100 import compiled
 
 from fused_norm.kernels import plan_files
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
@@ -31,7 +30,6 @@ from fused_norm.kernels.triton.launch import Launch, launches
 
 H100 = Device()
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384)
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SPILLED = 48
 """Bytes that a kernel may spill: that of a sandwich of 1024 does 44."""
@@ -45,24 +43,8 @@ class Compiler:
 
     def launched(self, launch: Launch, grid: tuple[int, int], arguments: tuple[Any, ...], strides: Any) -> None:
         """Compile one launch and keep its name, shared memory and spilled bytes."""
-        signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        attributes: dict[tuple[int], Any] = {}
-        for index, parameter in enumerate(launch._kernel.params):
-            value = arguments[index] if index < len(arguments) else launch._values[index - len(arguments)]
-            if index >= len(arguments) or value is None:
-                signature[parameter.name], constants[index,] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name], attributes[index,] = TYPES[value.dtype], [["tt.divisibility", 16]]
-            elif isinstance(value, float):
-                signature[parameter.name] = "fp32"
-            else:
-                signature[parameter.name] = "i32"
-                if value % 16 == 0 and not parameter.do_not_specialize:
-                    attributes[index,] = [["tt.divisibility", 16]]
-        source = ASTSource(launch._kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
-        self.found.append((launch.name, compiled.metadata.shared, spilled_bytes(compiled.asm["ptx"])))
+        kernel = compiled(launch, arguments)
+        self.found.append((launch.name, kernel.metadata.shared, spilled_bytes(kernel.asm["ptx"])))
 
 
 def spilled_bytes(ptx: str) -> int:
