@@ -31,6 +31,13 @@ class Recorder:
     def inner(self, x):
         return x * 11 + 4
 
+    def third(self, x):
+        return x * 37 + 9
+
+    @property
+    def norms(self):
+        return [self.norm, self.other]
+
     def pair(self, x):
         return x, x + 1
 
