@@ -189,9 +189,10 @@ class InnerOfAnotherName(Recorder):
         made = self.inner(made)
         gated = active + made
         normed = self.norm(gated)
-        normed = self.other(normed)
-        total = gated + normed
-        return total * 2
+        if self.flag:
+            normed = self.other(normed)
+            gated = gated + normed
+        return gated * 2
 
 
 class ConsumerIsInner(Recorder):
@@ -497,26 +498,30 @@ class Missed(Recorder):
             a = a + 2
         if not self.factor:
             a = self.third(a)
+            a = b + a
         with contextlib.suppress(ValueError):
             b = a - b
             return self.norm(b) * d
-        return self.act(a * 2)
+        return self.act(a)
 
 
 def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
     missed = [(one.norm, one.source, one.conditions) for one in patterns_of(Missed).missed]
     assert missed == [
         ("norm", "a += b", ()),
-        ("other", "b + a", ()),
+        ("other", "b + a", (("flag", True),)),
         ("third", "a + b", ()),
         ("inner", "c + a", ()),
         ("inner", "a + 2", ()),
         ("third", "c + a", (("factor", False),)),
         ("third", "a + 2", (("factor", False),)),
+        ("act", "c + a", ()),
+        ("act", "a + 2", ()),
+        ("act", "b + a", (("factor", False),)),
     ]
     missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed]
     assert missed == [("other", "a + self.norm(a)", ())]
-    for layer in (InsideCalls, InLists, NormOrNot, SumOrNot, Nested):
+    for layer in (InsideCalls, InLists, SumOrNot, Nested):
         assert patterns_of(layer).missed == ()
 
 

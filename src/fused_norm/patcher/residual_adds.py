@@ -227,23 +227,22 @@ def _inner_norm(
     if isinstance(operand, ast.Name) and isinstance(before, ast.Assign) and _assigns(before, operand.id):
         if not isinstance(other, ast.Name) or other.id == operand.id:  # it would see what was there before
             return None, None
-        if operand.id != total and not _is_read_once(definition, body, operand, before):
+        if operand.id != total and not _is_read_last(definition, body, operand):
             return None, None
         call = norm_call(before.value, self_name)
         return call, None if call is None else before
     return norm_call(operand, self_name), None
 
 
-def _is_read_once(definition: ast.FunctionDef, body: list[ast.stmt], load: ast.Name, store: ast.stmt) -> bool:
-    """Return whether what a statement assigns to a name is read by this load, and nowhere else."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    if body is not definition.body or any(
-        isinstance(node, functions) and node is not definition for node in ast.walk(definition)
-    ):
-        return False
-    free = [node for statement in body[: body.index(store) + 1] for node in ast.walk(statement)]
-    names = (node for node in ast.walk(definition) if _is_name(node, load.id))
-    return all(node is load or node in free for node in names)
+def _is_read_last(definition: ast.FunctionDef, body: list[ast.stmt], load: ast.Name) -> bool:
+    """Return whether nothing reads a name after this load, in ``body``, or writes it."""
+    for node in ast.walk(definition):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and node is not definition:
+            return False  # it may read the name whenever it is called
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and any(inner is body for inner in bodies(node)):
+            return False  # what stands before may come afterwards
+    names = (node for node in ast.walk(definition) if isinstance(node, ast.Name) and node.id == load.id)
+    return all((node.lineno, node.col_offset) <= (load.lineno, load.col_offset) for node in names)
 
 
 def _factors(node: ast.expr, self_name: str) -> tuple[ast.expr, ast.expr] | None:

@@ -14,7 +14,12 @@ from .residual_adds import PlacedAdd, called_norm, norm_call
 _SAME_TENSOR = ("contiguous", "to")
 """Methods that may return the tensor that they are called on."""
 
-Sums = frozenset[ast.BinOp | ast.AugAssign]
+Conditions = tuple[tuple[str, bool], ...]
+"""Attributes of the module, and what their truth has to be."""
+
+Sums = frozenset[tuple[ast.BinOp | ast.AugAssign, Conditions]]
+"""Adds, each with the conditions under which it is made."""
+
 Names = dict[str, Sums]
 
 
@@ -25,12 +30,12 @@ class MissedAdd:
     Attributes:
         norm: the attribute of the norm.
         source: the add, as it is written.
-        conditions: the attributes of the module whose truth decides whether the norm is called, with that truth.
+        conditions: those under which it is made and the norm is called, as far as attributes of the module decide it.
     """
 
     norm: str
     source: str
-    conditions: tuple[tuple[str, bool], ...]
+    conditions: Conditions
 
 
 def find_missed_adds(definition: ast.FunctionDef, places: list[PlacedAdd], self_name: str) -> list[MissedAdd]:
@@ -43,9 +48,9 @@ def find_missed_adds(definition: ast.FunctionDef, places: list[PlacedAdd], self_
         if place.use is not None
     }
     missed = [
-        MissedAdd(called_norm(call), ast.unparse(add), conditions)
-        for call, (adds, conditions) in flow.calls.items()
-        for add in sorted(adds, key=lambda add: (add.lineno, add.col_offset))
+        MissedAdd(called_norm(call), ast.unparse(add), tuple(dict.fromkeys(made + called)))
+        for call, (sums, called) in flow.calls.items()
+        for add, made in sorted(sums, key=lambda one: (one[0].lineno, one[0].col_offset))
         if id(add) not in fused.get(call, ())
     ]
     return list(dict.fromkeys(missed))
@@ -59,9 +64,9 @@ class _Flow:
     """
 
     def __init__(self, self_name: str) -> None:
-        self.calls: dict[ast.Call, tuple[Sums, tuple[tuple[str, bool], ...]]] = {}
+        self.calls: dict[ast.Call, tuple[Sums, Conditions]] = {}
         self._own = self_name
-        self._conditions: list[tuple[str, bool]] = []
+        self._conditions: Conditions = ()
 
     def run(self, body: list[ast.stmt], names: Names) -> Names:
         """Walk through statements; return what names hold afterwards."""
@@ -81,7 +86,8 @@ class _Flow:
                 return names
             case ast.AugAssign():
                 self._value(statement.value, names)
-                total: Sums = frozenset([statement] if isinstance(statement.op, ast.Add) else [])
+                added = isinstance(statement.op, ast.Add)
+                total: Sums = frozenset([(statement, self._conditions)] if added else [])
                 return _stored(statement.target, total, names)
             case ast.If():
                 self._value(statement.test, names)
@@ -115,9 +121,9 @@ class _Flow:
         if not known:
             return self.run(body, names)
         assert isinstance(test, ast.Attribute)
-        self._conditions.append((test.attr, truth))
+        outside, self._conditions = self._conditions, (*self._conditions, (test.attr, truth))
         after = self.run(body, names)
-        self._conditions.pop()
+        self._conditions = outside
         return after
 
     def _value(self, node: ast.AST, names: Names) -> Sums:
@@ -127,7 +133,7 @@ class _Flow:
             case ast.Name():
                 return names.get(node.id, frozenset())
             case ast.BinOp(op=ast.Add()):
-                return frozenset([node])
+                return frozenset([(node, self._conditions)])
             case ast.IfExp():
                 return inside[1] | inside[2]
             case ast.Call(func=ast.Attribute(attr=method)) if method in _SAME_TENSOR:
@@ -136,7 +142,7 @@ class _Flow:
         call = norm_call(node, self._own)
         if call is not None:
             sums, _ = self.calls.get(call, (frozenset(), ()))
-            self.calls[call] = (sums | self._value(call.args[0], names), tuple(self._conditions))
+            self.calls[call] = (sums | self._value(call.args[0], names), self._conditions)
         return frozenset()
 
 
