@@ -30,7 +30,7 @@ from .forward_source import SourceError, WrappedError, global_of, names_in
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
 from .gates import Gate, GateRewrite
-from .norm_recognition import UnrecognisedError, looks_like_norm
+from .norm_recognition import UnrecognisedError, looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .query_key_norms import QK_NAME, Pair, PairRewrite
 from .residual_adds import Add, AddRewrite
@@ -275,9 +275,9 @@ class BlockSurvey:
         return self.model.paths[id(self._member(name))]
 
     def _holds_norm(self, name: str) -> bool:
-        """Return whether an attribute is a norm or wraps one."""
+        """Return whether an attribute is a norm or wraps one; a LayerNorm, which is never fused, does not count."""
         norm = self._member(name)
-        return id(norm) in self.model.paths and _is_norm(norm)
+        return id(norm) in self.model.paths and _is_norm(norm) and not subtracts_mean(norm)
 
     def _member(self, name: str) -> Any:
         """An attribute, or with ``name.0`` a module in a list that is one; None where there is none."""
@@ -291,7 +291,7 @@ class BlockSurvey:
 def _is_norm(module: Any) -> bool:
     """Return whether it is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
     return isinstance(module, nn.Module) and all(
-        looks_like_norm(leaf) for leaf in module.modules() if not leaf._modules
+        not part._parameters if part._modules else looks_like_norm(part) for part in module.modules()
     )
 
 
