@@ -195,6 +195,30 @@ class InnerOfAnotherName(Recorder):
         return gated * 2
 
 
+class Dropout(Recorder):
+    """As in T5Gemma."""
+
+    def forward(self, h):
+        residual = h
+        h = self.other(h)
+        h = self.inner(h)
+        h = residual + self.third(h)
+        residual = h
+        h = self.norm(h)
+        made = self.inner(h * 3)
+        h = self.third(made) + residual
+        return h * 2
+
+
+class DropoutOfMore(Recorder):
+    """What goes into it is read again."""
+
+    def forward(self, h):
+        made = self.inner(h)
+        h = h + self.third(made)
+        return h * made
+
+
 class ConsumerIsInner(Recorder):
     """The norm takes one sum and its result goes into the next: it can be fused with one of them."""
 
@@ -253,6 +277,13 @@ class ConsumerIsInner(Recorder):
             ["add norm inner 1", "onto other"],
             (2, 3),
         ),
+        (
+            Dropout,
+            [Add("norm", "third", "inner"), Add(None, "third", "inner")],
+            ["add norm inner 1", "onto inner"],
+            (2,),
+        ),
+        (DropoutOfMore, [Add(None, "third")], ["onto third"], (2,)),
         (
             ConsumerIsInner,
             [Add("inner", None), Add("norm", None)],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 import fused_norm
 from fused_norm.check.against_float64 import check_step
@@ -76,6 +76,7 @@ TEXT_ALONE = {
         "adapter_rank": 8,
     },
 }
+STACK = SIZES | {"num_hidden_layers": 1, "head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}
 SITES: dict[str, dict[Kind, int]] = {
     # A block of the tower has two norms, and so has a layer of the text; there are two more.
     "qwen2_5_vl": {"norm": 10, "residual": 4, "sandwich": 0},
@@ -84,6 +85,8 @@ SITES: dict[str, dict[Kind, int]] = {
     # Four norms of layers and four of attentions in each, and one at the end.
     "longcat_flash": {"norm": 17, "residual": 6, "sandwich": 0},
     "zamba2": {"norm": 6, "residual": 3, "sandwich": 0},
+    # Four norms in the layer of the encoder and six in that of the decoder; dropout stands behind those of branches.
+    "t5gemma": {"norm": 12, "residual": 3, "sandwich": 5},
 }
 ADDS = {
     "qwen2_5_vl": {"add_rms_norm": 4},
@@ -91,6 +94,7 @@ ADDS = {
     "longcat_flash": {"add_rms_norm": 6},
     # Two of the three layers are given nothing to add.
     "zamba2": {"add_rms_norm": 1},
+    "t5gemma": {"norm_add_norm": 3, "norm_add": 2},
 }
 """The fused adds that run in a forward."""
 
@@ -120,6 +124,10 @@ def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -
     if model_type in TEXT_ALONE:
         config = AutoConfig.for_model(model_type, **copy.deepcopy(SIZES | TEXT_ALONE[model_type]))
         return build(config, seed=0, device=device, dtype=dtype)
+    if model_type == "t5gemma":
+        stacks = {name: copy.deepcopy(STACK) for name in ("encoder", "decoder")}
+        config = AutoConfig.for_model(model_type, **stacks, dropout_rate=0.2, vocab_size=64)
+        return _with_weights(AutoModelForSeq2SeqLM.from_config(config)).to(device, dtype)
     config = AutoConfig.for_model(
         model_type,
         text_config=copy.deepcopy(SIZES | {"rope_scaling": ROTATION}),
@@ -127,11 +135,14 @@ def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -
         video_token_id=VIDEO,
         **copy.deepcopy(WITH_IMAGES[model_type]),
     )
-    model = AutoModelForImageTextToText.from_config(config)
+    return WithAnImage(_with_weights(AutoModelForImageTextToText.from_config(config)).to(device, dtype))
+
+
+def _with_weights(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if "RMSNorm" in type(module).__name__:
             nn.init.normal_(module.weight, 1, 0.3)
-    return WithAnImage(model.to(device, dtype))
+    return model
 
 
 def ids(device: str) -> torch.Tensor:
@@ -196,6 +207,28 @@ def test_a_tower_of_images_is_stock_with_hooks_checkpointing_and_where_fusing_is
     assert launches.count("add_rms_norm") == 8
     assert relative(logits, expected) < 1e-5
     assert all(relative(gradients[name], value) < 1e-5 for name, value in expected_gradients.items())
+
+
+@pytest.mark.slow
+def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(device: str, launches: list[str]) -> None:
+    stock = model_of("t5gemma", device)
+    fused = copy.deepcopy(stock)
+    assert fused_norm.apply_fused_norm(fused, strict=False).counts["sandwich"] == 5
+    results = []
+    for model in (stock.train(), fused.train()):
+        torch.manual_seed(3)
+        results.append(step(model, ids(device)))
+    (expected, expected_gradients), (logits, gradients) = results
+    assert launches.count("add_rms_norm") == 3
+    assert "norm_add_norm" not in launches
+    assert relative(logits, expected) < 1e-5
+    assert all(relative(gradients[name], value) < 1e-5 for name, value in expected_gradients.items())
+    launches.clear()
+    heard: list[str] = []
+    fused.eval().model.encoder.layers[0].dropout.register_forward_hook(lambda *_: heard.append("dropout"))
+    fused(ids(device), labels=ids(device), use_cache=False)
+    assert len(heard) == 2
+    assert launches.count("norm_add_norm") == 2
 
 
 class Sums(TorchDispatchMode):

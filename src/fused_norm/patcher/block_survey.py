@@ -128,15 +128,17 @@ class BlockSurvey:
         if add.norm is not None and self._holds_norm(add.norm):
             after = self._row(self._path_of(add.norm), "residual", "residual", done is not None and done.norm)
             yield after
-        if add.inner is not None and self._holds_norm(add.inner):
-            inner = self._row(self._path_of(add.inner), "sandwich", "sandwich", done is not None and done.inner)
+        dropout = add.before_inner is not None and isinstance(self._member(add.inner or ""), nn.Dropout)
+        name = add.before_inner if dropout else add.inner
+        if name is not None and self._holds_norm(name):
+            inner = self._row(self._path_of(name), "sandwich", "sandwich", done is not None and done.inner)
             if inner.reason is None and after is not None and after.reason is None and not _alike(inner, after):
                 reason = "it differs from the norm after the add in more than the weight"
                 inner = replace(inner, reason=reason, cause="formula")
             yield inner
         with_norm, with_inner = (row is not None and row.reason is None for row in (after, inner))
         if with_norm or with_inner:
-            self._rewrites.append(AddRewrite(index, with_norm, with_inner))
+            self._rewrites.append(AddRewrite(index, with_norm, with_inner, dropout and with_inner))
 
     def _survey_missed(self, missed: MissedAdd) -> Iterator[Site]:
         """The row of an add that reaches a norm in another way than is fused; none where it never does."""

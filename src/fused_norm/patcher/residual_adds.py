@@ -14,8 +14,8 @@ becomes, whatever the names are,
     hidden = y
 
 Every name keeps the value it had, and everything else in the forward stays as upstream wrote it. ``inner``, the norm of
-the branch itself, is where there is one; so is ``scale``, a factor of the branch that is an attribute of the layer.
-Where no norm of the layer takes the sum, the normed branch is still fused with its add:
+the branch itself, is where there is one, and so is a ``dropout`` behind it; ``scale`` is a factor of the branch that is
+an attribute of the layer. Where no norm of the layer takes the sum, the normed branch is still fused with its add:
 
     hidden = self.fused_norm_onto(self.inner, residual, hidden)
 
@@ -51,19 +51,25 @@ class Add:
     Attributes:
         norm: the attribute of the norm that takes the sum next, None where none does; ``norms.0`` for one in a list.
         inner: the attribute of the norm whose result is added, None where something else is.
+        before_inner: the attribute of the norm in front of ``inner``, which may be a dropout; None where there is none.
     """
 
     norm: str | None
     inner: str | None
+    before_inner: str | None = None
 
 
 @dataclass(frozen=True)
 class AddRewrite:
-    """The add number ``index``, to be fused with the norm after it, with its inner norm, or with both."""
+    """The add number ``index``, to be fused with the norm after it, with its inner norm, or with both.
+
+    ``dropout``: what is called the inner norm is a dropout, and the norm is the one in front of it.
+    """
 
     index: int
     norm: bool
     inner: bool
+    dropout: bool = False
 
 
 @dataclass
@@ -89,6 +95,7 @@ class PlacedAdd:
         choice: ``residual + branch if test else name``, None where the add is not part of such an expression.
         normed: the statement that makes the branch by the inner norm, None where that is part of the add.
         inner_call: the call of the inner norm.
+        before: the call of the norm in front of it, and its statement, None where there is none.
         scale: the factor of the branch.
         use: the call of the norm with the sum.
     """
@@ -101,6 +108,7 @@ class PlacedAdd:
     choice: ast.IfExp | None
     normed: ast.stmt | None
     inner_call: ast.Call | None
+    before: tuple[ast.Call, ast.Assign] | None
     scale: ast.expr | None
     use: Use | None
 
@@ -119,14 +127,17 @@ def find_adds(definition: ast.FunctionDef, self_name: str) -> list[PlacedAdd]:
 def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     """Put the fused call in the add's place."""
     branch, inner, keywords = place.branch, None, []
+    stock, dropout = place.statement.value, []
     if rewrite.inner and place.inner_call is not None:
-        branch, inner = place.inner_call.args[0], place.inner_call.func
-        keywords.append(ast.keyword("inner", inner))
-        if place.normed is not None:
-            place.body.remove(place.normed)
-    stock = place.statement.value
-    if inner is not None:
-        stock = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], [])
+        call, normed = place.inner_call, place.normed
+        if rewrite.dropout and place.before is not None:
+            dropout.append(ast.keyword("dropout", call.func))
+            call, normed = place.before
+        branch, inner = call.args[0], call.func
+        keywords += [ast.keyword("inner", inner), *dropout]
+        if normed is not None:
+            place.body.remove(normed)
+        stock = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], dropout)
     if not rewrite.norm or place.use is None:
         place.statement.value = stock
         return
@@ -137,11 +148,11 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     fused: ast.expr = make_call(self_name, "fused_norm_add", [norm, place.residual, branch], keywords)
     if place.choice is not None:
         name = place.choice.orelse
-        normed = ast.Tuple([ast.Call(copy.deepcopy(norm), [name], []), copy.deepcopy(name)], ast.Load())
-        fused = ast.IfExp(place.choice.test, fused, normed)
+        without = ast.Tuple([ast.Call(copy.deepcopy(norm), [name], []), copy.deepcopy(name)], ast.Load())
+        fused = ast.IfExp(place.choice.test, fused, without)
     elif use.condition is not None:
-        plain = ast.Tuple([ast.Constant(None), copy.deepcopy(stock)], ast.Load())
-        fused = ast.IfExp(copy.deepcopy(use.condition), fused, plain)
+        without = ast.Tuple([ast.Constant(None), copy.deepcopy(stock)], ast.Load())
+        fused = ast.IfExp(copy.deepcopy(use.condition), fused, without)
     place.statement.targets = [ast.Tuple([ast.Name(y, ast.Store()), place.statement.targets[0]], ast.Store())]
     place.statement.value = fused
     replace(use.statement, use.call, ast.Name(y, ast.Load()))
@@ -168,7 +179,7 @@ def _add_at(
     residual, branch = value.left, value.right
     if any(use.call in (residual, branch) for use in taken):
         return None
-    inner = normed = None
+    inner = normed = behind = None
     if choice is None:
         before = body[position - 1] if position else None
         if any(before is use.statement for use in taken):
@@ -178,6 +189,8 @@ def _add_at(
             inner, normed = _inner_norm(definition, body, residual, branch, before, total, self_name)
             if inner is not None:
                 residual, branch = branch, residual
+        if inner is not None and normed is None:
+            behind = _norm_in_front(definition, body, inner.args[0], residual, before, total, self_name)
     use = _use(body, position, total, self_name)
     if use is not None and use.condition is not None and choice is not None:
         use = None
@@ -187,8 +200,9 @@ def _add_at(
     for one, other in ((branch, residual), (residual, branch)):
         if inner is None and scale is None and (factors := _factors(one, self_name)) is not None:
             residual, (branch, scale) = other, factors
-    add = Add(None if use is None else called_norm(use.call), None if inner is None else called_norm(inner))
-    return PlacedAdd(add, body, statement, residual, branch, choice, normed, inner, scale, use)
+    calls = (None if use is None else use.call, inner, None if behind is None else behind[0])
+    add = Add(*(None if call is None else called_norm(call) for call in calls))
+    return PlacedAdd(add, body, statement, residual, branch, choice, normed, inner, behind, scale, use)
 
 
 def norm_call(node: ast.AST | None, self_name: str) -> ast.Call | None:
@@ -224,14 +238,30 @@ def _inner_norm(
     self_name: str,
 ) -> tuple[ast.Call | None, ast.Assign | None]:
     """The call ``self.<inner>(argument)`` that makes an operand, and the statement before the add where it stands."""
-    if isinstance(operand, ast.Name) and isinstance(before, ast.Assign) and _assigns(before, operand.id):
-        if not isinstance(other, ast.Name) or other.id == operand.id:  # it would see what was there before
-            return None, None
-        if operand.id != total and not _is_read_last(definition, body, operand):
-            return None, None
-        call = norm_call(before.value, self_name)
-        return call, None if call is None else before
+    if isinstance(operand, ast.Name) and _assigns(before, operand.id):
+        found = _norm_in_front(definition, body, operand, other, before, total, self_name)
+        return (None, None) if found is None else found
     return norm_call(operand, self_name), None
+
+
+def _norm_in_front(
+    definition: ast.FunctionDef,
+    body: list[ast.stmt],
+    result: ast.expr,
+    other: ast.expr,
+    before: ast.stmt | None,
+    total: str,
+    self_name: str,
+) -> tuple[ast.Call, ast.Assign] | None:
+    """The call of a norm with whose ``result`` a sum is made, and which is all that the statement before it does."""
+    if not isinstance(result, ast.Name) or not isinstance(before, ast.Assign) or not _assigns(before, result.id):
+        return None
+    if not isinstance(other, ast.Name) or other.id == result.id:  # it would see what was there before
+        return None
+    if result.id != total and not _is_read_last(definition, body, result):
+        return None
+    call = norm_call(before.value, self_name)
+    return None if call is None else (call, before)
 
 
 def _is_read_last(definition: ast.FunctionDef, body: list[ast.stmt], load: ast.Name) -> bool:
