@@ -231,6 +231,50 @@ def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(devi
     assert launches.count("norm_add_norm") == 2
 
 
+class Mixer(nn.Module):
+    """It holds a norm, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.factor = nn.RMSNorm(24, eps=1e-5), nn.Parameter(torch.ones(24))
+
+    def forward(self, x):
+        return self.norm(x) * self.factor
+
+
+class Layer(nn.Module):
+    def __init__(self, *, deep: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.RMSNorm(24, eps=1e-5) for _ in range(3))
+        self.layer_norm, self.mixer = nn.LayerNorm(24), Mixer()
+        self.deep = deep
+
+    def forward(self, x):
+        y = x + self.layer_norm(x + x)
+        y = y + self.mixer(y)
+        y = y + x
+        y = self.layer_norm(y)
+        y += x
+        y = self.first(y)
+        if self.deep:
+            y = x + y
+        y = self.second(y)
+        y = x + y
+        return self.third(y)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_add_that_cannot_be_fused_has_a_row_and_what_feeds_no_rms_norm_has_none(deep: bool) -> None:
+    report = fused_norm.apply_fused_norm(nn.ModuleList([Layer(deep=deep)]))
+    rows = {site.path: site.reason for site in (*report.fused, *report.kept) if site.kind == "residual"}
+    expected = {"0.third": None, "0.first": "its sum, y += x, reaches it in a way that is not rewritten"}
+    if deep:
+        expected["0.second"] = "its sum, x + y, reaches it in a way that is not rewritten"
+    assert rows == expected
+    off = fused_norm.apply_fused_norm(nn.ModuleList([Layer(deep=deep)]), residual=False)
+    assert {site.path: site.cause for site in off.kept if site.kind == "residual"} == dict.fromkeys(expected, "option")
+
+
 class Sums(TorchDispatchMode):
     """A record of the norms whose input is the sum of an add that the module which holds them made in the same call."""
 
