@@ -137,7 +137,7 @@ def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str
         assert relative(model(ids(device), use_cache=False).logits, stock) < 2e-6
 
 
-@pytest.mark.parametrize("model_type", ["glm4", "granite", "olmo2", "lfm2"])
+@pytest.mark.parametrize("model_type", ["glm4", "granite", "olmo2", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device: str) -> None:
     model = model_of(model_type, dtype=torch.bfloat16, device=device)
     result = check_step(model, ids(device).repeat(1, 3))

@@ -164,15 +164,14 @@ def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in SITES if name != "qwen2_5_vl")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SITES)
 def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device: str) -> None:
     result = check_step(model_of(model_type, device, torch.bfloat16), ids(device), options={"strict": False})
     assert result.ok, str(result)
 
 
+@pytest.mark.slow
 def test_a_tower_of_images_is_stock_with_hooks_checkpointing_and_where_fusing_is_off(
     device: str, launches: list[str]
 ) -> None:
