@@ -31,6 +31,13 @@ class Recorder:
     def inner(self, x):
         return x * 11 + 4
 
+    def third(self, x):
+        return x * 37 + 9
+
+    @property
+    def norms(self):
+        return [self.norm, self.other]
+
     def pair(self, x):
         return x, x + 1
 
@@ -57,14 +64,16 @@ class Recorder:
     def gate_up(self, x):
         return Packed(self.gate(x), self.up(x))
 
-    def fused_norm_add(self, norm, residual, branch, *, inner=None, scale=1):
+    def fused_norm_add(self, norm, residual, branch, *, inner=None, dropout=None, scale=1):
         self.calls.append(f"add {norm.__name__} {inner and inner.__name__} {scale}")
-        total = residual + (inner(branch) if inner else branch) * scale
+        branch = inner(branch) if inner else branch
+        total = residual + (dropout(branch) if dropout else branch) * scale
         return norm(total), total
 
-    def fused_norm_onto(self, inner, residual, branch):
+    def fused_norm_onto(self, inner, residual, branch, *, dropout=None):
         self.calls.append(f"onto {inner.__name__}")
-        return residual + inner(branch)
+        branch = inner(branch)
+        return residual + (dropout(branch) if dropout else branch)
 
     def fused_norm_may_postpone(self, q_norm, k_norm):
         self.calls.append(f"may postpone {q_norm.__name__} {k_norm.__name__}")
@@ -147,7 +156,10 @@ def rotate(q: Heads, k: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> tu
 def everything(layer: type) -> tuple[Rewrite, ...]:
     """The rewrites that fuse all that was found in a forward."""
     patterns = patterns_of(layer)
-    adds = (AddRewrite(i, bool(add.norm), bool(add.inner)) for i, add in enumerate(patterns.adds))
+    adds = (
+        AddRewrite(i, bool(add.norm), bool(add.inner), add.before_inner is not None)
+        for i, add in enumerate(patterns.adds)
+    )
     pairs = (PairRewrite(i, bool(pair.rotate)) for i, pair in enumerate(patterns.pairs))
     fed = {pair.rotate is not None and index for index, pair in enumerate(patterns.pairs)}
     alone = (RotationRewrite(i) for i, one in enumerate(patterns.rotations) if one.tensors and one.pair not in fed)

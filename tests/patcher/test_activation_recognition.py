@@ -67,6 +67,17 @@ class Saturating(nn.Module):
         return nn.functional.silu(x).clamp(max=500)
 
 
+class WithAShape(nn.Module):
+    """As OLMo's norm without a weight, which may stand in a layer beside an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape = (64,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, self.shape)
+
+
 UNKNOWN = [
     nn.SiLU(inplace=True),
     nn.ReLU(),
@@ -76,6 +87,7 @@ UNKNOWN = [
     InPlace(),
     OnlyInFp32(),
     Saturating(),
+    WithAShape(),
     *(ACT2FN[name] for name in ("gelu_new", "quick_gelu", "gelu_fast", "relu2", "sigmoid")),
     torch.relu,
     torch.tensor(1.0).mul,

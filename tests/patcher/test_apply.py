@@ -478,14 +478,14 @@ def test_rows_alike_but_for_an_index_at_the_end_of_their_paths_are_one_line() ->
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = nn.RMSNorm(24, eps=1e-5)
+            self.first, self.act = nn.RMSNorm(24, eps=1e-5), nn.Tanh()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(x)
+            return self.first(x) * self.act(x)
 
     lines = str(fused_norm.apply_fused_norm(nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(11)])})))
     (kept,) = [line for line in lines.splitlines() if line.startswith("kept")]
-    assert kept.split()[1:4] == ["residual", "11", "Layer"]
+    assert kept.split()[1:4] == ["mlp", "11", "Layer"]
     assert kept.endswith("layers.*")
     assert "layers.*.first" in lines
 

@@ -57,7 +57,7 @@ def test_signature_name_and_globals_stay() -> None:
 
 
 def test_private_names_are_those_of_the_class() -> None:
-    assert run(_Private, 2.0, 3.0) == ["add norm None 1"]
+    assert run(_Private, 2.0, 3.0) == ["add norm __scaled 1"]
     assert inspect.signature(rewritten_forward(_Private, everything(_Private))) == inspect.signature(_Private.forward)
 
 

@@ -135,7 +135,8 @@ class ReadsAHalfInAFunction(Recorder):
 )
 @pytest.mark.parametrize("may_postpone", [True, False])
 def test_the_product_becomes_one_call_and_every_value_stays(mlp, calls, may_postpone: bool) -> None:
-    assert run(mlp, 2, may_postpone=may_postpone) == calls
+    made = run(mlp, 2, may_postpone=may_postpone)
+    assert [call for call in made if not call.startswith("add")] == calls
 
 
 class ReadsTheActivationTwice(Recorder):

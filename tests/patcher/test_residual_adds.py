@@ -113,6 +113,112 @@ class SeveralAdds(Recorder):
         return self.norm(a)
 
 
+class InsideCalls(Recorder):
+    """As in the vision blocks of Qwen2.5-VL, with another norm at the end."""
+
+    def forward(self, h, factor):
+        h = h + self.third(self.norm(h), *[])
+        h = h + self.third(x=self.other(h))
+        copied = h
+        return max(self.norm(h), factor) - copied
+
+
+class InsideArithmetic(Recorder):
+    def forward(self, h, shift):
+        h = h * shift + h
+        scaled = self.norm(h) * (1 + shift) - h
+        scaled = self.third(shift) + scaled
+        first, second = self.pair(self.other(scaled))
+        return first - second * h
+
+
+class BothInOneStatement(Recorder):
+    """What a sum's norm returns is added at once."""
+
+    def forward(self, a, b):
+        a = a + b
+        a = a + self.norm(a)
+        return self.other(a)
+
+
+class InLists(Recorder):
+    def forward(self, h, b):
+        h = h + b
+        residual = h
+        h = self.norms[0](h)
+        h = residual + h
+        residual = h
+        h = self.norms[1](h)
+        return residual - h
+
+
+class SumOrNot(Recorder):
+    """As in the Mamba layers of Zamba."""
+
+    def forward(self, h, b=None):
+        residual = h
+        h = h + b if b is not None else h
+        h = self.norm(h)
+        h = h if b is None else self.factor * b + h
+        return self.other(h) - residual
+
+
+class NormOrNot(Recorder):
+    """As in Molmo 2 and Higgs Audio 2."""
+
+    def forward(self, h, b=None, after=False):
+        h = h + 5
+        residual = h
+        if self.flag and not after:
+            h = self.norm(h)
+        h = self.third(h)
+        h = residual + h
+        if b is None:
+            h = 2 * h
+        else:
+            residual = h
+            h = self.other(h)
+        return h - residual
+
+
+class InnerOfAnotherName(Recorder):
+    """As in Gemma 3n."""
+
+    def forward(self, h, active):
+        made = self.third(h)
+        made = self.inner(made)
+        gated = active + made
+        normed = self.norm(gated)
+        if self.flag:
+            normed = self.other(normed)
+            gated = gated + normed
+        return gated * 2
+
+
+class Dropout(Recorder):
+    """As in T5Gemma."""
+
+    def forward(self, h):
+        residual = h
+        h = self.other(h)
+        h = self.inner(h)
+        h = residual + self.third(h)
+        residual = h
+        h = self.norm(h)
+        made = self.inner(h * 3)
+        h = self.third(made) + residual
+        return h * 2
+
+
+class DropoutOfMore(Recorder):
+    """What goes into it is read again."""
+
+    def forward(self, h):
+        made = self.inner(h)
+        h = h + self.third(made)
+        return h * made
+
+
 class ConsumerIsInner(Recorder):
     """The norm takes one sum and its result goes into the next: it can be fused with one of them."""
 
@@ -147,6 +253,38 @@ class ConsumerIsInner(Recorder):
             (2, 3),
         ),
         (
+            InsideCalls,
+            [Add("other", None), Add("norm", None)],
+            ["add other None 1", "add norm None 1"],
+            (2, 3),
+        ),
+        (
+            InsideArithmetic,
+            [Add("norm", None), Add("other", "third")],
+            ["add norm None 1", "add other third 1"],
+            (2, 3),
+        ),
+        (BothInOneStatement, [Add("norm", None)], ["add norm None 1"], (2, 3)),
+        (InLists, [Add("norms.0", None), Add("norms.1", None)], ["add norm None 1", "add other None 1"], (2, 3)),
+        (SumOrNot, [Add("norm", None), Add("other", None)], ["add norm None 1", "add other None 7"], (2, 3)),
+        (SumOrNot, [Add("norm", None), Add("other", None)], [], (2,)),
+        (NormOrNot, [Add("norm", None), Add("other", "third")], ["add norm None 1", "onto third"], (2,)),
+        (NormOrNot, [Add("norm", None), Add("other", "third")], ["add norm None 1", "add other third 1"], (2, 3)),
+        (NormOrNot, [Add("norm", None), Add("other", "third")], ["add other third 1"], (2, 3, True)),
+        (
+            InnerOfAnotherName,
+            [Add("norm", "inner"), Add(None, "other")],
+            ["add norm inner 1", "onto other"],
+            (2, 3),
+        ),
+        (
+            Dropout,
+            [Add("norm", "third", "inner"), Add(None, "third", "inner")],
+            ["add norm inner 1", "onto inner"],
+            (2,),
+        ),
+        (DropoutOfMore, [Add(None, "third")], ["onto third"], (2,)),
+        (
             ConsumerIsInner,
             [Add("inner", None), Add("norm", None)],
             ["add inner None 1", "add norm None 1"],
@@ -169,8 +307,49 @@ def test_only_what_is_asked_for_is_handed_over() -> None:
 class SumIsChanged(Recorder):
     def forward(self, a, b):
         a = a + b
-        a = self.other(a) * 2
+        a = 2 * a
         return self.norm(a)
+
+
+class SumIsCalledWithFirst(Recorder):
+    def forward(self, a, b):
+        a = a + b
+        return max(a, b) * self.norm(a)
+
+
+class NormMayNotBeCalled(Recorder):
+    def forward(self, a, b):
+        a = a + b
+        return a and self.norm(a)
+
+
+class ConditionIsComputed(Recorder):
+    def forward(self, a, b):
+        a = a + b
+        if self.third(b):
+            a = self.norm(a)
+        return a
+
+
+class ConditionReadsTheSum(Recorder):
+    def forward(self, a, b):
+        a = a + b
+        c = a
+        if c:
+            a = self.norm(a)
+        return a
+
+
+class OtherIsComputed(Recorder):
+    def forward(self, a, b):
+        a = a + b if self.flag else self.third(a)
+        return self.norm(a)
+
+
+class NumberIsComputed(Recorder):
+    def forward(self, a, b):
+        a = a + b
+        return self.norms[b](a)
 
 
 class SumIsReplaced(Recorder):
@@ -210,7 +389,13 @@ class NormOfAnother(Recorder):
 class TakesMore(Recorder):
     def forward(self, a, b):
         a = a + b
-        return max(self.norm(a), 2)
+        return max(2 * b, self.norm(a))
+
+
+class TakesKeywords(Recorder):
+    def forward(self, a, b):
+        a = a + b
+        return self.third(x=self.norm(x=a))
 
 
 class Unpacks(Recorder):
@@ -254,6 +439,23 @@ class InnerIsReadAgain(Recorder):
         return a * c
 
 
+class InnerIsReadInAFunction(Recorder):
+    def forward(self, a, b):
+        c = self.inner(a)
+        a = b + c
+        return (lambda: a * c)()
+
+
+class InnerIsReadInTheNextTurn(Recorder):
+    def forward(self, a, b):
+        c = a
+        for _ in range(2):
+            a = a * c
+            c = self.inner(a)
+            a = b + c
+        return a * 2
+
+
 class InnerIsChanged(Recorder):
     def forward(self, a, b):
         a = self.inner(a)
@@ -280,18 +482,27 @@ class InnerBeforeOneThatReadsIt(Recorder):
     ("layer", "arguments"),
     [
         (SumIsChanged, (2, 3)),
+        (SumIsCalledWithFirst, (2, 3)),
+        (NormMayNotBeCalled, (2, 3)),
+        (ConditionIsComputed, (2, 3)),
+        (ConditionReadsTheSum, (2, 3)),
+        (OtherIsComputed, (2, 3)),
+        (NumberIsComputed, (2, 1)),
         (SumIsReplaced, (2, 3)),
         (SumIsUsedBetween, (2, 3)),
         (InPlace, (2, 3)),
         (Subtracts, (2, 3)),
         (NormOfAnother, (2, 3)),
         (TakesMore, (2, 3)),
+        (TakesKeywords, (2, 3)),
         (Unpacks, (2, 3)),
         (InnerFunction, (2, 3)),
         (ReturnsTuple, (2, 3)),
         (ReturnsMore, (2, 3)),
         (ReturnsExpression, (2, 3)),
         (InnerIsReadAgain, (2, 3)),
+        (InnerIsReadInAFunction, (2, 3)),
+        (InnerIsReadInTheNextTurn, (2, 3)),
         (InnerIsChanged, (2, 3)),
         (InnerOnBothSides, (2,)),
         (InnerBeforeOneThatReadsIt, (2, 3)),
@@ -300,6 +511,49 @@ class InnerBeforeOneThatReadsIt(Recorder):
 def test_what_only_resembles_the_pattern_is_left_alone(layer, arguments) -> None:
     assert patterns_of(layer).adds == ()
     assert run(layer, *arguments) == []
+
+
+class Missed(Recorder):
+    """Sums that reach a norm in other ways than are fused."""
+
+    def forward(self, a, b):
+        a += b
+        a = self.norm(a)
+        if self.flag:
+            a = b + a
+        a = self.other(a)
+        c = self.third(a + b)
+        a = c + a
+        for _ in range(2):
+            d = self.inner(a)
+            a = a + 2
+        if not self.factor:
+            a = self.third(a)
+            a = b + a
+        with contextlib.suppress(ValueError):
+            b = a - b
+            return self.norm(b) * d
+        return self.act(a)
+
+
+def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
+    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(Missed).missed]
+    assert missed == [
+        ("norm", "a += b", ()),
+        ("other", "b + a", (("flag", True),)),
+        ("third", "a + b", ()),
+        ("inner", "c + a", ()),
+        ("inner", "a + 2", ()),
+        ("third", "c + a", (("factor", False),)),
+        ("third", "a + 2", (("factor", False),)),
+        ("act", "c + a", ()),
+        ("act", "a + 2", ()),
+        ("act", "b + a", (("factor", False),)),
+    ]
+    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed]
+    assert missed == [("other", "a + self.norm(a)", ())]
+    for layer in (InsideCalls, InLists, SumOrNot, Nested):
+        assert patterns_of(layer).missed == ()
 
 
 def test_families_go_by_dataflow_not_by_name() -> None:

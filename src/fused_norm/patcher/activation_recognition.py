@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def recognise_activation(value: Any) -> Activation:
     own.pop("forward", None)
     settings = tuple((key, _setting(setting)) for key, setting in sorted(own.items()))
     for key, setting in settings:
-        function = setting[0] if isinstance(setting, tuple) else setting
+        function = setting.function if isinstance(setting, _Partial) else setting
         if not isinstance(function, _PLAIN):
             raise UnrecognisedError(f"its activation {name} holds {key}, a {type(function).__name__}")
     return _known(type(value).forward, type(value), settings)
@@ -90,10 +90,18 @@ def _known(function: Callable[..., Any], kind: Any, settings: tuple[tuple[str, A
     return Activation(formula, function, kind, settings)
 
 
+class _Partial(NamedTuple):
+    """A partial function in a form that is equal for equal ones; itself it is only equal to itself."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+
+
 def _setting(value: Any) -> Any:
-    """An attribute in a form that is equal for equal attributes: a partial function is only equal to itself."""
+    """An attribute in a form that is equal for equal attributes."""
     if isinstance(value, partial):
-        return value.func, value.args, tuple(value.keywords.items())
+        return _Partial(value.func, value.args, tuple(value.keywords.items()))
     return value
 
 
@@ -110,9 +118,8 @@ def _formula_of(function: Callable[..., Any], kind: Any, settings: tuple[tuple[s
 
 
 def _restored(setting: Any) -> Any:
-    if isinstance(setting, tuple):
-        function, arguments, named = setting
-        return partial(function, *arguments, **dict(named))
+    if isinstance(setting, _Partial):
+        return partial(setting.function, *setting.arguments, **dict(setting.named))
     return setting
 
 

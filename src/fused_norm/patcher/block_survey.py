@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from textwrap import shorten
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -29,11 +30,12 @@ from .forward_source import SourceError, WrappedError, global_of, names_in
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
 from .gates import Gate, GateRewrite
-from .norm_recognition import UnrecognisedError, looks_like_norm
+from .norm_recognition import UnrecognisedError, looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .query_key_norms import QK_NAME, Pair, PairRewrite
 from .residual_adds import Add, AddRewrite
 from .rotations import ROTATION_NAME, RotationCall, RotationRewrite
+from .sum_flow import MissedAdd
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ class BlockSurvey:
             rows = self._without_patterns(str(error), replaced=isinstance(error, WrappedError))
         else:
             rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
+            rows += [row for missed in patterns.missed for row in self._survey_missed(missed)]
             rows += self._survey_rotations(patterns)
             rows += self._survey_gates(patterns.gates)
-            rows += self._without_patterns("no norm in its forward takes the sum of an add", rows)
+            rows += self._without_patterns(None, rows)
         if self._owner is not None or self._fixed:
             return rows
         try:
@@ -86,15 +89,21 @@ class BlockSurvey:
         self.changes = change_to(self.module, new)
         return rows
 
-    def _without_patterns(self, reason: str, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
-        """A row of each kind that ``rows`` has none of, for a layer and for what other code has changed."""
+    def _without_patterns(self, reason: str | None, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
+        """A row of each kind that ``rows`` has none of, for what other code has changed, and for an unreadable layer.
+
+        ``reason``: why the source cannot be read, None where it can; ``replaced``: that is another's doing.
+        """
         owner = self._owner or class_forward_replaced(self._origin) or (reason if replaced else None)
+        why = owner or reason
+        if why is None:
+            return []
         kinds: list[Kind] = ["residual"] if self._is_layer else []
         if owner:
             kinds += self._kinds_of_what_was(wrapped=replaced)
         cause: Cause = "owner" if owner else "formula"
         return [
-            Site(self.path, kind, self._origin.__name__, reason=owner or reason, cause=cause)
+            Site(self.path, kind, self._origin.__name__, reason=why, cause=cause)
             for kind in kinds
             if not any(row.kind == kind for row in rows)
         ]
@@ -119,15 +128,27 @@ class BlockSurvey:
         if add.norm is not None and self._holds_norm(add.norm):
             after = self._row(self._path_of(add.norm), "residual", "residual", done is not None and done.norm)
             yield after
-        if add.inner is not None and self._holds_norm(add.inner):
-            inner = self._row(self._path_of(add.inner), "sandwich", "sandwich", done is not None and done.inner)
+        dropout = add.before_inner is not None and isinstance(self._member(add.inner or ""), nn.Dropout)
+        name = add.before_inner if dropout else add.inner
+        if name is not None and self._holds_norm(name):
+            inner = self._row(self._path_of(name), "sandwich", "sandwich", done is not None and done.inner)
             if inner.reason is None and after is not None and after.reason is None and not _alike(inner, after):
                 reason = "it differs from the norm after the add in more than the weight"
                 inner = replace(inner, reason=reason, cause="formula")
             yield inner
         with_norm, with_inner = (row is not None and row.reason is None for row in (after, inner))
         if with_norm or with_inner:
-            self._rewrites.append(AddRewrite(index, with_norm, with_inner))
+            self._rewrites.append(AddRewrite(index, with_norm, with_inner, dropout and with_inner))
+
+    def _survey_missed(self, missed: MissedAdd) -> Iterator[Site]:
+        """The row of an add that reaches a norm in another way than is fused; none where it never does."""
+        reached = all(bool(getattr(self.module, name, truth)) == truth for name, truth in missed.conditions)
+        if reached and self._holds_norm(missed.norm):
+            row = self._row(self._path_of(missed.norm), "residual", "residual", already=False)
+            if row.reason is None:
+                reason = f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten"
+                row = replace(row, reason=reason, cause="formula")
+            yield row
 
     def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
         """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""
@@ -253,18 +274,26 @@ class BlockSurvey:
 
     def _path_of(self, name: str) -> str:
         """The path under which the norm is reported: its first one, where several modules share it."""
-        return self.model.paths[id(getattr(self.module, name))]
+        return self.model.paths[id(self._member(name))]
 
     def _holds_norm(self, name: str) -> bool:
-        """Return whether an attribute is a norm or wraps one."""
-        norm = getattr(self.module, name, None)
-        return id(norm) in self.model.paths and _is_norm(norm)
+        """Return whether an attribute is a norm or wraps one; a LayerNorm, which is never fused, does not count."""
+        norm = self._member(name)
+        return id(norm) in self.model.paths and _is_norm(norm) and not subtracts_mean(norm)
+
+    def _member(self, name: str) -> Any:
+        """An attribute, or with ``name.0`` a module in a list that is one; None where there is none."""
+        first, *rest = name.split(".")
+        found = getattr(self.module, first, None)
+        for part in rest:
+            found = found._modules.get(part) if isinstance(found, nn.Module) else None
+        return found
 
 
 def _is_norm(module: Any) -> bool:
     """Return whether it is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
     return isinstance(module, nn.Module) and all(
-        looks_like_norm(leaf) for leaf in module.modules() if not leaf._modules
+        not part._parameters if part._modules else looks_like_norm(part) for part in module.modules()
     )
 
 

@@ -19,6 +19,7 @@ from .query_key_norms import Pair, PairRewrite, PlacedPair, find_pairs, fuse_pai
 from .residual_adds import Add, AddRewrite, PlacedAdd, find_adds, fuse_add
 from .rotation_recognition import Rotation, recognise_rotation
 from .rotations import PlacedRotation, RotationCall, RotationRewrite, find_rotations, fuse_rotation
+from .sum_flow import MissedAdd, find_missed_adds
 
 Rewrite = AddRewrite | PairRewrite | RotationRewrite | GateRewrite
 
@@ -29,12 +30,14 @@ class Patterns:
 
     Attributes:
         adds: residual adds with a norm before or after them.
+        missed: adds that reach a norm in another way than is fused.
         pairs: pairs of q and k norms.
         rotations: calls of rotary embeddings.
         gates: products of something with an activation.
     """
 
     adds: tuple[Add, ...]
+    missed: tuple[MissedAdd, ...]
     pairs: tuple[Pair, ...]
     rotations: tuple[RotationCall, ...]
     gates: tuple[Gate, ...]
@@ -58,9 +61,11 @@ def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns | SourceEr
         definition, function, _ = definition_of(layer)
     except SourceError as error:
         return error.with_traceback(None)
-    places = _places_in(definition, self_name(function))
+    own = self_name(function)
+    places = _places_in(definition, own)
     return Patterns(
         adds=tuple(place.add for place in places.adds),
+        missed=tuple(find_missed_adds(definition, places.adds, own)),
         pairs=tuple(place.pair for place in places.pairs),
         rotations=tuple(place.rotation for place in places.rotations),
         gates=tuple(place.gate for place in places.gates),

@@ -23,6 +23,7 @@ from .forward_rewrite import Rewrite
 from .fused_norm_module import (
     READERS,
     explain,
+    has_hooks,
     is_plain,
     may_be_bypassed,
     obstacle,
@@ -46,9 +47,11 @@ class FusedBlock(nn.Module):
     fused_norm_activations: ClassVar[tuple[Activation, ...]]
 
     def fused_norm_add(
-        self, norm: Any, residual: Any, branch: Any, *, inner: Any = None, scale: Any = 1.0
+        self, norm: Any, residual: Any, branch: Any, *, inner: Any = None, dropout: Any = None, scale: Any = 1.0
     ) -> tuple[Any, Any]:
-        """``(norm(s), s)`` of ``s = residual + scale * inner(branch)``."""
+        """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``."""
+        if dropout is not None and not _changes_nothing(dropout):
+            branch, inner = dropout(inner(branch)), None
         if inner is not None:
             together = _norm_add_norm(norm, residual, branch, inner)
             if together is not None:
@@ -62,8 +65,10 @@ class FusedBlock(nn.Module):
         total = residual + scaled(branch, scale)
         return norm(total), total
 
-    def fused_norm_onto(self, inner: Any, residual: Any, branch: Any) -> Any:
-        """``residual + inner(branch)``."""
+    def fused_norm_onto(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
+        """``residual + dropout(inner(branch))``."""
+        if dropout is not None and not _changes_nothing(dropout):
+            return residual + dropout(inner(branch))
         if may_be_bypassed(inner):
             weight, spec = weight_of(inner), spec_of(inner)
             if obstacle(branch, weight, residual, spec) is None:
@@ -161,6 +166,16 @@ class FusedBlock(nn.Module):
                 explain(self.fused_norm_origin, reason)
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
+
+
+def _changes_nothing(dropout: Any) -> bool:
+    """Return whether it is a dropout that returns what it is given, and no hook or other code would see its call."""
+    return (
+        type(dropout) is nn.Dropout
+        and (not dropout.training or dropout.p == 0)
+        and "forward" not in dropout.__dict__
+        and not has_hooks(dropout)
+    )
 
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:

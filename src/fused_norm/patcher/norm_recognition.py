@@ -58,6 +58,11 @@ def looks_like_norm(module: nn.Module) -> bool:
     return weights == ["weight"] and has_eps and not module._modules
 
 
+def subtracts_mean(module: nn.Module) -> bool:
+    """Return whether a module is one of PyTorch's norms that subtract a mean."""
+    return isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase))
+
+
 def recognise(module: nn.Module) -> Recognised:
     """Return the formula that ``module`` computes.
 
@@ -117,7 +122,7 @@ def _compare_with_formulas(module: nn.Module, weighted: bool) -> Recognised:
 
 def _check_structure(module: nn.Module) -> bool:
     """Return whether there is a weight; raise UnrecognisedError for anything that a plain RMSNorm does not have."""
-    if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+    if subtracts_mean(module):
         raise UnrecognisedError(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
     if module._modules:
         raise UnrecognisedError(f"has modules of its own: {', '.join(module._modules)}")

@@ -14,18 +14,32 @@ becomes, whatever the names are,
     hidden = y
 
 Every name keeps the value it had, and everything else in the forward stays as upstream wrote it. ``inner``, the norm of
-the branch itself, is where there is one; so is ``scale``, a factor of the branch that is an attribute of the layer.
-Where no norm of the layer takes the sum, the normed branch is still fused with its add:
+the branch itself, is where there is one, and so is a ``dropout`` behind it; ``scale`` is a factor of the branch that is
+an attribute of the layer. Where no norm of the layer takes the sum, the normed branch is still fused with its add:
 
     hidden = self.fused_norm_onto(self.inner, residual, hidden)
+
+The norm may be called inside an expression, if nothing else is computed there before it:
+
+    hidden = hidden + self.attention(self.norm1(hidden))
+    hidden = hidden + self.mlp(self.norm2(hidden))
+
+becomes
+
+    y, hidden = self.fused_norm_add(self.norm2, hidden, self.attention(self.norm1(hidden)))
+    hidden = hidden + self.mlp(y)
+
+Where there is an add only under a condition, or a call of the norm, so there is a fused call.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .statements import bodies, call_of_own, called_attribute, make_call
+from .statements import bodies, make_call, mentions, replace
 
 _Y = "_fused_norm_y"
 
@@ -35,21 +49,41 @@ class Add:
     """One residual add.
 
     Attributes:
-        norm: the attribute of the norm that takes the sum next, None where none does.
+        norm: the attribute of the norm that takes the sum next, None where none does; ``norms.0`` for one in a list.
         inner: the attribute of the norm whose result is added, None where something else is.
+        before_inner: the attribute of the norm in front of ``inner``, which may be a dropout; None where there is none.
     """
 
     norm: str | None
     inner: str | None
+    before_inner: str | None = None
 
 
 @dataclass(frozen=True)
 class AddRewrite:
-    """The add number ``index``, to be fused with the norm after it, with its inner norm, or with both."""
+    """The add number ``index``, to be fused with the norm after it, with its inner norm, or with both.
+
+    ``dropout``: what is called the inner norm is a dropout, and the norm is the one in front of it.
+    """
 
     index: int
     norm: bool
     inner: bool
+    dropout: bool = False
+
+
+@dataclass
+class Use:
+    """The call of a norm with a sum: ``call`` in ``statement``, in ``body``.
+
+    Attributes:
+        condition: the test of the ``if`` that the call is in, and the add is not; None where there is none.
+    """
+
+    body: list[ast.stmt]
+    statement: ast.Assign | ast.Return
+    call: ast.Call
+    condition: ast.expr | None
 
 
 @dataclass
@@ -58,10 +92,12 @@ class PlacedAdd:
 
     Attributes:
         residual, branch: its operands; the branch is the one with an inner norm or a factor, if there is one.
+        choice: ``residual + branch if test else name``, None where the add is not part of such an expression.
         normed: the statement that makes the branch by the inner norm, None where that is part of the add.
         inner_call: the call of the inner norm.
+        before: the call of the norm in front of it, and its statement, None where there is none.
         scale: the factor of the branch.
-        use: the statement that calls the norm with the sum.
+        use: the call of the norm with the sum.
     """
 
     add: Add
@@ -69,10 +105,12 @@ class PlacedAdd:
     statement: ast.Assign
     residual: ast.expr
     branch: ast.expr
+    choice: ast.IfExp | None
     normed: ast.stmt | None
     inner_call: ast.Call | None
+    before: tuple[ast.Call, ast.Assign] | None
     scale: ast.expr | None
-    use: ast.Assign | ast.Return | None
+    use: Use | None
 
 
 def find_adds(definition: ast.FunctionDef, self_name: str) -> list[PlacedAdd]:
@@ -80,9 +118,7 @@ def find_adds(definition: ast.FunctionDef, self_name: str) -> list[PlacedAdd]:
     found: list[PlacedAdd] = []
     for body in bodies(definition):
         for position in range(len(body)):
-            taken = [earlier.use for earlier in found]  # what takes one sum is not the inner norm of another
-            before = body[position - 1] if position and body[position - 1] not in taken else None
-            place = _add_at(body, position, before, self_name)
+            place = _add_at(definition, body, position, [one.use for one in found if one.use is not None], self_name)
             if place is not None:
                 found.append(place)
     return found
@@ -91,65 +127,152 @@ def find_adds(definition: ast.FunctionDef, self_name: str) -> list[PlacedAdd]:
 def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     """Put the fused call in the add's place."""
     branch, inner, keywords = place.branch, None, []
+    stock, dropout = place.statement.value, []
     if rewrite.inner and place.inner_call is not None:
-        branch, inner = place.inner_call.args[0], place.inner_call.func
-        keywords.append(ast.keyword("inner", inner))
-        if place.normed is not None:
-            place.body.remove(place.normed)
+        call, normed = place.inner_call, place.normed
+        if rewrite.dropout and place.before is not None:
+            dropout.append(ast.keyword("dropout", call.func))
+            call, normed = place.before
+        branch, inner = call.args[0], call.func
+        keywords += [ast.keyword("inner", inner), *dropout]
+        if normed is not None:
+            place.body.remove(normed)
+        stock = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], dropout)
     if not rewrite.norm or place.use is None:
-        assert inner is not None
-        place.statement.value = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], [])
+        place.statement.value = stock
         return
     if place.scale is not None:
         keywords.append(ast.keyword("scale", place.scale))
-    norm = place.use.value.func  # type: ignore[union-attr]
-    y = ast.Tuple([ast.Name(_Y, ast.Store()), place.statement.targets[0]], ast.Store())
-    place.statement.targets = [y]
-    place.statement.value = make_call(self_name, "fused_norm_add", [norm, place.residual, branch], keywords)
-    place.use.value = ast.Name(_Y, ast.Load())
-    if isinstance(place.use, ast.Assign):  # the name must not keep y alive longer than stock would
-        place.body.insert(place.body.index(place.use) + 1, ast.Delete([ast.Name(_Y, ast.Del())]))
+    use, y = place.use, f"{_Y}{rewrite.index}"
+    norm = use.call.func
+    fused: ast.expr = make_call(self_name, "fused_norm_add", [norm, place.residual, branch], keywords)
+    if place.choice is not None:
+        name = place.choice.orelse
+        without = ast.Tuple([ast.Call(copy.deepcopy(norm), [name], []), copy.deepcopy(name)], ast.Load())
+        fused = ast.IfExp(place.choice.test, fused, without)
+    elif use.condition is not None:
+        without = ast.Tuple([ast.Constant(None), copy.deepcopy(stock)], ast.Load())
+        fused = ast.IfExp(copy.deepcopy(use.condition), fused, without)
+    place.statement.targets = [ast.Tuple([ast.Name(y, ast.Store()), place.statement.targets[0]], ast.Store())]
+    place.statement.value = fused
+    replace(use.statement, use.call, ast.Name(y, ast.Load()))
+    if isinstance(use.statement, ast.Assign):  # the name must not keep y alive longer than stock would
+        use.body.insert(use.body.index(use.statement) + 1, ast.Delete([ast.Name(y, ast.Del())]))
 
 
-def _add_at(body: list[ast.stmt], position: int, before: ast.stmt | None, self_name: str) -> PlacedAdd | None:
+def _add_at(
+    definition: ast.FunctionDef, body: list[ast.stmt], position: int, taken: list[Use], self_name: str
+) -> PlacedAdd | None:
+    """The add in statement number ``position``. Its inner norm is none that is ``taken`` by a sum before it."""
     statement = body[position]
-    total = _target_of_add(statement)
+    total, choice = _target(statement), None
     if total is None:
         return None
     assert isinstance(statement, ast.Assign)
-    assert isinstance(statement.value, ast.BinOp)
-    after = position + 1
-    while after < len(body) and _is_copy(body[after], unless_to=total):
-        after += 1
-    following = body[after] if after < len(body) else None
-    norm = _norm_call(following, total, self_name)
-    residual, branch = statement.value.left, statement.value.right
-    inner, normed = _inner_norm(branch, residual, before, total, self_name)
-    if inner is None:
-        inner, normed = _inner_norm(residual, branch, before, total, self_name)
-        if inner is not None:
-            residual, branch = branch, residual
-    if norm is None and inner is None:
+    value = statement.value
+    if isinstance(value, ast.IfExp):
+        choice = _sum_first(value)
+        value = choice.body
+    if not _is_add(value) or (choice is not None and not isinstance(choice.orelse, ast.Name)):
+        return None
+    assert isinstance(value, ast.BinOp)
+    residual, branch = value.left, value.right
+    if any(use.call in (residual, branch) for use in taken):
+        return None
+    inner = normed = behind = None
+    if choice is None:
+        before = body[position - 1] if position else None
+        if any(before is use.statement for use in taken):
+            before = None
+        inner, normed = _inner_norm(definition, body, branch, residual, before, total, self_name)
+        if inner is None:
+            inner, normed = _inner_norm(definition, body, residual, branch, before, total, self_name)
+            if inner is not None:
+                residual, branch = branch, residual
+        if inner is not None and normed is None:
+            behind = _norm_in_front(definition, body, inner.args[0], residual, before, total, self_name)
+    use = _use(body, position, total, self_name)
+    if use is not None and use.condition is not None and choice is not None:
+        use = None
+    if use is None and inner is None:
         return None
     scale = None
     for one, other in ((branch, residual), (residual, branch)):
         if inner is None and scale is None and (factors := _factors(one, self_name)) is not None:
             residual, (branch, scale) = other, factors
-    add = Add(None if norm is None else called_attribute(norm), None if inner is None else called_attribute(inner))
-    use = following if norm is not None else None
-    return PlacedAdd(add, body, statement, residual, branch, normed, inner, scale, use)  # type: ignore[arg-type]
+    calls = (None if use is None else use.call, inner, None if behind is None else behind[0])
+    add = Add(*(None if call is None else called_norm(call) for call in calls))
+    return PlacedAdd(add, body, statement, residual, branch, choice, normed, inner, behind, scale, use)
+
+
+def norm_call(node: ast.AST | None, self_name: str) -> ast.Call | None:
+    """``node`` where it is ``self.<name>(argument)`` or ``self.<name>[<number>](argument)``, else None."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+        return None
+    held: ast.expr = node.func
+    if isinstance(held, ast.Subscript) and isinstance(held.slice, ast.Constant) and type(held.slice.value) is int:
+        held = held.value
+    if not isinstance(held, ast.Attribute) or not _is_name(held.value, self_name):
+        return None
+    return node
+
+
+def called_norm(call: ast.Call) -> str:
+    """``<name>`` or ``<name>.<number>`` of such a call."""
+    held = call.func
+    if isinstance(held, ast.Subscript):
+        assert isinstance(held.slice, ast.Constant)
+        assert isinstance(held.value, ast.Attribute)
+        return f"{held.value.attr}.{held.slice.value!r}"
+    assert isinstance(held, ast.Attribute)
+    return held.attr
 
 
 def _inner_norm(
-    operand: ast.expr, other: ast.expr, before: ast.stmt | None, total: str, self_name: str
+    definition: ast.FunctionDef,
+    body: list[ast.stmt],
+    operand: ast.expr,
+    other: ast.expr,
+    before: ast.stmt | None,
+    total: str,
+    self_name: str,
 ) -> tuple[ast.Call | None, ast.Assign | None]:
     """The call ``self.<inner>(argument)`` that makes an operand, and the statement before the add where it stands."""
-    if isinstance(before, ast.Assign) and _is_name(operand, total) and _assigns(before, total):
-        if not isinstance(other, ast.Name) or other.id == total:  # it would see what was there before
-            return None, None
-        call = call_of_own(before.value, self_name)
-        return call, None if call is None else before
-    return call_of_own(operand, self_name), None
+    if isinstance(operand, ast.Name) and _assigns(before, operand.id):
+        found = _norm_in_front(definition, body, operand, other, before, total, self_name)
+        return (None, None) if found is None else found
+    return norm_call(operand, self_name), None
+
+
+def _norm_in_front(
+    definition: ast.FunctionDef,
+    body: list[ast.stmt],
+    result: ast.expr,
+    other: ast.expr,
+    before: ast.stmt | None,
+    total: str,
+    self_name: str,
+) -> tuple[ast.Call, ast.Assign] | None:
+    """The call of a norm with whose ``result`` a sum is made, and which is all that the statement before it does."""
+    if not isinstance(result, ast.Name) or not isinstance(before, ast.Assign) or not _assigns(before, result.id):
+        return None
+    if not isinstance(other, ast.Name) or other.id == result.id:  # it would see what was there before
+        return None
+    if result.id != total and not _is_read_last(definition, body, result):
+        return None
+    call = norm_call(before.value, self_name)
+    return None if call is None else (call, before)
+
+
+def _is_read_last(definition: ast.FunctionDef, body: list[ast.stmt], load: ast.Name) -> bool:
+    """Return whether nothing reads a name after this load, in ``body``, or writes it."""
+    for node in ast.walk(definition):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and node is not definition:
+            return False  # it may read the name whenever it is called
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and any(inner is body for inner in bodies(node)):
+            return False  # what stands before may come afterwards
+    names = (node for node in ast.walk(definition) if isinstance(node, ast.Name) and node.id == load.id)
+    return all((node.lineno, node.col_offset) <= (load.lineno, load.col_offset) for node in names)
 
 
 def _factors(node: ast.expr, self_name: str) -> tuple[ast.expr, ast.expr] | None:
@@ -161,17 +284,23 @@ def _factors(node: ast.expr, self_name: str) -> tuple[ast.expr, ast.expr] | None
     return None
 
 
-def _target_of_add(statement: ast.stmt) -> str | None:
-    """``h`` of ``h = a + b``."""
-    if (
-        isinstance(statement, ast.Assign)
-        and len(statement.targets) == 1
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.BinOp)
-        and isinstance(statement.value.op, ast.Add)
-    ):
-        return statement.targets[0].id
+def _target(statement: ast.stmt) -> str | None:
+    """``h`` of ``h = ...``."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
     return None
+
+
+def _is_add(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def _sum_first(choice: ast.IfExp) -> ast.IfExp:
+    """``a + b if test else c``, also where it is written ``c if not test else a + b``."""
+    if _is_add(choice.body):
+        return choice
+    return ast.IfExp(ast.UnaryOp(ast.Not(), choice.test), choice.orelse, choice.body)
 
 
 def _assigns(statement: ast.stmt | None, name: str) -> bool:
@@ -192,11 +321,90 @@ def _is_name(node: ast.AST | None, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _norm_call(statement: ast.stmt | None, total: str, self_name: str) -> ast.Call | None:
-    """``self.<norm>(total)``, where it is all that a statement assigns to a name or returns."""
-    if not isinstance(statement, (ast.Assign, ast.Return)):
+def _use(body: list[ast.stmt], position: int, total: str, self_name: str) -> Use | None:
+    """The call of a norm with ``total``, made by statement number ``position``, before anything but copies happens."""
+    after = _after_copies(body, position + 1, total)
+    if after is None:
         return None
-    if isinstance(statement, ast.Assign) and not all(isinstance(target, ast.Name) for target in statement.targets):
+    following = body[after]
+    if not isinstance(following, ast.If):
+        return _call_with(body, after, total, self_name)
+    stored = {name.id for statement in body[position:after] for name in _names_stored(statement)}
+    if not _is_plain_test(following.test) or mentions(following.test, *stored):
         return None
-    call = call_of_own(statement.value, self_name)
-    return call if call is not None and _is_name(call.args[0], total) else None
+    for arm, condition in (
+        (following.body, following.test),
+        (following.orelse, ast.UnaryOp(ast.Not(), following.test)),
+    ):
+        first = _after_copies(arm, 0, total)
+        use = None if first is None else _call_with(arm, first, total, self_name)
+        if use is not None:
+            use.condition = condition
+            return use
+    return None
+
+
+def _after_copies(body: list[ast.stmt], position: int, total: str) -> int | None:
+    while position < len(body) and _is_copy(body[position], unless_to=total):
+        position += 1
+    return position if position < len(body) else None
+
+
+def _call_with(body: list[ast.stmt], position: int, total: str, self_name: str) -> Use | None:
+    """``self.<norm>(total)``, where it is the first thing that a statement computes."""
+    statement = body[position]
+    if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
+        return None
+    call = norm_call(next(_computed(statement.value), None), self_name)
+    if call is None or not _is_name(call.args[0], total):
+        return None
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if call is statement.value and not all(isinstance(target, ast.Name) for target in targets):
+        return None
+    return Use(body, statement, call, None)
+
+
+def _computed(node: ast.AST) -> Iterator[ast.AST]:
+    """What an expression computes, in the order of evaluation; not its names, attributes and constants."""
+    match node:
+        case ast.Name() | ast.Constant():
+            return
+        case ast.Attribute() | ast.Starred() | ast.keyword():
+            yield from _computed(node.value)
+        case ast.Subscript():
+            yield from _computed(node.value)
+            yield from _computed(node.slice)
+        case ast.Call():
+            for part in (node.func, *node.args, *node.keywords):
+                yield from _computed(part)
+            yield node
+        case ast.BinOp():
+            yield from _computed(node.left)
+            yield from _computed(node.right)
+            yield node
+        case ast.Tuple() | ast.List():
+            for part in node.elts:
+                yield from _computed(part)
+        case _:  # parts of it may never be evaluated
+            yield node
+
+
+def _is_plain_test(node: ast.expr) -> bool:
+    """Return whether a test is of names and attributes, so that nothing happens where it is made twice."""
+    match node:
+        case ast.Name() | ast.Constant():
+            return True
+        case ast.Attribute():
+            return _is_plain_test(node.value)
+        case ast.UnaryOp(op=ast.Not()):
+            return _is_plain_test(node.operand)
+        case ast.BoolOp():
+            return all(_is_plain_test(value) for value in node.values)
+        case ast.Compare():
+            plain = all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
+            return plain and all(_is_plain_test(one) for one in (node.left, *node.comparators))
+    return False
+
+
+def _names_stored(statement: ast.stmt) -> Iterator[ast.Name]:
+    return (node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
