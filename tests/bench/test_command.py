@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from fused_norm.bench import features, model_steps, model_variants, models, operator_timings, providers, tune
+from fused_norm.bench import features, model_variants, models, operator_timings, providers, tune
 from fused_norm.bench.results import Results
 from fused_norm.cli import bench_command as bench
 from fused_norm.cli import main
@@ -150,7 +150,7 @@ def test_features_are_measured_and_a_wrong_one_fails_the_run(tmp_path, capsys, m
     assert "tiny-qwen3 generate 1x2" in capsys.readouterr().out
     rows = Results.load(tmp_path / "results.json").features
     assert [(row.variant, row.verdict) for row in rows] == [("all", "ok"), ("stock", "ok")]
-    monkeypatch.setattr(model_steps, "ALLOWED_ERROR", -1.0)
+    monkeypatch.setattr(features, "ALLOWED_ERROR", -1.0)
     assert main(["bench", "features", "--quick", *chosen]) == 1
 
 

@@ -186,7 +186,9 @@ def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     twin = step.twin()
     patched = VARIANTS[variant](twin)
     with patched.running():
-        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
+        # Fused norms round apart, and a code of float8 may then be the next one.
+        rounds = variant in OURS and variant in FLOAT8
+        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < (0.05 if rounds else 1e-5)
         graphs = len(compiled.graphs)
         twin.step(patched.model)
     assert graphs

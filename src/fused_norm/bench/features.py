@@ -21,7 +21,7 @@ from torch import Tensor
 from ..patcher import apply_fused_norm, remove_fused_norm
 from .benchmark_run import BenchmarkRun, in_a_line
 from .model_cases import GEMMA_1B, LLAMA_1B, QWEN3_06B, ModelCase
-from .model_steps import BenchmarkedModel, error_detail, prepare, relative_error, release_memory
+from .model_steps import ALLOWED_ERROR, BenchmarkedModel, error_detail, prepare, relative_error, release_memory
 from .paired_ratio import PairedRatio
 from .results import FeatureResult
 from .timing import Timing, peak_memory, synchronized_time
@@ -187,7 +187,7 @@ def _check(
             return None
         with _switched_to(VARIANTS[name], step.model, switch):
             error = relative_error(step.outputs_and_gradients(), stock)
-            wrong = error_detail(error)
+            wrong = error_detail(error, ALLOWED_ERROR)
             if wrong is not None:
                 return FeatureResult(case.name, name, "wrong", wrong, error if math.isfinite(error) else None)
             peak = peak_memory(step.step, run.device)

@@ -261,7 +261,7 @@ def relative_error(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-def error_detail(error: float, allowed: float = ALLOWED_ERROR) -> str | None:
+def error_detail(error: float, allowed: float) -> str | None:
     """Say how far a result is from stock's, or None if it is no farther than allowed."""
     if error <= allowed:
         return None
