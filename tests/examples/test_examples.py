@@ -84,16 +84,21 @@ def test_the_operators_alone_have_values_and_gradients(counts) -> None:
     assert 0 < weight.grad.float().norm() < torch.inf
 
 
-@pytest.mark.slow
-def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, counts, tmp_path: Path) -> None:
-    main = example("train_with_trainer").main
-    arguments = ["--model", checkpoint, "--output", str(tmp_path), "--steps", "2", "--length", "16"]
+def assert_trains_as_stock(name: str, checkpoint: str, folder: Path, length: str, counts: Any) -> None:
+    """Two steps of an example that trains with a Trainer run fused, and have the losses of stock."""
+    main = example(name).main
+    arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "2", "--length", length]
     fused = main(arguments)
     assert counts["add_rms_norm"] > 0
     with fused_norm.disabled():
         stock = main(arguments)
     assert len(losses(fused)) == 2
     torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, counts, tmp_path: Path) -> None:
+    assert_trains_as_stock("train_with_trainer", checkpoint, tmp_path, "16", counts)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
 
@@ -101,14 +106,7 @@ def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint
 @pytest.mark.slow
 def test_trl_trains_adapters_on_packed_sequences_as_stock_does(checkpoint, counts, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl")
-    main = example("train_with_trl").main
-    arguments = ["--model", checkpoint, "--output", str(tmp_path), "--steps", "2", "--length", "48"]
-    fused = main(arguments)
-    assert counts["add_rms_norm"] > 0
-    with fused_norm.disabled():
-        stock = main(arguments)
-    assert len(losses(fused)) == 2
-    torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
+    assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "48", counts)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 

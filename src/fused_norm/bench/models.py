@@ -44,7 +44,7 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the variants of a row are held against.
+    """Results and errors that the variants of a row are compared with.
 
     Attributes:
         stock: outputs and gradients of stock.

@@ -80,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for one row.
+    """The fastest plan found for one row, its time, and the time by the rules.
 
     Attributes:
         task: the row.
@@ -102,12 +102,15 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the rules."""
+        """The time by the rules over the time with the plan: 1.1 is a tenth faster."""
         return self.rules_seconds / self.seconds
 
     @property
     def kept(self) -> bool:
-        """Whether the row goes into the file; by the rules the forwards of a width need not share one row."""
+        """Whether the row goes into the file: it is faster than the rules and says something else.
+
+        A row of ``forward`` always does, because by the rules the forwards of a width need not share one row.
+        """
         return self.gain >= FASTER and (self.plan != self.rules or self.task.section == "forward")
 
 
@@ -250,7 +253,9 @@ class Prepared:
         return table_with(self.device, {} if plan is None else {(self.task.section, self.task.width): plan})
 
     def with_calls(self, plan: Any, use: Callable[[list[OperatorCall]], Any]) -> list[Any]:
-        """What ``use`` makes of the calls of each operator, while devices plan by ``plan`` (None: by the rules).
+        """Hand the calls of each operator to ``use`` while devices plan by ``plan``, and return what it returns.
+
+        ``plan``: None for the rules.
 
         Raises:
             ValueError: a result is wrong.
@@ -359,7 +364,7 @@ def _reported(run: BenchmarkRun, what: str) -> Any:
 
 
 def compiled_part(plan: Any) -> Any:
-    """What a plan's kernels are compiled for: all of it but the number of programs."""
+    """Return a plan without its number of programs: plans that are then equal share their compiled kernels."""
     return replace(plan, programs=0) if hasattr(plan, "programs") else plan
 
 
@@ -389,7 +394,7 @@ def plan_file(found: Sequence[Tuned], device: torch.device) -> str:
 
 
 def table(found: Sequence[Tuned]) -> str:
-    """What was found, a line for each row."""
+    """Return the tuned rows as a table in text, a line for each."""
     lines = [("", "us", "by the rules", "times as fast", "kept", "plan")]
     for one in found:
         times = f"{1e6 * one.seconds:.1f}", f"{1e6 * one.rules_seconds:.1f}", f"{one.gain:.3f}"

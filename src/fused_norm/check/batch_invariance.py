@@ -1,4 +1,7 @@
-"""Whether a model's operators give a row the same bits in any batch, measured with what the model calls them with."""
+"""The check of batch invariance: operators give a row the same bits whatever rows are beside it.
+
+It is made with the tensors that a model calls its operators with, once with all rows and once with some of them.
+"""
 
 from __future__ import annotations
 
