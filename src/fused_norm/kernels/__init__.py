@@ -3,6 +3,7 @@
 from . import fp8, replay
 from .add_rms_norm import add_rms_norm
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
+from .gated_rms_norm import gated_rms_norm
 from .glu import glu
 from .norm_add import norm_add
 from .norm_add_norm import norm_add_norm
@@ -16,6 +17,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
     "fp8",
+    "gated_rms_norm",
     "glu",
     "norm_add",
     "norm_add_norm",

@@ -15,6 +15,9 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The activations of a gate: x times the logistic function of x, times the normal distribution's (by erf), and times
 the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
 
+GATES = ("silu", "sigmoid")
+"""The activations of the gate of a norm: x times the logistic function of x, and that function itself."""
+
 
 def check_norm(
     name: str,
@@ -57,6 +60,30 @@ def check_residual(name: str, x: Tensor, residual: Tensor) -> None:
         )
     if residual.device != x.device:
         raise ValueError(f"{name}: residual is on {residual.device} and x on {x.device}; move them to one device")
+
+
+def check_gated_norm(
+    name: str, casting: str, x: Tensor, gate: Tensor, weight: Tensor | None, activation: str, groups: int
+) -> None:
+    """Raises TypeError or ValueError for arguments that no gated norm can be made of."""
+    check_norm(name, x, weight)
+    _check_float(name, "gate", gate)
+    if casting == "none":
+        raise ValueError(f"{name}: casting must be llama or gemma, not 'none', which has no rounding points for a gate")
+    if gate.shape != x.shape:
+        raise ValueError(
+            f"{name}: gate must have x's shape {tuple(x.shape)}, not {tuple(gate.shape)}; expand it first"
+        )
+    if gate.device != x.device:
+        raise ValueError(f"{name}: gate is on {gate.device} and x on {x.device}; move them to one device")
+    if activation not in GATES:
+        raise ValueError(f"{name}: activation must be one of {', '.join(GATES)}, not {activation!r}")
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"{name}: groups must be an int, not {type(groups).__name__}")
+    if groups < 1 or x.shape[-1] % groups:
+        raise ValueError(
+            f"{name}: groups must divide x's last dimension, {x.shape[-1]}, into equal parts; {groups} does not"
+        )
 
 
 def check_scale(name: str, scale: object) -> None:

@@ -32,6 +32,9 @@ WIDEST_SANDWICH_FORWARD = 16384
 WIDEST_SANDWICH_BACKWARD = 8192
 """Elements of a row that its backward can hold; rows of 16384 spill 200 bytes and more, with 16 warps as with 32."""
 
+WIDEST_GATED = 8192
+"""Elements of a row, or of a group of one, that a program of a gated norm can hold in either direction."""
+
 _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
 
@@ -201,6 +204,20 @@ _FP32_SANDWICH_BACKWARD = (
     BackwardRule(2048, 4096, 4, 2, reload=True),
     BackwardRule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
     BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
+)
+_GATED_FORWARD = (
+    # Chosen as in the forward of a sandwich, which reads as many tensors and holds one more; not measured.
+    ForwardRule(512, 2048, 4),
+    ForwardRule(2048, 2048, 2),
+    ForwardRule(4096, 2048, 4),
+    ForwardRule(WIDEST_GATED, 2048, 8),
+)
+_GATED_BACKWARD = (
+    # Not measured: the most elements a lane that compiled for sm_90 spill nothing beside dw, and 16 warps a processor.
+    BackwardRule(1024, 2048, 4, 2),
+    BackwardRule(2048, 2048, 4, 2),
+    BackwardRule(4096, 4096, 8, 2, reload=True),
+    BackwardRule(WIDEST_GATED, 4096, 16, 1, reload=True),
 )
 
 Rule = TypeVar("Rule", ForwardRule, BackwardRule)
@@ -375,6 +392,18 @@ def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = 
         rules = _SANDWICH_BACKWARD if column_bytes <= 12 else _FP32_SANDWICH_BACKWARD
         plan = _backward_by(_rule(rules, width), width, device)
     return _fitting(plan, column_bytes, device)
+
+
+@lru_cache(maxsize=1024)
+def gated_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
+    """A gated norm's forward, for groups of up to ``WIDEST_GATED`` elements, ``width`` being those of one group."""
+    return _forward_by(_rule(_GATED_FORWARD, width), next_power_of_2(width), "multi_wave_cached", 0, device)
+
+
+@lru_cache(maxsize=1024)
+def gated_backward_plan(width: int, column_bytes: int = 8, device: Device = Device()) -> BackwardPlan:
+    """Its backward, for the same; ``column_bytes`` as in ``backward_plan``. The programs are those of all groups."""
+    return _fitting(_backward_by(_rule(_GATED_BACKWARD, width), width, device), column_bytes, device)
 
 
 @dataclass(frozen=True)

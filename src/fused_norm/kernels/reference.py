@@ -94,6 +94,39 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
 
 
+def gated_rms_norm(
+    spec: NormSpec,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    activation: str,
+    norm_before_gate: bool,
+    groups: int,
+    *,
+    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+) -> Tensor:
+    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group; see ``kernels.gated_rms_norm``.
+
+    ``inverse_root`` as in ``rms_norm``.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+    gate = act(gate.to(wide))
+    total, dtype = x, x.dtype
+    if not norm_before_gate:
+        total = x.to(wide) * gate
+    elif spec.casting == "gemma":
+        total, dtype = x.to(wide), wide
+    weight = None if weight is None else _grouped(weight, groups)
+    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, dtype=dtype).flatten(-2)
+    return (y * gate).to(x.dtype) if norm_before_gate else y
+
+
+def _grouped(rows: Tensor, groups: int) -> Tensor:
+    """Rows [..., N] as [..., groups, N / groups]."""
+    return rows.unflatten(-1, (groups, rows.shape[-1] // groups))
+
+
 def rms_norm_backward(
     spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,114 @@
+"""RMSNorm with a gate: of the norm's output, or of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..spec import Casting, NormSpec
+from . import reference
+from .arguments import check_gated_norm
+from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .plans import WIDEST_GATED
+from .triton.gated_kernels import empty_gated_norm, launch_gated_backward, launch_gated_forward
+from .triton.memory import empty_rows_like, empty_weight_grad
+
+Gate = Literal["silu", "sigmoid"]
+"""As in ``arguments.GATES``."""
+
+
+class GatedRMSNorm(Operator):
+    """``gated_rms_norm`` as an operator."""
+
+    name = "gated_rms_norm"
+    tensors = "Tensor x, Tensor gate, Tensor? weight"
+    options = "str activation, bool norm_before_gate, int groups"
+    outputs = ("y",)
+    kept = ("rstd",)
+    saved = "Tensor x, Tensor gate, Tensor? weight, Tensor rstd"
+    facts = options
+    gradients = ("dx", "dgate", "dw")
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, gate, weight, activation, _, groups = arguments
+        check_gated_norm(self.name, spec.casting, x, gate, weight, activation, groups)
+
+    def takes(self, *arguments: Any) -> bool:
+        return super().takes(*arguments) and arguments[0].shape[-1] // arguments[-1] <= WIDEST_GATED
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
+        return reference.gated_rms_norm(spec, *arguments)
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, gate, weight, *how = arguments
+        y, rstd = empty_gated_norm(spec, x, weight, *how[1:], training)
+        if launch:
+            launch_gated_forward(spec, x, gate, weight, y, rstd, *how)
+        return y, rstd
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, gate, weight, *how = arguments
+        return (x, gate, weight, results[1]), tuple(how)
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, gate, weight, rstd) = call.incoming, call.saved
+        need_dx, need_dgate, need_dw = call.needed
+        dx = empty_rows_like(x) if need_dx else None
+        dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
+        dw = empty_weight_grad(weight, need_dw)
+        if launch:
+            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), *call.facts)
+        return dx, dgate, dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, gate, weight, _) = call.incoming, call.saved
+        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *call.facts)
+
+
+GATED_RMS_NORM = GatedRMSNorm()
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+    norm_before_gate: bool = True,
+    activation: Gate = "silu",
+    groups: int = 1,
+) -> Tensor:
+    """RMSNorm over the last dimension with a gate, as linear attentions and Mamba 2 end with.
+
+    ``y = norm(x) * act(gate)``, or without ``norm_before_gate`` ``y = norm(x * act(gate))``; the norm is that of
+    ``rms_norm``, of each group of columns by itself. The activation, and its product with x, are computed in fp32 and
+    not rounded. The backward keeps x, gate and a number for each group.
+
+    Args:
+        x: [..., N], float32, bfloat16 or float16; float64 is computed by the PyTorch reference, and so are groups of
+            more than 8192 columns. Any strides; evenly spaced rows are read where they are, others are copied first.
+        gate: x's shape and device; its dtype may differ.
+        weight: [N], or None.
+        eps: added to the mean of squares of a group.
+        casting: ``llama``: the normalised row is rounded to x's dtype before gamma, and what gamma makes of it to what
+            x and weight promote to. ``gemma``: nothing is rounded but the result. There is no ``none``.
+        zero_centered: gamma is ``1 + weight``, as in ``rms_norm``.
+        norm_before_gate: the norm comes first (Qwen3-Next), or the gate does (Mamba 2).
+        activation: ``silu`` or ``sigmoid``.
+        groups: equal parts of a row, each normalised by its own mean of squares.
+
+    Returns:
+        y, of x's shape and memory order. Its dtype is x's where the norm comes first and under ``gemma``, else what x
+        and weight promote to.
+
+    Raises:
+        TypeError: for a dtype that is not floating point, and groups that are no int.
+        ValueError: for a gate of another shape or device, groups that do not divide a row, an unknown activation, the
+            casting ``none``, and where ``rms_norm`` raises it.
+    """
+    spec = norm_spec(casting, zero_centered, eps)
+    return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, bool(norm_before_gate), groups)

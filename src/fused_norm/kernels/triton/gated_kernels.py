@@ -1,0 +1,237 @@
+"""RMSNorm with a gate in Triton, forward and backward: kernels and their launchers.
+
+``language`` has the names that kernels use. A row is ``groups`` groups of N columns each, every one normalised by
+itself: a program has rows of one group, which is the second axis of the grid. ``z`` is the gate, ``act`` its activation
+and ``slope`` the derivative of that; ``dy``, ``dx``, ``dgate`` and ``dw`` are gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import NormSpec
+from ..plans import BackwardPlan, ForwardPlan, gated_backward_plan, gated_forward_plan
+from .devices import facts_of, planned_launches
+from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
+from .launch import Launch
+from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, same_rows
+from .weight_grad import sum_shares
+
+
+@triton.jit
+def _activated(z, ACTIVATION: tl.constexpr):
+    """The activation, with the steps that it has in PyTorch."""
+    if ACTIVATION == "silu":
+        return z / (1.0 + tl.exp(-z))
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _activated_and_slope(z, ACTIVATION: tl.constexpr):
+    """The activation and its derivative; of the two parts of one the smaller comes first, not from a difference."""
+    power = tl.exp(-tl.abs(z))
+    more = 1.0 / (1.0 + power)
+    less = power * more
+    share = tl.where(z < 0.0, less, more)
+    if ACTIVATION == "silu":
+        return z * share, share + z * (less * more)
+    return share, less * more
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_forward_kernel(
+    x_ptr,  # [M, groups * N]
+    z_ptr,  # [M, groups * N]
+    w_ptr,  # [groups * N] or None
+    y_ptr,  # [M, groups * N]
+    rstd_ptr,  # [M, groups] fp32 or None
+    M,
+    x_stride, z_stride, y_stride,
+    eps,
+    N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    SPEC: tl.constexpr, ACTIVATION: tl.constexpr, NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1)
+    first = group * N
+    row = rows_of(tl.program_id(0), ROWS, LONG)
+    col = tl.arange(0, BLOCK)
+    in_row = col < N
+    live = (row < M)[:, None] & in_row[None, :]
+    x_dtype: tl.constexpr = x_ptr.dtype.element_ty
+    s = load_tile((x_ptr + first, x_stride), row, col, live)
+    act = _activated(load_tile((z_ptr + first, z_stride), row, col, live), ACTIVATION)
+    if not NORM_FIRST:
+        s = s * act
+    rstd = rstd_from(tl.sum(s * s, axis=1), eps, x_dtype, N, SPEC)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row * GROUPS + group, rstd, mask=row < M)
+    out = normalised(s, rstd[:, None], x_dtype, SPEC)
+    if w_ptr is not None:
+        out = out * load_gamma(w_ptr + first, col, in_row, SPEC)
+        # Two dtypes that differ promote to fp32; gemma rounds at the end alone.
+        if NORM_FIRST and SPEC.casting != "gemma" and w_ptr.dtype.element_ty == x_dtype:
+            out = round_to(out, x_dtype)
+    if NORM_FIRST:
+        out = out * act
+    store_tile((y_ptr + first, y_stride), row, col, live, out)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_backward_kernel(
+    dy_ptr,  # [M, groups * N]
+    x_ptr,  # [M, groups * N]
+    z_ptr,  # [M, groups * N]
+    w_ptr,  # [groups * N] or None
+    rstd_ptr,  # [M, groups] fp32
+    dx_ptr,  # [M, groups * N] or None
+    dgate_ptr,  # [M, groups * N] or None
+    shares_ptr,  # [programs along rows, groups * N] fp32 or None: each program's share of dw
+    M,
+    dy_stride, x_stride, z_stride, dx_stride, dgate_stride,
+    N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, ACTIVATION: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    program, group = tl.program_id(0), tl.program_id(1)
+    first = group * N
+    col = tl.arange(0, BLOCK)
+    in_row = col < N
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    gamma = tl.full([1, BLOCK], 1.0, tl.float32)
+    if w_ptr is not None and not RELOAD:
+        gamma = load_gamma(w_ptr + first, col, in_row, SPEC)
+    for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = rows_of(tile, ROWS, LONG)
+        live = (row < M)[:, None] & in_row[None, :]
+        x = load_tile((x_ptr + first, x_stride), row, col, live)
+        z = load_tile((z_ptr + first, z_stride), row, col, live)
+        dy = load_tile((dy_ptr + first, dy_stride), row, col, live)
+        rstd = tl.load(rstd_ptr + row * GROUPS + group, mask=row < M, other=0.0)[:, None]
+        act, slope = _activated_and_slope(z, ACTIVATION)
+        if NORM_FIRST:
+            x_hat = x * rstd
+            g = dy * act
+        else:
+            x_hat = x * act * rstd
+            g = dy
+        if shares_ptr is not None:
+            dw += g * x_hat
+        if w_ptr is not None and RELOAD:
+            gamma = load_gamma(w_ptr + first, col, in_row, SPEC)
+        if NORM_FIRST and dgate_ptr is not None:
+            store_tile((dgate_ptr + first, dgate_stride), row, col, live, dy * (x_hat * gamma) * slope)
+        if dx_ptr is not None or (dgate_ptr is not None and not NORM_FIRST):
+            g = g * gamma
+            pull = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / N)
+            g = rstd * (g - x_hat * pull)
+            if NORM_FIRST:
+                store_tile((dx_ptr + first, dx_stride), row, col, live, g)
+            else:
+                if dx_ptr is not None:
+                    store_tile((dx_ptr + first, dx_stride), row, col, live, g * act)
+                if dgate_ptr is not None:
+                    store_tile((dgate_ptr + first, dgate_stride), row, col, live, g * x * slope)
+    let_next_begin(OVERLAPS)
+    if shares_ptr is not None:
+        share = shares_ptr + program.to(tl.int64) * (GROUPS * N) + first
+        tl.store(share + col, tl.sum(dw, axis=0), mask=in_row)
+
+
+def empty_gated_norm(
+    spec: NormSpec, x: Tensor, weight: Tensor | None, norm_before_gate: bool, groups: int, training: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The forward's outputs ``(y, rstd)``, not yet written.
+
+    rstd is fp32, x's shape with a last dimension of ``groups``, and in x's memory order; None unless ``training``.
+    """
+    dtype = x.dtype if norm_before_gate else norm_dtype(spec, x.dtype, weight)
+    return empty_rows_like(x, dtype), empty_rows_like(x, torch.float32, width=groups) if training else None
+
+
+_planned_forwards: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
+_planned_backwards: dict[Any, tuple[BackwardPlan, Launch]] = planned_launches()
+
+
+def launch_gated_forward(
+    spec: NormSpec,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    y: Tensor,
+    rstd: Tensor | None,
+    activation: str,
+    norm_before_gate: bool,
+    groups: int,
+) -> None:
+    """Write ``y`` and ``rstd``, from ``empty_gated_norm``; for groups up to ``WIDEST_GATED``."""
+    size, width = x.numel(), x.shape[-1] // groups
+    if size == 0:
+        return
+    rows = size // x.shape[-1]
+    (x, gate, y, rstd), spacing = same_rows(x, gate, y, rstd)  # type: ignore[assignment]
+    weight = contiguous(weight)
+    long = rows * max(spacing) >= INT32_LIMIT
+    meaning = spec, activation, norm_before_gate, groups
+    key = x.device, dtypes_of(x, gate, weight, y, rstd), width, meaning, long
+    planned = _planned_forwards.get(key)
+    if planned is None:
+        plan = gated_forward_plan(width, facts_of(x.device))
+        constants = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
+        constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
+        planned = _planned_forwards[key] = plan, Launch(_gated_forward_kernel, plan.warps, constants)
+    plan, launch = planned
+    launch((-(-rows // plan.rows), groups), (x, gate, weight, y, rstd), (rows,), spacing[:3], (spec.eps,))
+
+
+def launch_gated_backward(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    activation: str,
+    norm_before_gate: bool,
+    groups: int,
+) -> None:
+    """Write the ``gradients`` (dx, dgate, dw) that are there, the first two from ``empty_rows_like(x)``.
+
+    For groups up to ``WIDEST_GATED``.
+    """
+    dx, dgate, dw = gradients
+    size, width = x.numel(), x.shape[-1] // groups
+    if size == 0:
+        if dw is not None:
+            dw.zero_()
+        return
+    rows = size // x.shape[-1]
+    (x, dy, gate, dx, dgate, rstd), spacing = same_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
+    strides = (spacing[1], spacing[0], *spacing[2:5])
+    weight = contiguous(weight)
+    long = rows * max(spacing) >= INT32_LIMIT
+    device = facts_of(x.device)
+    meaning = spec, activation, norm_before_gate, groups
+    key = x.device, dtypes_of(dy, x, gate, weight, dx, dgate, dw), width, meaning, long
+    planned = _planned_backwards.get(key)
+    if planned is None:
+        read = (dy, x, gate, weight)
+        plan = gated_backward_plan(width, sum(one.element_size() for one in read if one is not None), device)
+        constants = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+        constants |= {"RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps, "LONG": long}
+        constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
+        planned = _planned_backwards[key] = plan, Launch(_gated_backward_kernel, plan.warps, constants)
+    plan, launch = planned
+    programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
+    shares = None
+    if dw is not None:
+        programs = min(programs, most)
+        shares = dw.new_empty((programs, groups * width), dtype=torch.float32)
+    launch((programs, groups), (dy, x, gate, weight, rstd, dx, dgate, shares), (rows,), strides)
+    if shares is not None:
+        sum_shares(shares, dw, None, programs, most, device)
