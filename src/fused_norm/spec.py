@@ -55,3 +55,26 @@ class NormSpec:
     def __str__(self) -> str:
         gamma = "1 + weight" if self.zero_centered else "weight" if self.weighted else "no weight"
         return f"{self.casting}, {gamma}, eps {self.eps:g}"
+
+
+@dataclass(frozen=True)
+class GatedNormSpec(NormSpec):
+    """The meaning of an RMSNorm with a gate: ``y = norm(x) * act(gate)`` or ``y = norm(x * act(gate))``.
+
+    Activation and products are computed in fp32; the norm is rounded as by itself, and the result to the input's dtype
+    where the norm comes first.
+
+    Attributes:
+        activation: ``silu`` or ``sigmoid``.
+        norm_before_gate: the norm comes first, not the gate.
+        groups: equal parts of a row, each normalised by itself.
+    """
+
+    activation: str = "silu"
+    norm_before_gate: bool = True
+    groups: int = 1
+
+    def __str__(self) -> str:
+        norm = super().__str__() if self.groups == 1 else f"{super().__str__()} in {self.groups} groups"
+        gate = f"{self.activation}(gate)"
+        return f"{norm}, then {gate}" if self.norm_before_gate else f"{gate}, then {norm}"

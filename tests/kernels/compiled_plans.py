@@ -20,9 +20,10 @@ from compile_for_h100 import compiled
 
 from fused_norm.kernels import plan_files
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.operator import BackwardCall, Operator, norm_spec
-from fused_norm.kernels.plans import BUILT_IN, WIDEST_SANDWICH_BACKWARD, Device, PlanTable
+from fused_norm.kernels.plans import BUILT_IN, WIDEST_GATED, WIDEST_SANDWICH_BACKWARD, Device, PlanTable
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.triton import devices
@@ -78,6 +79,9 @@ def calls(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "add", both(ADD_RMS_NORM, x, x, w, None, 1.0)
     if width <= WIDEST_SANDWICH_BACKWARD:
         yield "sandwich", both(NORM_ADD_NORM, x, x, w, w)
+    if width <= WIDEST_GATED:
+        yield "norm gated", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)
+        yield "gated norm", both(GATED_RMS_NORM, x, x, w, "silu", False, 1)
     if width <= 256:
         q, k, angle = empty(1, 64, 32), empty(1, 64, 8), empty(1, 64)
         yield "qk", both(QK_NORM, q, k, w, w, None, None, 2)

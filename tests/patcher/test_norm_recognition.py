@@ -172,7 +172,7 @@ class PlainTensorNorm(Norm):
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (WithGate(), "gate=None"),
+        (WithGate(), "known formulas"),
         (BiasNorm(), "parameters besides a weight: bias"),
         (EpsOutside(), "none of the known formulas"),
         (RoundedRoot(), "none of the known formulas"),

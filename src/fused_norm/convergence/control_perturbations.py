@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..patcher import Site
-from ..spec import NormSpec
+from ..spec import GatedNormSpec, NormSpec
 from .comparison import NORM_KINDS
 from .tiers import TrainingOptions
 
@@ -27,12 +27,12 @@ def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None
 
     Args:
         model: not patched.
-        sites: norms with their specs; residual adds among them are passed over.
+        sites: norms with their specs; residual adds and norms with a gate among them are passed over.
         seed: of the order.
     """
     generator = torch.Generator().manual_seed(seed)
     for site in sites:
-        if site.kind in NORM_KINDS and site.spec is not None:
+        if site.kind in NORM_KINDS and site.spec is not None and not isinstance(site.spec, GatedNormSpec):
             norm: Any = model.get_submodule(site.path)
             norm.forward = _ReorderedNorm(norm, site.spec, generator)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels.operator import Operator
 from ..patcher import PatchReport, Site
 from ..patcher.fused_block import FusedBlock
-from ..patcher.fused_norm_module import FusedNorm
+from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from .distances import share_different
 
 _METHODS_OF: Mapping[str, frozenset[str]] = {
@@ -35,7 +35,12 @@ _BLOCK_METHODS = (
 )
 
 _OPERATORS_OF: Mapping[str, frozenset[str]] = {
-    "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "rms_norm_fp8", "add_rms_norm_fp8"}),
+    "norm": frozenset(
+        {
+            *("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"),
+            *("rms_norm_fp8", "add_rms_norm_fp8"),
+        }
+    ),
     "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),
     # Behind a normed branch, whose operator makes the sum, a norm in FP8 is an operator of its own.
     "residual": frozenset({"add_rms_norm", "norm_add_norm", "add_rms_norm_fp8", "rms_norm_fp8"}),
@@ -119,7 +124,10 @@ def watched_calls(model: nn.Module) -> Iterator[list[FusedCall]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(Operator, "__call__", counted))
-        for owner, name in ((FusedNorm, "forward"), *((FusedBlock, name) for name in _BLOCK_METHODS)):
+        for owner, name in (
+            *((norm, "forward") for norm in (FusedNorm, FusedGatedNorm)),
+            *((FusedBlock, name) for name in _BLOCK_METHODS),
+        ):
             stack.enter_context(_replaced(owner, name, watched(getattr(owner, name))))
         yield calls
 

@@ -71,9 +71,7 @@ def check_gated_norm(
     if casting == "none":
         raise ValueError(f"{name}: casting must be llama or gemma, not 'none', which has no rounding points for a gate")
     if gate.shape != x.shape:
-        raise ValueError(
-            f"{name}: gate must have x's shape {tuple(x.shape)}, not {tuple(gate.shape)}; expand it first"
-        )
+        raise ValueError(f"{name}: gate must have x's shape {tuple(x.shape)}, not {tuple(gate.shape)}; expand it first")
     if gate.device != x.device:
         raise ValueError(f"{name}: gate is on {gate.device} and x on {x.device}; move them to one device")
     if activation not in GATES:

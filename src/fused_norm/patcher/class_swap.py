@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from ..spec import Casting, FusedNormError, NormSpec
+from ..spec import Casting, FusedNormError, GatedNormSpec, NormSpec
 from .float8_linears import Float8Reader, InputCast
 from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
-from .fused_norm_module import FusedNorm, has_origin_forward
+from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .recompute import call_with_recipes
 
 Fused = FusedNorm | FusedBlock | Float8Reader
@@ -48,7 +48,7 @@ def _fused_norm_class(
     origin: Any, forward: Callable[..., Any], spec: NormSpec, eps_name: str, replaced: Casting | None
 ) -> type[nn.Module]:
     return _derive(
-        FusedNorm,
+        FusedGatedNorm if isinstance(spec, GatedNormSpec) else FusedNorm,
         origin,
         (fused_norm_class, (spec, eps_name, replaced)),
         fused_norm_spec=spec,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.fp8 import FP8Recipe, Quantized, quantize
-from ..spec import NormSpec
+from ..spec import GatedNormSpec, NormSpec
 from .class_swap import (
     ClassChange,
     built_upon,
@@ -152,6 +152,8 @@ def _norms(model: nn.Module, sites: dict[str, Site]) -> Iterator[tuple[Quantizin
             reason: str | None = f"the norm is kept: {site.reason}"
         elif len(found) > 1:
             reason = "several modules hold it"
+        elif isinstance(site.spec, GatedNormSpec):
+            reason = "a norm with a gate writes no codes"
         elif site.spec is not None and site.spec.casting == "none":
             reason = "under casting 'none' a norm is not made again from what it keeps"
         else:

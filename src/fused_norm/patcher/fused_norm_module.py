@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +21,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import KERNEL_DTYPES
+from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.operator import norm_spec
+from ..kernels.plans import WIDEST_GATED
 from ..kernels.rms_norm import RMS_NORM
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from ..spec import Casting, NormSpec
+from ..spec import Casting, GatedNormSpec, NormSpec
 
 READERS = "_fused_norm_readers"
 """The attribute of an instance that holds those who take its result in another form, if there are any."""
@@ -102,6 +105,35 @@ class FusedNorm(nn.Module):
         return y if residual is None else (y, total)
 
 
+class FusedGatedNorm(FusedNorm):
+    """Base of the classes put on norms with a gate; called without the gate they run their stock code."""
+
+    fused_norm_spec: ClassVar[GatedNormSpec]
+
+    def forward(self, x: Any = None, gate: Any = None, **named: Any) -> Any:  # type: ignore[override]
+        """The norm of x times the activation of the gate, in the order that the stock class has.
+
+        ``named``: x under the stock parameter's name.
+        """
+        if not has_origin_forward(type(self)):
+            given = {"gate": gate} if gate is not None else {}
+            return self.fused_norm_origin.forward(self, *(() if x is None else (x,)), **given, **named)
+        if named:
+            (x,) = named.values()
+        if gate is None:
+            return self.fused_norm_origin.forward(self, x)
+        spec = self.fused_norm_spec
+        weight = weight_of(self)
+        reason = gated_obstacle(x, gate, weight, spec)
+        if reason is None:
+            how = spec.activation, spec.norm_before_gate, spec.groups
+            plain = norm_spec(spec.casting, spec.zero_centered, getattr(self, self.fused_norm_eps_name))
+            return GATED_RMS_NORM(plain, x, gate, weight, *how)
+        if reason:
+            explain(self.fused_norm_origin, reason, "its stock code")
+        return self.fused_norm_origin.forward(self, x, gate)
+
+
 def has_origin_forward(fused: Any) -> bool:
     """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin."""
     return fused.fused_norm_origin.forward is fused.fused_norm_origin_forward
@@ -110,7 +142,11 @@ def has_origin_forward(fused: Any) -> bool:
 def spec_of(norm: FusedNorm) -> NormSpec:
     """The norm's meaning, with its eps at the time of the call."""
     spec, eps = norm.fused_norm_spec, getattr(norm, norm.fused_norm_eps_name)
-    return spec if eps == spec.eps else norm_spec(spec.casting, spec.zero_centered, eps)
+    if eps == spec.eps:
+        return spec
+    if isinstance(spec, GatedNormSpec):
+        return replace(spec, eps=eps)
+    return norm_spec(spec.casting, spec.zero_centered, eps)
 
 
 def weight_of(norm: FusedNorm) -> Tensor | None:
@@ -187,6 +223,20 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str |
         return "autocast changes what an uncast norm rounds to"
     # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
     return "" if torch.compiler._is_exporting_flag else None
+
+
+def gated_obstacle(x: Any, gate: Any, weight: Any, spec: GatedNormSpec) -> str | None:
+    """``obstacle`` for a norm with a gate."""
+    reason = obstacle(x, weight, None, None)
+    if reason is not None:
+        return reason
+    if not is_plain(gate) or gate.dtype not in KERNEL_DTYPES:
+        return f"the gate is a {type(gate).__name__}"
+    if gate.shape != x.shape or gate.device != x.device:
+        return "the gate has another shape or device than the input"
+    if x.shape[-1] % spec.groups or x.shape[-1] > WIDEST_GATED * spec.groups:
+        return f"rows of {x.shape[-1]} in {spec.groups} groups are more than a kernel holds"
+    return None
 
 
 def is_plain(value: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..spec import CASTINGS, Casting, NormSpec
+from ..kernels.arguments import GATES
+from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
@@ -26,7 +27,8 @@ _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32
 _OTHER_EPS = 0.25
 _WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "none")  # without a weight, gemma is llama
 
-_INVERSE_ROOTS: tuple[Callable[[Tensor], Tensor], ...] = (
+InverseRoot = Callable[[Tensor], Tensor]
+_INVERSE_ROOTS: tuple[InverseRoot, ...] = (
     torch.rsqrt,
     lambda value: value.pow(-0.5),
     lambda value: 1.0 / value.sqrt(),
@@ -84,6 +86,14 @@ def recognise(module: nn.Module) -> Recognised:
     return outcome
 
 
+def takes_gate(module: nn.Module) -> bool:
+    """Return whether a norm's forward takes two tensors, and calls the second one ``gate``."""
+    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if any(argument.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for argument in arguments):
+        return False
+    return len(arguments) == 2 and arguments[1].name == "gate"
+
+
 def _cache_key(module: nn.Module, weighted: bool) -> Any:
     """The key under which the outcome is kept for equal modules; None where an attribute cannot be compared."""
     attributes = _own_attributes(module)
@@ -109,7 +119,9 @@ def _compare_with_formulas(module: nn.Module, weighted: bool) -> Recognised:
     if not names:
         raise UnrecognisedError("has no eps among its attributes")
     for name in names:
-        for spec, root in itertools.product(_candidates(weighted, getattr(module, name)), _INVERSE_ROOTS):
+        eps = getattr(module, name)
+        candidates = _gated_candidates(module, weighted, eps) if takes_gate(module) else _candidates(weighted, eps)
+        for spec, root in itertools.product(candidates, _INVERSE_ROOTS):
             if _agrees(module, name, spec, root):
                 matches[spec] = name
     if not matches:
@@ -135,6 +147,8 @@ def _check_structure(module: nn.Module) -> bool:
         raise UnrecognisedError(f"has parameters besides a weight: {', '.join(others)}")
     if parameters and len(_shape(parameters["weight"])) != 1:
         raise UnrecognisedError(f"its weight has shape {tuple(_shape(parameters['weight']))}, not one dimension")
+    if takes_gate(module):
+        return bool(parameters)
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(str(argument) for argument in arguments) or "nothing"
@@ -164,22 +178,55 @@ def _candidates(weighted: bool, eps: float) -> Iterator[NormSpec]:
         yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
 
 
-def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Callable[[Tensor], Tensor]) -> bool:
+def _gated_candidates(module: nn.Module, weighted: bool, eps: float) -> Iterator[GatedNormSpec]:
+    """Every meaning of a norm with a gate; its groups are as many, or as wide, as some attribute says."""
+    width = _width(module)
+    numbers = {value for value in vars(module).values() if type(value) is int and value > 0 and width % value == 0}
+    groups = sorted({1} | numbers | {width // number for number in numbers})
+    castings: tuple[Casting, ...] = ("llama", "gemma")
+    for casting, activation, first, count in itertools.product(castings, GATES, (True, False), groups):
+        for zero_centered in (False, True) if weighted else (False,):
+            yield GatedNormSpec(casting, zero_centered, weighted, eps, activation, first, count)
+
+
+def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The arguments of calls: x, and a gate where there is one; in another one many rows of one token each."""
+    if not isinstance(spec, GatedNormSpec):
+        yield (x,)
+        return
+    gate = 2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    yield x, gate.to(x.dtype)
+    yield x.transpose(0, 1), gate.transpose(0, 1)
+
+
+def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, inverse_root: InverseRoot) -> Tensor:
+    """The result of the formula."""
+    if not isinstance(spec, GatedNormSpec):
+        return reference.rms_norm(spec, given[0], weight, inverse_root=inverse_root)
+    how = spec.activation, spec.norm_before_gate, spec.groups
+    return reference.gated_rms_norm(spec, *given, weight, *how, inverse_root=inverse_root)
+
+
+def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: InverseRoot) -> bool:
     """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
     width = _width(module)
     changed = replace(spec, eps=_OTHER_EPS)
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for x, weight in _samples(width, spec.weighted):
-            for eps_spec, training in ((spec, True), (spec, False), (changed, False)):
+            ways = ((spec, True), (spec, False), (changed, False))
+            for given, (eps_spec, training) in itertools.product(_inputs(spec, x), ways):
                 shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
                 try:
-                    actual = type(module).forward(shadow, x.clone())
+                    actual = type(module).forward(shadow, *(one.clone() for one in given))
                 except Exception as error:  # a foreign forward may raise anything
                     raise UnrecognisedError(f"cannot be run on its own: {type(error).__name__}: {error}") from error
                 if not isinstance(actual, Tensor):
                     raise UnrecognisedError(f"returns {type(actual).__name__}, not one tensor")
-                expected = reference.rms_norm(eps_spec, x, weight, inverse_root=inverse_root)
+                if isinstance(spec, GatedNormSpec) and actual.shape != given[0].shape:
+                    shapes = tuple(actual.shape), tuple(given[0].shape)
+                    raise UnrecognisedError(f"returns shape {shapes[0]} for a tensor of shape {shapes[1]}")
+                expected = _expected(eps_spec, given, weight, inverse_root)
                 if actual.dtype != expected.dtype or not torch.equal(actual, expected):
                     return False
     return True

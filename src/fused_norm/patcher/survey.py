@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..options import FuseOptions
-from ..spec import FusedNormError, Kind
+from ..spec import FusedNormError, GatedNormSpec, Kind
 from .block_survey import BlockSurvey, SurveyedModel, may_rotate_or_gate, why_deselected
 from .class_swap import (
     ClassChange,
@@ -118,12 +118,15 @@ def _kind_of(path: str) -> Kind:
 
 
 def _holders(model: nn.Module, known: SurveyedModel) -> dict[str, None]:
-    """The paths of modules that hold a norm, recognised or others' by now, directly or in up to two wrappers."""
+    """The paths of modules that hold a norm, recognised or others' by now, directly or in up to two wrappers.
+
+    A norm with a gate does not count: no add is fused with it.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[str, None] = {}
     for path, module in modules.items():
         site = known.norm_sites.get(known.paths[id(module)])
-        if site is None or (site.spec is None and site.cause != "owner"):
+        if site is None or (site.spec is None and site.cause != "owner") or isinstance(site.spec, GatedNormSpec):
             continue
         for _ in range(3 if site.kind == "norm" else 1):
             if not path:
