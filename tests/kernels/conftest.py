@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_norm.kernels import replay
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
@@ -27,7 +28,8 @@ from fused_norm.kernels.triton.launch import Launch
 from . import replay_on_cpu
 
 OPERATORS: dict[str, Operator] = {
-    operator.name: operator for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, ROPE, GLU)
+    operator.name: operator
+    for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, ROPE, GLU, GATED_RMS_NORM)
 }
 Halves = dict[str, Any]
 """The native half of each operator, by name."""

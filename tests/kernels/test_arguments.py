@@ -8,7 +8,17 @@ from functools import partial
 import pytest
 import torch
 
-from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
+from fused_norm.kernels import (
+    add_rms_norm,
+    gated_rms_norm,
+    glu,
+    norm_add,
+    norm_add_norm,
+    qk_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)
 
 X = torch.ones(2, 3, 8)
 W = torch.ones(8)
@@ -121,6 +131,21 @@ BAD_GATES = {
     "other shape": (lambda: glu(X, X[:1]), ValueError, r"gate's shape \(2, 3, 8\), not \(1, 3, 8\); expand it"),
     "up elsewhere": (lambda: glu(X, X.to("meta")), ValueError, "up is on meta and gate on cpu"),
 }
+BAD_GATED_NORMS = {
+    "narrow weight": (lambda: gated_rms_norm(X, X, W[:1]), ValueError, r"weight must have shape \(8,\)"),
+    "integer gate": (lambda: gated_rms_norm(X, X.int(), W), TypeError, "gate must be .*, not torch.int32"),
+    "other shape": (lambda: gated_rms_norm(X, X[:1], W), ValueError, r"\(2, 3, 8\), not \(1, 3, 8\); expand it"),
+    "gate elsewhere": (lambda: gated_rms_norm(X, X.to("meta"), W), ValueError, "gate is on meta and x on cpu"),
+    "unknown activation": (lambda: gated_rms_norm(X, X, W, activation="gelu"), ValueError, "silu, sigmoid, not 'gelu'"),
+    "no rounding points": (lambda: gated_rms_norm(X, X, W, casting="none"), ValueError, "must be llama or gemma"),
+    "uneven groups": (
+        lambda: gated_rms_norm(X, X, W, groups=3),
+        ValueError,
+        "groups must divide .*, 8, .*; 3 does not",
+    ),
+    "no groups": (lambda: gated_rms_norm(X, X, W, groups=0), ValueError, "0 does not"),
+    "half a group": (lambda: gated_rms_norm(X, X, W, groups=0.5), TypeError, "groups must be an int, not float"),
+}
 BAD = {
     (name, case): call
     for name, cases in (
@@ -132,6 +157,7 @@ BAD = {
         ("qk_norm_rope", BAD_ANGLES),
         ("rope", BAD_ROTATIONS),
         ("glu", BAD_GATES),
+        ("gated_rms_norm", BAD_GATED_NORMS),
     )
     for case, call in cases.items()
 }
@@ -141,6 +167,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "norm_add": partial(norm_add, X, X, W),
     "norm_add_norm": partial(norm_add_norm, X, X, W, W),
     "qk_norm": partial(qk_norm, H, H, W, W),
+    "gated_rms_norm": partial(gated_rms_norm, X, X, W),
     "qk_norm_rope": partial(qk_norm_rope, H, H, W, W, C, C),
 }
 

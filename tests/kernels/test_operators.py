@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fused_norm.kernels import (
     add_rms_norm,
+    gated_rms_norm,
     glu,
     norm_add,
     norm_add_norm,
@@ -107,11 +108,13 @@ def _calls(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]
         Call("glu", None, (x, r), ("silu",)),
         Call("rope", None, (x, None, cos, sin), (1,)),
         Call("glu", None, (x, None), ("gelu_tanh",)),
+        Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2)),
+        Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
     ]
 
 
-CALLS = pytest.mark.parametrize("index", range(14), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
-NORMED_CALLS = pytest.mark.parametrize("index", range(10), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
+CALLS = pytest.mark.parametrize("index", range(16), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
+NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15], ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
 
 
 @pytest.mark.slow
@@ -259,6 +262,11 @@ def _glu(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     return other + glu(torch.cat((glu(x.sin(), x), w.expand_as(x)), dim=-1), activation="gelu_tanh")
 
 
+def _gated_rms_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    y = gated_rms_norm(x, x.sin(), w, block.eps, groups=2)
+    return x + gated_rms_norm(y, x.cos(), other, block.eps, norm_before_gate=False, activation="sigmoid")
+
+
 STEPS: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -267,6 +275,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "qk_norm": _qk_norm,
     "rope": _rope,
     "glu": _glu,
+    "gated_rms_norm": _gated_rms_norm,
 }
 
 
@@ -375,6 +384,7 @@ def test_empty_tensors_give_empty_results_and_zero_gradients(name: str, shape: t
         "norm_add": ((x, x, w), ()),
         "norm_add_norm": ((x, x, w, w), ()),
         "qk_norm": ((x, x[:1], w, w, None, None), (1,)),
+        "gated_rms_norm": ((x, x, w), ("silu", True, 1)),
     }[name]
     *outputs, dw = Call(name, NormSpec("llama"), tensors, options).results()
     assert all(output.numel() == 0 for output in outputs if output.shape != w.shape)

@@ -77,6 +77,8 @@ def _cases(device: str = "cpu") -> dict[str, Case]:
         "glu": Case(OPERATORS["glu"], None, (x, r), ("silu",)),
         "glu by erf": Case(OPERATORS["glu"], None, (x, r), ("gelu",)),
         "glu of halves": Case(OPERATORS["glu"], None, (x, None), ("gelu_tanh",)),
+        "gated_rms_norm": Case(OPERATORS["gated_rms_norm"], LLAMA, (x, r, w), ("silu", True, 2)),
+        "gated_rms_norm of a product": Case(OPERATORS["gated_rms_norm"], GEMMA, (x, r, w), ("sigmoid", False, 1)),
     }
 
 
