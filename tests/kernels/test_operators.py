@@ -263,8 +263,8 @@ def _glu(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
 
 
 def _gated_rms_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    y = gated_rms_norm(x, x.sin(), w, block.eps, groups=2)
-    return x + gated_rms_norm(y, x.cos(), other, block.eps, norm_before_gate=False, activation="sigmoid")
+    y = gated_rms_norm(x, x.tanh(), w, block.eps, groups=2)
+    return gated_rms_norm(y, x.tanh(), other, block.eps, norm_before_gate=False, activation="sigmoid")
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {
