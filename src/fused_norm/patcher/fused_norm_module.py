@@ -230,8 +230,10 @@ def gated_obstacle(x: Any, gate: Any, weight: Any, spec: GatedNormSpec) -> str |
     reason = obstacle(x, weight, None, None)
     if reason is not None:
         return reason
-    if not is_plain(gate) or gate.dtype not in KERNEL_DTYPES:
+    if not is_plain(gate):
         return f"the gate is a {type(gate).__name__}"
+    if gate.dtype not in KERNEL_DTYPES:
+        return f"the gate is {gate.dtype}"
     if gate.shape != x.shape or gate.device != x.device:
         return "the gate has another shape or device than the input"
     if x.shape[-1] % spec.groups or x.shape[-1] > WIDEST_GATED * spec.groups:

@@ -1,0 +1,251 @@
+"""Norms with a gate: recognised by what they compute, and in models the same results through everything they meet."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig
+
+import fused_norm
+from fused_norm.model_configs import build
+from fused_norm.patcher.fused_norm_module import FusedGatedNorm
+from fused_norm.patcher.norm_recognition import UnrecognisedError, recognise
+from fused_norm.spec import GatedNormSpec
+
+from .models import assert_trains_as_stock, counts, tokens
+
+pytestmark = pytest.mark.usefixtures("large_graphs")
+
+
+def _stock_class(model_type: str, name: str) -> Callable[..., nn.Module]:
+    """A class of the installed transformers."""
+    try:
+        return getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this transformers has no {name}")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "arguments", "spec"),
+    [
+        ("qwen3_next", "Qwen3NextRMSNormGated", {}, GatedNormSpec("llama")),
+        ("qwen3_5", "Qwen3_5RMSNormGated", {"eps": 1e-5}, GatedNormSpec("llama", eps=1e-5)),
+        ("kimi_linear", "KimiLinearRMSNormGated", {}, GatedNormSpec("gemma", activation="sigmoid")),
+        ("glm5_next", "Glm5NextTextRMSNormGated", {}, GatedNormSpec("gemma", activation="sigmoid")),
+        ("mamba2", "MambaRMSNormGated", {"group_size": 24}, GatedNormSpec("llama", norm_before_gate=False)),
+        ("bamba", "BambaRMSNormGated", {"group_size": 24}, GatedNormSpec("llama", norm_before_gate=False)),
+        ("zamba2", "Zamba2RMSNormGated", {"group_size": 8}, GatedNormSpec("llama", norm_before_gate=False, groups=3)),
+    ],
+)
+def test_the_classes_of_transformers_are_recognised(
+    model_type: str, name: str, arguments: dict[str, Any], spec: GatedNormSpec
+) -> None:
+    stock = _stock_class(model_type, name)
+    taken = inspect.signature(stock).parameters
+    found = recognise(
+        stock(24, **{key: value for key, value in arguments.items() if key in taken or key != "group_size"})
+    )
+    assert (found.spec, found.eps_name) == (spec, "variance_epsilon")
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_a_norm_that_drops_a_dimension_of_one_token_is_kept(norm_before_gate: bool) -> None:
+    """Falcon-H1's does in some releases, and computes the formula in others."""
+    module = _stock_class("falcon_h1", "FalconH1RMSNormGated")(24, n_groups=2, norm_before_gate=norm_before_gate)
+    one_token = module(torch.ones(3, 1, 24), torch.ones(3, 1, 24))
+    if one_token.shape == (3, 1, 24):
+        assert recognise(module).spec == GatedNormSpec("gemma", norm_before_gate=norm_before_gate, groups=2)
+    else:
+        with pytest.raises(UnrecognisedError, match="returns shape"):
+            recognise(module)
+
+
+class Gated(nn.Module):
+    """A norm to vary: subclasses override one step of it."""
+
+    def __init__(self, width: int = 24, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.eps = eps
+
+    def norm(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def forward(self, x, gate=None):
+        if gate is None:
+            return self.weight * self.norm(x)
+        return (self.weight * self.norm(x) * functional.silu(gate.float())).to(x.dtype)
+
+
+class GateFirst(Gated):
+    def forward(self, x, gate):
+        wide = x.float() * functional.silu(gate.float())
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class GateInItsDtype(Gated):
+    def forward(self, x, gate):
+        return (self.weight * self.norm(x) * functional.silu(gate)).to(x.dtype)
+
+
+class ProductRounded(Gated):
+    def forward(self, x, gate):
+        return self.weight * self.norm((x.float() * functional.silu(gate.float())).to(x.dtype))
+
+
+class ByGelu(Gated):
+    def forward(self, x, gate):
+        return (self.weight * self.norm(x) * functional.gelu(gate.float())).to(x.dtype)
+
+
+class WithShift(Gated):
+    def forward(self, x, shift=None):
+        return super().forward(x)
+
+
+class GateThatScales(Gated):
+    def forward(self, x, gate, scale=None):
+        return super().forward(x, gate)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (GateInItsDtype(), "none of the known formulas"),
+        (ProductRounded(), "none of the known formulas"),
+        (ByGelu(), "none of the known formulas"),
+        (WithShift(), "its forward takes x, shift=None, not just"),
+        (GateThatScales(), "its forward takes x, gate, scale=None, not just"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_other_roundings_and_other_arguments_are_refused(module: nn.Module, why: str) -> None:
+    with pytest.raises(UnrecognisedError, match=why):
+        recognise(module)
+
+
+def _twins(module: nn.Module, device: str) -> tuple[nn.Module, nn.Module]:
+    stock = nn.Sequential(module.to(device))
+    fused = copy.deepcopy(stock)
+    (site,) = fused_norm.apply_fused_norm(fused).fused
+    assert (site.kind, site.path) == ("norm", "0")
+    return stock[0], fused[0]
+
+
+def _results(norm: nn.Module, x: Tensor, gate: Tensor) -> list[Tensor]:
+    x, gate = x.detach().requires_grad_(), gate.detach().requires_grad_()
+    y = norm(x, gate=gate)
+    return [y, *torch.autograd.grad(y.float().square().sum(), (x, gate, norm.weight))]
+
+
+@pytest.mark.parametrize("kind", [Gated, GateFirst])
+def test_a_fused_norm_gives_what_stock_gives(kind: type[Gated], launches: list[str], device: str) -> None:
+    stock, fused = _twins(kind(), device)
+    x, gate = torch.randn(2, 2, 5, 24, device=device)
+    restored = pickle.loads(pickle.dumps(fused))
+    for norm in (fused, copy.deepcopy(fused), restored):
+        for ours, expected in zip(_results(norm, x, gate), _results(stock, x, gate), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert launches[:3] == ["gated_rms_norm"] * 3
+    assert isinstance(restored, FusedGatedNorm)
+    assert isinstance(restored, kind)
+    stock.eps = fused.eps = 0.5
+    torch.testing.assert_close(fused(x, gate), stock(x, gate))
+    seen: list[int] = []
+    fused.register_forward_hook(lambda module, given, y: seen.append(len(given)))
+    fused(x, gate)
+    assert seen == [2], "a hook sees the call as it is"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Gated, GateFirst])
+def test_a_fused_norm_compiles_as_one_graph(kind: type[Gated], launches: list[str], device: str) -> None:
+    _, fused = _twins(kind(), device)
+    x, gate = torch.randn(2, 2, 5, 24, device=device)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    for ours, expected in zip(_results(compiled, x, gate), _results(fused, x, gate), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_what_a_kernel_cannot_do_runs_the_stock_code(
+    launches: list[str], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, fused = _twins(Gated(), device)
+    x, gate = torch.randn(2, 2, 5, 24, device=device)
+    for given in ((x,), (x, gate[:1]), (x.double(), gate.double()), (x, gate.double())):
+        assert torch.equal(fused(*given), stock(*given))
+    assert "the gate has another shape or device than the input" in caplog.text
+    assert "the gate is torch.float64" in caplog.text
+    with fused_norm.disabled():
+        assert torch.equal(fused(x, gate), stock(x, gate))
+    wide, gates = torch.randn(2, 1, 8200, device=device)
+    stock, fused_wide = _twins(Gated(8200), device)
+    assert torch.equal(fused_wide(wide, gates), stock(wide, gates))
+    assert "rows of 8200 in 1 groups are more than a kernel holds" in caplog.text
+    assert launches == []
+
+
+def test_code_that_replaces_the_class_forward_is_called(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fused = _twins(Gated(), device)
+    monkeypatch.setattr(Gated, "forward", lambda self, x, gate=None: (x, gate))
+    x = torch.randn(3, 24, device=device)
+    assert fused(x) == (x, None)
+    assert fused(x, gate=x)[1] is x
+    assert fused(x, x)[1] is x
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "mlp_only_layers": [0, 1, 2, 3],
+    },
+    "mamba2": {
+        "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8,
+        "n_groups": 2, "chunk_size": 8,
+    },
+    "bamba": {
+        "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "gated", "fused"),
+    [
+        pytest.param(
+            *("qwen3_next", 3, {"norm": 12, "qk": 2, "rope": 1, "residual": 4, "mlp": 4}), marks=pytest.mark.slow
+        ),
+        ("mamba2", 2, {"norm": 5}),
+        pytest.param("bamba", 1, {"norm": 6, "rope": 1, "residual": 2, "mlp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_models_train_as_stock_with_every_gated_norm_fused(
+    model_type: str, gated: int, fused: dict[str, int], launches: list[str], device: str
+) -> None:
+    stock = build(AutoConfig.for_model(model_type, **TINY[model_type]), seed=0, device=device)
+    patched = copy.deepcopy(stock)
+    report = fused_norm.apply_fused_norm(patched)
+    assert report.counts == counts(**fused)
+    sites = [site for site in report.fused if isinstance(site.spec, GatedNormSpec)]
+    assert len(sites) == gated
+    assert {site.spec.norm_before_gate for site in sites} == {model_type == "qwen3_next"}
+    assert_trains_as_stock(stock, patched, tokens(device, length=11))
+    assert launches.count("gated_rms_norm") == gated
+    assert fused_norm.remove_fused_norm(patched) > gated
+    assert [type(module) for module in patched.modules()] == [type(module) for module in stock.modules()]
