@@ -77,7 +77,7 @@ FAMILIES = {
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        counts(norm=5, qk=2, rope=1, residual=2, mlp=2),
+        counts(norm=6, qk=2, rope=1, residual=2, mlp=2),
     ),
 }
 ONLY_IN_5 = ("stablelm", "gemma3n_text")
@@ -93,7 +93,7 @@ LAUNCHES = {
     "granite": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
     "glm4_moe": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "rope": 2, "glu": 2},
     "hunyuan_v1_dense": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "rope": 2, "glu": 2},
-    "qwen3_next": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
+    "qwen3_next": {"rms_norm": 3, "gated_rms_norm": 1, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
     "phi3": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
     "smollm3": {"rms_norm": 3, "add_rms_norm": 2, "rope": 1, "glu": 2},
     "stablelm": {"rope": 2, "glu": 2},

@@ -206,13 +206,6 @@ def test_code_that_replaces_the_class_forward_is_called(device: str, monkeypatch
 
 
 TINY: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "mlp_only_layers": [0, 1, 2, 3],
-    },
     "mamba2": {
         "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8,
         "n_groups": 2, "chunk_size": 8,
@@ -228,9 +221,6 @@ TINY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("model_type", "gated", "fused"),
     [
-        pytest.param(
-            *("qwen3_next", 3, {"norm": 12, "qk": 2, "rope": 1, "residual": 4, "mlp": 4}), marks=pytest.mark.slow
-        ),
         ("mamba2", 2, {"norm": 5}),
         pytest.param("bamba", 1, {"norm": 6, "rope": 1, "residual": 2, "mlp": 2}, marks=pytest.mark.slow),
     ],
@@ -244,8 +234,8 @@ def test_models_train_as_stock_with_every_gated_norm_fused(
     assert report.counts == counts(**fused)
     sites = [site for site in report.fused if isinstance(site.spec, GatedNormSpec)]
     assert len(sites) == gated
-    assert {site.spec.norm_before_gate for site in sites} == {model_type == "qwen3_next"}
+    assert {site.what for site in sites} == {"silu(gate), then llama, weight, eps 1e-05"}
     assert_trains_as_stock(stock, patched, tokens(device, length=11))
     assert launches.count("gated_rms_norm") == gated
-    assert fused_norm.remove_fused_norm(patched) > gated
+    assert fused_norm.remove_fused_norm(patched) >= fused["norm"]
     assert [type(module) for module in patched.modules()] == [type(module) for module in stock.modules()]

@@ -42,10 +42,10 @@ class GatedRMSNorm(Operator):
         return reference.gated_rms_norm(spec, *arguments)
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, gate, weight, *how = arguments
-        y, rstd = empty_gated_norm(spec, x, weight, *how[1:], training)
+        x, gate, weight, activation, norm_before_gate, groups = arguments
+        y, rstd = empty_gated_norm(spec, x, weight, norm_before_gate, groups, training)
         if launch:
-            launch_gated_forward(spec, x, gate, weight, y, rstd, *how)
+            launch_gated_forward(spec, x, gate, weight, y, rstd, activation, norm_before_gate, groups)
         return y, rstd
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:

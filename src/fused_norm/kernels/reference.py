@@ -146,6 +146,33 @@ def rms_norm_backward(
     return dx if ds is None else dx + ds.to(wide), dw
 
 
+def gated_rms_norm_backward(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    activation: str,
+    norm_before_gate: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of what ``gated_rms_norm`` takes, each rounded once to the dtype of its own tensor."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows, z, d = x.to(wide), gate.to(wide), dy.to(wide)
+    share = torch.sigmoid(z)
+    change = share * (1 - share)
+    act, slope = (z * share, share + z * change) if activation == "silu" else (share, change)
+    total, d_norm = (rows, d * act) if norm_before_gate else (rows * act, d)
+    gammas = None if weight is None else _grouped(weight, groups)
+    d_total, dw = rms_norm_backward(spec, _grouped(d_norm, groups), _grouped(total, groups), gammas)
+    d_total = d_total.flatten(-2)
+    if norm_before_gate:
+        dx, d_act = d_total, d * rms_norm(spec, _grouped(rows, groups), gammas).flatten(-2)
+    else:
+        dx, d_act = d_total * act, d_total * rows
+    return dx.to(x.dtype), (d_act * slope).to(gate.dtype), None if dw is None else dw.flatten()
+
+
 def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of what ``rope`` rotates, in fp32 at least."""
     wide = torch.promote_types(d.dtype, torch.float32)

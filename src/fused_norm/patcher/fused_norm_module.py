@@ -130,7 +130,7 @@ class FusedGatedNorm(FusedNorm):
             plain = norm_spec(spec.casting, spec.zero_centered, getattr(self, self.fused_norm_eps_name))
             return GATED_RMS_NORM(plain, x, gate, weight, *how)
         if reason:
-            explain(self.fused_norm_origin, reason, "its stock code")
+            explain(self.fused_norm_origin, reason)
         return self.fused_norm_origin.forward(self, x, gate)
 
 

@@ -203,8 +203,9 @@ def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, in
     """The result of the formula."""
     if not isinstance(spec, GatedNormSpec):
         return reference.rms_norm(spec, given[0], weight, inverse_root=inverse_root)
+    x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    return reference.gated_rms_norm(spec, *given, weight, *how, inverse_root=inverse_root)
+    return reference.gated_rms_norm(spec, x, gate, weight, *how, inverse_root=inverse_root)
 
 
 def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: InverseRoot) -> bool:

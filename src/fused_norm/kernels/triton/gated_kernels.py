@@ -181,7 +181,7 @@ def launch_gated_forward(
     planned = _planned_forwards.get(key)
     if planned is None:
         plan = gated_forward_plan(width, facts_of(x.device))
-        constants = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
+        constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
         constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
         planned = _planned_forwards[key] = plan, Launch(_gated_forward_kernel, plan.warps, constants)
     plan, launch = planned
@@ -222,7 +222,13 @@ def launch_gated_backward(
     if planned is None:
         read = (dy, x, gate, weight)
         plan = gated_backward_plan(width, sum(one.element_size() for one in read if one is not None), device)
-        constants = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+        constants: dict[str, Any] = {
+            "N": width,
+            "GROUPS": groups,
+            "ROWS": plan.rows,
+            "BLOCK": plan.block,
+            "STAGES": plan.stages,
+        }
         constants |= {"RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps, "LONG": long}
         constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
         planned = _planned_backwards[key] = plan, Launch(_gated_backward_kernel, plan.warps, constants)
