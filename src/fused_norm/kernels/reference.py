@@ -94,6 +94,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
 
 
+def _silu(x: Tensor) -> Tensor:
+    """PyTorch's own has no tangents of its gradient."""
+    return x * torch.sigmoid(x)
+
+
 def gated_rms_norm(
     spec: NormSpec,
     x: Tensor,
@@ -104,13 +109,14 @@ def gated_rms_norm(
     groups: int,
     *,
     inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+    silu: Callable[[Tensor], Tensor] = _silu,
 ) -> Tensor:
     """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group; see ``kernels.gated_rms_norm``.
 
-    ``inverse_root`` as in ``rms_norm``.
+    ``inverse_root`` as in ``rms_norm``; ``silu`` is how that is spelled, which makes as small a difference.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+    act = silu if activation == "silu" else torch.sigmoid
     gate = act(gate.to(wide))
     total, dtype = x, x.dtype
     if not norm_before_gate:
@@ -118,13 +124,13 @@ def gated_rms_norm(
     elif spec.casting == "gemma":
         total, dtype = x.to(wide), wide
     weight = None if weight is None else _grouped(weight, groups)
-    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, dtype=dtype).flatten(-2)
+    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, dtype=dtype).reshape(x.shape)
     return (y * gate).to(x.dtype) if norm_before_gate else y
 
 
 def _grouped(rows: Tensor, groups: int) -> Tensor:
     """Rows [..., N] as [..., groups, N / groups]."""
-    return rows.unflatten(-1, (groups, rows.shape[-1] // groups))
+    return rows.reshape(*rows.shape[:-1], groups, rows.shape[-1] // groups)
 
 
 def rms_norm_backward(
@@ -165,12 +171,16 @@ def gated_rms_norm_backward(
     total, d_norm = (rows, d * act) if norm_before_gate else (rows * act, d)
     gammas = None if weight is None else _grouped(weight, groups)
     d_total, dw = rms_norm_backward(spec, _grouped(d_norm, groups), _grouped(total, groups), gammas)
-    d_total = d_total.flatten(-2)
+    d_total = d_total.reshape(rows.shape)
     if norm_before_gate:
-        dx, d_act = d_total, d * rms_norm(spec, _grouped(rows, groups), gammas).flatten(-2)
+        dx, d_act = d_total, d * rms_norm(spec, _grouped(rows, groups), gammas).reshape(rows.shape)
     else:
         dx, d_act = d_total * act, d_total * rows
-    return dx.to(x.dtype), (d_act * slope).to(gate.dtype), None if dw is None else dw.flatten()
+    return (
+        dx.to(x.dtype),
+        (d_act * slope).to(gate.dtype),
+        None if dw is None or weight is None else dw.reshape(weight.shape),
+    )
 
 
 def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -188,9 +198,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
     gate, up = _halves(gate, up)
     if activation == "silu":
-        # PyTorch's own silu has no tangents of its gradient.
-        x = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        return (x * torch.sigmoid(x)).to(gate.dtype) * up
+        return _silu(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(gate.dtype) * up
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 

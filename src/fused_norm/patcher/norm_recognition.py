@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..kernels import reference
 from ..kernels.arguments import GATES
@@ -205,7 +206,8 @@ def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, in
         return reference.rms_norm(spec, given[0], weight, inverse_root=inverse_root)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    return reference.gated_rms_norm(spec, x, gate, weight, *how, inverse_root=inverse_root)
+    spelled = {"inverse_root": inverse_root, "silu": functional.silu}
+    return reference.gated_rms_norm(spec, x, gate, weight, *how, **spelled)
 
 
 def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: InverseRoot) -> bool:
