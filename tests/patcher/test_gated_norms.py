@@ -234,7 +234,8 @@ def test_models_train_as_stock_with_every_gated_norm_fused(
     assert report.counts == counts(**fused)
     sites = [site for site in report.fused if isinstance(site.spec, GatedNormSpec)]
     assert len(sites) == gated
-    assert {site.what for site in sites} == {"silu(gate), then llama, weight, eps 1e-05"}
+    # From 5.23 on in groups, as many as the model has.
+    assert {site.what.partition(" in ")[0] for site in sites} == {"silu(gate), then llama, weight, eps 1e-05"}
     assert_trains_as_stock(stock, patched, tokens(device, length=11))
     assert launches.count("gated_rms_norm") == gated
     assert fused_norm.remove_fused_norm(patched) >= fused["norm"]

@@ -12,6 +12,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,8 +207,8 @@ def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, in
         return reference.rms_norm(spec, given[0], weight, inverse_root=inverse_root)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    spelled = {"inverse_root": inverse_root, "silu": functional.silu}
-    return reference.gated_rms_norm(spec, x, gate, weight, *how, **spelled)
+    spelled = partial(reference.gated_rms_norm, inverse_root=inverse_root, silu=functional.silu)
+    return spelled(spec, x, gate, weight, *how)
 
 
 def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: InverseRoot) -> bool:
