@@ -20,6 +20,7 @@ from fused_norm.bench.operator_cases import CASES, GEMMA, QUICK, OperatorCase, f
         (OperatorCase("sandwich", 8192, 3840, GEMMA), 4, 6),
         (OperatorCase("swiglu", 8192, 3072), 3, 5),
         (OperatorCase("geglu", 8192, 6912), 3, 5),
+        (OperatorCase("gated", 8192, 4096), 3, 5),
     ],
 )
 def test_least_bytes_count_each_activation_once(case, forward, backward):

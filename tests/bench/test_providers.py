@@ -79,6 +79,8 @@ def test_stock_rotates_as_modelling_code_does(device):
         ("rotate", "rope"),
         ("swiglu", "glu"),
         ("geglu", "glu"),
+        ("gated", "gated_rms_norm"),
+        ("gate-first", "gated_rms_norm"),
         ("fp8", "rms_norm_fp8"),
         ("fp8-add", "add_rms_norm_fp8"),
     ],
@@ -119,7 +121,9 @@ def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     assert all(torch.equal(*pair) for pair in zip(rest, theirs, strict=True))
 
 
-@pytest.mark.parametrize("operator", ["rotate", "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns"])
+@pytest.mark.parametrize(
+    "operator", ["rotate", "swiglu", "geglu", "gated", "gate-first", "fp8", "fp8-add", "fp8-columns"]
+)
 def test_pytorch_is_not_measured_twice_where_stock_has_its_operators(operator):
     with pytest.raises(NotImplementedError, match="torch has no operator of its own"):
         PROVIDERS["torch"].build(OperatorCase(operator, 4, 64))

@@ -16,7 +16,20 @@ from ..kernels.fp8 import RECIPES, Quantized, dequantize
 from ..spec import NormSpec
 
 OperatorName = Literal[
-    "norm", "add", "post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns"
+    "norm",
+    "add",
+    "post",
+    "sandwich",
+    "qk",
+    "rope",
+    "rotate",
+    "swiglu",
+    "geglu",
+    "gated",
+    "gate-first",
+    "fp8",
+    "fp8-add",
+    "fp8-columns",
 ]
 Direction = Literal["forward", "backward"]
 
@@ -58,6 +71,8 @@ _TENSOR_COUNTS: dict[OperatorName, _TensorCounts] = {
     "rotate": _TensorCounts((2, 2), 2, 2, 0),
     "swiglu": _TensorCounts((3, 5), 2, 1, 0),
     "geglu": _TensorCounts((3, 5), 2, 1, 0),
+    "gated": _TensorCounts((3, 5), 2, 1, 1),
+    "gate-first": _TensorCounts((3, 5), 2, 1, 1),
     # without the codes, which are of one byte
     "fp8": _TensorCounts((1, 2), 1, 1, 1),
     "fp8-add": _TensorCounts((3, 3), 2, 2, 1),
@@ -79,7 +94,7 @@ class OperatorCase:
             s = r + norm1(x), y = norm2(s). ``qk``: the norms of queries and keys. ``rope``: these, and then the rotary
             embedding, from [1, rows, heads, width] to [1, heads, rows, width], the layout of attention. ``rotate``: the
             rotary embedding alone, in the same layouts. ``swiglu``: y = silu(gate) * up. ``geglu``: y = gelu(gate) *
-            up, by tanh.
+            up, by tanh. ``gated``: y = norm(x) * silu(gate). ``gate-first``: y = norm(x * silu(gate)).
         rows: rows of the activations; tokens, for ``qk``, ``rope`` and ``rotate``.
         width: length of a row.
         spec: what the norms compute.
@@ -218,6 +233,20 @@ def gate_eagerly(operator: OperatorName) -> GateFunction:
     return lambda gate, up: functional.silu(gate) * up
 
 
+def gate_norm_eagerly(spec: NormSpec, *, norm_first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A norm under ``llama`` with a gate as in modelling code, in fp32 steps."""
+
+    def run(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows, act = x.to(wide), functional.silu(gate.to(wide))
+        if not norm_first:
+            rows = rows * act
+        y = w * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + spec.eps)).to(x.dtype)
+        return (y * act).to(x.dtype) if norm_first else y
+
+    return run
+
+
 def compose_operator(
     operator: OperatorName,
     norm: NormFunction,
@@ -227,6 +256,7 @@ def compose_operator(
 ) -> OperatorFunction:
     """Build an operator from a norm, an add + norm that returns ``(y, s)``, a rotary embedding, and a gate."""
     gated = gate or gate_eagerly(operator)
+    norm_gate, gate_norm = (gate_norm_eagerly(LLAMA, norm_first=first) for first in (True, False))
     operators: dict[OperatorName, OperatorFunction] = {
         "norm": lambda x, w: (norm(x, w),),
         "add": add_norm,
@@ -237,6 +267,8 @@ def compose_operator(
         "rotate": rotate,
         "swiglu": lambda gate, up: (gated(gate, up),),
         "geglu": lambda gate, up: (gated(gate, up),),
+        "gated": lambda x, gate, w: (norm_gate(x, gate, w),),
+        "gate-first": lambda x, gate, w: (gate_norm(x, gate, w),),
         "fp8": lambda x, w: (norm(x, w),),
         "fp8-add": add_norm,
         "fp8-columns": lambda x, w: (norm(x, w),),
@@ -296,6 +328,10 @@ TRAINING: tuple[OperatorCase, ...] = (
     OperatorCase("qk", 16384, 128, heads=(32, 8)),
     OperatorCase("rope", 16384, 128, heads=(32, 8)),
     OperatorCase("swiglu", 16384, 8192),
+    OperatorCase("gated", 8192, 4096),
+    OperatorCase("gate-first", 8192, 4096),
+    OperatorCase("gated", 524288, 128),
+    OperatorCase("gate-first", 8192, 8192),
     OperatorCase("rotate", 16384, 64, heads=(32, 8)),
     OperatorCase("norm", 8192, 2048),
     OperatorCase("add", 8192, 2048),
@@ -369,6 +405,8 @@ QUICK: tuple[OperatorCase, ...] = (
     OperatorCase("rotate", 4, 64, heads=(4, 2)),
     OperatorCase("swiglu", 8, 64),
     OperatorCase("geglu", 8, 64),
+    OperatorCase("gated", 8, 64),
+    OperatorCase("gate-first", 8, 64),
     OperatorCase("norm", 1, 128, backward=False),
     *(OperatorCase("fp8", 8, 128, backward=False, recipe=recipe) for recipe in _CAST_TO),
     OperatorCase("fp8-add", 8, 128, backward=False, recipe="rowwise"),

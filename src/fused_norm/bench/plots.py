@@ -43,7 +43,7 @@ _COLOURS = {
     "float8-rowwise-fused-compile-layers": "#777711",
 }
 _GROUPS = {"norm": "RMSNorm", "add": "residual add + RMSNorm"}
-_BLOCKS = ("post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu")
+_BLOCKS = ("post", "sandwich", "qk", "rope", "rotate", "swiglu", "geglu", "gated", "gate-first")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:

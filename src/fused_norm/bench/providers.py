@@ -51,6 +51,9 @@ class Provider:
         return None
 
 
+_NEW_TO_PEERS: tuple[OperatorName, ...] = ("gated", "gate-first", "fp8", "fp8-add", "fp8-columns")
+
+
 def _stock(case: OperatorCase) -> OperatorFunction:
     """The formula as in the modelling code of transformers, in eager steps."""
     eps = case.spec.eps
@@ -119,7 +122,7 @@ def _refuse_others(name: str, case: OperatorCase, *operators: OperatorName) -> N
 
 
 def _torch(case: OperatorCase) -> OperatorFunction:
-    _refuse_others("torch", case, "rotate", "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns")
+    _refuse_others("torch", case, "rotate", "swiglu", "geglu", *_NEW_TO_PEERS)
     eps, centered = case.spec.eps, case.spec.zero_centered
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ def _liger(case: OperatorCase) -> OperatorFunction:
         LigerSiLUMulFunction,
     )
 
-    _refuse_others("liger", case, "fp8", "fp8-add", "fp8-columns")
+    _refuse_others("liger", case, *_NEW_TO_PEERS)
     spec, offset = case.spec, float(case.spec.zero_centered)
     # As Liger patches models: in place, which is fastest, unless the gradient that it is given is needed again.
     in_place = case.operator not in ("post", "sandwich")
@@ -184,7 +187,7 @@ def _liger(case: OperatorCase) -> OperatorFunction:
 def _quack(case: OperatorCase) -> OperatorFunction:
     from quack.rmsnorm import rmsnorm
 
-    _refuse_others("quack", case, "swiglu", "geglu", "fp8", "fp8-add", "fp8-columns")
+    _refuse_others("quack", case, "swiglu", "geglu", *_NEW_TO_PEERS)
     eps, offset = case.spec.eps, float(case.spec.zero_centered)
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -229,6 +232,8 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "rotate": lambda q, k, *angles: kernels.rope(q.transpose(1, 2), k.transpose(1, 2), *angles),
         "swiglu": lambda gate, up: (kernels.glu(gate, up, "silu"),),
         "geglu": lambda gate, up: (kernels.glu(gate, up, "gelu_tanh"),),
+        "gated": lambda x, gate, w: (kernels.gated_rms_norm(x, gate, w, **semantics),),
+        "gate-first": lambda x, gate, w: (kernels.gated_rms_norm(x, gate, w, norm_before_gate=False, **semantics),),
         "fp8": lambda x, w: (kernels.fp8.rms_norm_fp8(x, w, recipe=case.recipe, **semantics),),
         "fp8-add": partial(kernels.fp8.add_rms_norm_fp8, recipe=case.recipe, **semantics),
         "fp8-columns": lambda x, w: (kernels.fp8.rms_norm_columns_fp8(x, w, kept(x), recipe=case.recipe, **semantics),),

@@ -24,6 +24,8 @@ _GROUPS = (
     "rotate",
     "swiglu",
     "geglu",
+    "gated",
+    "gate-first",
     "fp8",
     "fp8-add",
     "fp8-columns",
