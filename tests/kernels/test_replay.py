@@ -23,7 +23,7 @@ from fused_norm.kernels.replay.build import load
 from fused_norm.kernels.replay.executor import ReplayExecutor
 from fused_norm.kernels.replay.recorder import NotRecordableError, Recorder
 
-from . import fuzz_replay, replay_on_cpu, sandwich, test_glu, test_qk_norm, test_rope
+from . import fuzz_replay, replay_on_cpu, sandwich, test_gated_rms_norm, test_glu, test_qk_norm, test_rope
 from .conftest import OPERATORS, Halves, replayed_natively
 from .numerics import BF16, FP16, FP32, Norm, make_inputs, run
 
@@ -70,6 +70,15 @@ def _gate(activation: str, up: torch.dtype | None = BF16, gate: torch.dtype = BF
         torch.manual_seed(0)
         given = test_glu.inputs(device, 3, 5, 40, gate=gate, up=up)
         return dict(zip(("y", "dgate", "dup"), test_glu.run(glu, *given, activation), strict=False))
+
+    return results
+
+
+def _gated(norm: test_gated_rms_norm.Gated, frozen: str = "") -> Callable[[str], Results]:
+    def results(device: str) -> Results:
+        torch.manual_seed(0)
+        given = test_gated_rms_norm.make_inputs(norm, device, 3, 5, 40)
+        return test_gated_rms_norm.run(norm.fused, given, frozen)
 
     return results
 
@@ -121,6 +130,11 @@ CASES = {
         _gate("silu"),
         _gate("gelu", FP32),
         _gate("gelu_tanh", None),
+    ],
+    "gated_rms_norm": [
+        _gated(test_gated_rms_norm.QWEN),
+        _gated(test_gated_rms_norm.MAMBA),
+        _gated(test_gated_rms_norm.MAMBA, "wx"),
     ],
 }
 
