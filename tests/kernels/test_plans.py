@@ -11,6 +11,7 @@ from fused_norm.kernels.plans import (
     MODES,
     WIDEST_BACKWARD,
     WIDEST_FORWARD,
+    WIDEST_GATED,
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,
     BackwardPlan,
@@ -20,6 +21,8 @@ from fused_norm.kernels.plans import (
     Mode,
     backward_plan,
     forward_plan,
+    gated_backward_plan,
+    gated_forward_plan,
     glu_plan,
     heads_backward_plan,
     heads_forward_plan,
@@ -112,6 +115,17 @@ def test_a_sandwich_holds_its_rows_in_few_enough_registers(device: Device) -> No
             assert width <= backward.block == next_power_of_2(backward.block)
             assert backward.rows == next_power_of_2(backward.rows)
             assert backward.rows * backward.block <= 32 * backward.warps * device.warp_size
+
+
+@EVERY_DEVICE
+def test_a_gated_norm_holds_a_group_in_registers_and_in_shared_memory(device: Device) -> None:
+    for width in (width for width in ALL_WIDTHS if width <= WIDEST_GATED):
+        for plan in (gated_forward_plan(width, device), *(gated_backward_plan(width, n, device) for n in (6, 16))):
+            assert width <= plan.block == next_power_of_2(plan.block)
+            assert plan.rows == next_power_of_2(plan.rows)
+            assert plan.rows * plan.block <= 32 * plan.warps * device.warp_size
+        assert (plan.stages - 1) * plan.rows * plan.block * 16 < device.shared_memory
+        assert plan.stages >= 1
 
 
 def test_fp32_rows_of_a_sandwich_are_held_by_twice_the_warps() -> None:

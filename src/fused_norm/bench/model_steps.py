@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patcher import apply_fused_norm, remove_fused_norm
-from ..spec import NormSpec
+from ..spec import GatedNormSpec, NormSpec
 from .model_cases import ModelCase
 
 ALLOWED_ERROR = 0.2
@@ -217,7 +217,7 @@ def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict
     """Add noise to the weight of every norm, because an error in gamma does not show where gamma is one.
 
     Returns:
-        The paths of all norms, with what they compute.
+        The paths of all norms, those with a gate aside, with what they compute.
     """
     report = apply_fused_norm(model, rope=False, residual=False)
     norms = {site.path: site.spec for site in report.fused if site.kind in ("norm", "qk") and site.spec is not None}
@@ -226,7 +226,7 @@ def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict
         for path in norms:
             weight: Any = model.get_submodule(path).weight
             weight.add_(0.3 * torch.randn(weight.shape, generator=generator, device=weight.device))
-    return norms
+    return {path: spec for path, spec in norms.items() if not isinstance(spec, GatedNormSpec)}
 
 
 def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> BenchmarkedModel:
