@@ -68,11 +68,13 @@ class GatedNormSpec(NormSpec):
         activation: ``silu`` or ``sigmoid``.
         norm_before_gate: the norm comes first, not the gate.
         groups: equal parts of a row, each normalised by itself.
+        width: of the rows that are known to have so many groups; 0 where there is one group.
     """
 
     activation: str = "silu"
     norm_before_gate: bool = True
     groups: int = 1
+    width: int = 0
 
     def __str__(self) -> str:
         norm = super().__str__() if self.groups == 1 else f"{super().__str__()} in {self.groups} groups"

@@ -43,7 +43,12 @@ def _stock_class(model_type: str, name: str) -> Callable[..., nn.Module]:
         ("glm5_next", "Glm5NextTextRMSNormGated", {}, GatedNormSpec("gemma", activation="sigmoid")),
         ("mamba2", "MambaRMSNormGated", {"group_size": 24}, GatedNormSpec("llama", norm_before_gate=False)),
         ("bamba", "BambaRMSNormGated", {"group_size": 24}, GatedNormSpec("llama", norm_before_gate=False)),
-        ("zamba2", "Zamba2RMSNormGated", {"group_size": 8}, GatedNormSpec("llama", norm_before_gate=False, groups=3)),
+        (
+            "zamba2",
+            "Zamba2RMSNormGated",
+            {"group_size": 8},
+            GatedNormSpec("llama", norm_before_gate=False, groups=3, width=24),
+        ),
     ],
 )
 def test_the_classes_of_transformers_are_recognised(
@@ -63,7 +68,7 @@ def test_a_norm_that_drops_a_dimension_of_one_token_is_kept(norm_before_gate: bo
     module = _stock_class("falcon_h1", "FalconH1RMSNormGated")(24, n_groups=2, norm_before_gate=norm_before_gate)
     one_token = module(torch.ones(3, 1, 24), torch.ones(3, 1, 24))
     if one_token.shape == (3, 1, 24):
-        assert recognise(module).spec == GatedNormSpec("gemma", norm_before_gate=norm_before_gate, groups=2)
+        assert recognise(module).spec == GatedNormSpec("gemma", norm_before_gate=norm_before_gate, groups=2, width=24)
     else:
         with pytest.raises(UnrecognisedError, match="returns shape"):
             recognise(module)
@@ -112,6 +117,15 @@ class ByGelu(Gated):
 class WithShift(Gated):
     def forward(self, x, shift=None):
         return super().forward(x)
+
+
+class InGroups(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.group_size = 12
+
+    def norm(self, x: Tensor) -> Tensor:
+        return super().norm(x.unflatten(-1, (-1, self.group_size))).flatten(-2)
 
 
 class GateThatScales(Gated):
@@ -194,6 +208,18 @@ def test_what_a_kernel_cannot_do_runs_the_stock_code(
     assert torch.equal(fused_wide(wide, gates), stock(wide, gates))
     assert "rows of 8200 in 1 groups are more than a kernel holds" in caplog.text
     assert launches == []
+
+
+def test_groups_of_rows_that_were_cut_are_left_to_the_stock_code(launches: list[str], device: str) -> None:
+    """As by tensor parallelism: whether they are fewer or narrower then is for the stock code to say."""
+    stock, fused = _twins(InGroups(), device)
+    x, gate = torch.randn(2, 5, 24, device=device)
+    torch.testing.assert_close(fused(x, gate), stock(x, gate))
+    assert launches == ["gated_rms_norm"]
+    for norm in (stock, fused):
+        norm.weight = nn.Parameter(norm.weight.detach()[:12])
+    assert torch.equal(fused(x[:, :12], gate[:, :12]), stock(x[:, :12], gate[:, :12]))
+    assert launches == ["gated_rms_norm"]
 
 
 def test_code_that_replaces_the_class_forward_is_called(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

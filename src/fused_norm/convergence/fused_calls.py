@@ -37,8 +37,13 @@ _BLOCK_METHODS = (
 _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "norm": frozenset(
         {
-            *("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"),
-            *("rms_norm_fp8", "add_rms_norm_fp8"),
+            "rms_norm",
+            "add_rms_norm",
+            "norm_add",
+            "norm_add_norm",
+            "gated_rms_norm",
+            "rms_norm_fp8",
+            "add_rms_norm_fp8",
         }
     ),
     "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),

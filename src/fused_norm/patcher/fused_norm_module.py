@@ -236,7 +236,9 @@ def gated_obstacle(x: Any, gate: Any, weight: Any, spec: GatedNormSpec) -> str |
         return f"the gate is {gate.dtype}"
     if gate.shape != x.shape or gate.device != x.device:
         return "the gate has another shape or device than the input"
-    if x.shape[-1] % spec.groups or x.shape[-1] > WIDEST_GATED * spec.groups:
+    if spec.width not in (0, x.shape[-1]):  # the stock code may keep their number, or their width
+        return f"the input has rows of {x.shape[-1]}, and its groups are those of rows of {spec.width}"
+    if x.shape[-1] > WIDEST_GATED * spec.groups:
         return f"rows of {x.shape[-1]} in {spec.groups} groups are more than a kernel holds"
     return None
 

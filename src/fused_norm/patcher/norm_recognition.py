@@ -188,7 +188,9 @@ def _gated_candidates(module: nn.Module, weighted: bool, eps: float) -> Iterator
     castings: tuple[Casting, ...] = ("llama", "gemma")
     for casting, activation, first, count in itertools.product(castings, GATES, (True, False), groups):
         for zero_centered in (False, True) if weighted else (False,):
-            yield GatedNormSpec(casting, zero_centered, weighted, eps, activation, first, count)
+            if weighted or first or casting == "llama":  # behind the gate, without a weight, gemma is llama
+                groups_of = count, width if count > 1 else 0
+                yield GatedNormSpec(casting, zero_centered, weighted, eps, activation, first, *groups_of)
 
 
 def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
