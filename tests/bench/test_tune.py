@@ -67,7 +67,6 @@ def test_a_file_of_what_the_rules_say_changes_no_plan(device: Device) -> None:
     def planned(device: Device) -> Iterable[Any]:
         for width in WIDTHS:
             yield plans.forward_plan(width, device)
-            yield plans.forward_plan(width, device, summed=True)
             yield plans.backward_plan(width, 6, device)
             yield plans.backward_plan(width, 8, device, summed=True)
             if width <= plans.WIDEST_SANDWICH_BACKWARD:

@@ -515,7 +515,7 @@ def test_env_says_what_a_bug_report_needs():
 def test_env_says_how_rows_of_a_width_are_planned(capsys):
     assert main(["env", "--plans", "128"]) == 0
     said = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said["add + norm"] == str(forward_plan(128))
+    assert said["(add +) norm"] == str(forward_plan(128))
     assert said["qk norm + RoPE backward"].startswith("HeadsPlan(q=HeadsTile(tokens=1, heads=16)")
     assert main(["env", "--plans", "20000"]) == 0
     assert "norm + add" not in capsys.readouterr().out

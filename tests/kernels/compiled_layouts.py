@@ -1,6 +1,7 @@
-"""Compile norms for an H100 and hold the FP8 ones against the 16-bit ones; a script, because tests run interpreted.
+"""Compile norms for an H100 and compare how their rows lie when they are summed, which decides the order of the sum.
 
-Prints a line for each FP8 norm whose rows lie, when they are summed, as in the 16-bit norm; ends with 1 at another.
+A script, because tests run interpreted. Norms with an add and FP8 norms are held against the norm by itself; each that
+agrees prints a line, and the first that does not ends with 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import norm_forward
 from fused_norm.kernels.triton.launch import Launch, launches
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class _First:
@@ -50,27 +51,34 @@ def main() -> int:
     for module in (norm_forward, forward_kernels):
         module.facts_of = lambda device: Device()  # type: ignore[attr-defined]
     spec, rows = norm_spec("llama", False, 1e-6), 4096
-    for width in (256, 1024, 4096, 5120):
-        for dtype, summed in ((BF16, False), (BF16, True), (FP32, True)):
-            x, w = torch.empty(rows, width, dtype=dtype), torch.empty(width, dtype=dtype)
-            r = torch.empty_like(x) if summed else None
 
-            def plain(x: Any = x, r: Any = r, w: Any = w) -> None:
-                outputs = norm_forward.empty_norm(spec, x, r, w, True)
-                norm_forward.launch_norm_forward(spec, x, r, w, outputs)
+    def plain(x: Any, r: Any, w: Any) -> tuple[str, str]:
+        def call() -> None:
+            norm_forward.launch_norm_forward(spec, x, r, w, norm_forward.empty_norm(spec, x, r, w, True))
 
-            expected = layout_of_the_sum(plain)
+        return layout_of_the_sum(call)
+
+    def fp8(x: Any, r: Any, w: Any, recipe: Any) -> tuple[str, str]:
+        def call() -> None:
+            outputs = forward_kernels.empty_fp8_norm(spec, x, r, w, recipe, False)
+            forward_kernels.launch_fp8_norm(spec, x, None, r, w, recipe, outputs)
+
+        return layout_of_the_sum(call)
+
+    for width in (256, 1024, 4096, 5120, 32768):
+        for x_dtype, r_dtype in ((BF16, None), (BF16, BF16), (FP32, FP32), (BF16, FP32), (BF16, FP16)):
+            x, w = torch.empty(rows, width, dtype=x_dtype), torch.empty(width, dtype=BF16)
+            r = None if r_dtype is None else torch.empty(rows, width, dtype=r_dtype)
+            total = x if r is None else torch.empty(rows, width, dtype=torch.promote_types(x.dtype, r.dtype))
+            expected = plain(total, None, w)
+            found = {} if r is None else {"add": plain(x, r, w)}
             for name in ("tensorwise", "rowwise", "block128", "mxfp8") if width == 4096 else ("block128",):
-
-                def fp8(x: Any = x, r: Any = r, w: Any = w, recipe: Any = RECIPES[name]) -> None:
-                    outputs = forward_kernels.empty_fp8_norm(spec, x, r, w, recipe, False)
-                    forward_kernels.launch_fp8_norm(spec, x, None, r, w, recipe, outputs)
-
-                found = layout_of_the_sum(fp8)
-                if found != expected:
-                    sys.stdout.write(f"{name} {width} {dtype}: {found} instead of {expected}\n")
+                found[name] = fp8(x, r, w, RECIPES[name])
+            for name, layout in found.items():
+                if layout != expected:
+                    sys.stdout.write(f"{name} {width} {x_dtype} {r_dtype}: {layout} instead of {expected}\n")
                     return 1
-                sys.stdout.write(f"{name}-{width}-{dtype}\n")
+                sys.stdout.write(f"{name}-{width}-{x_dtype}-{r_dtype}\n")
     return 0
 
 

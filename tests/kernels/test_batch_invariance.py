@@ -61,6 +61,19 @@ def test_a_row_of_a_norm_has_the_same_bits_in_any_batch(
     assert_invariant(lambda x, r: norm_add_norm(x, r, a, b, **meaning), (x, r))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (BF16, FP32), (FP32, BF16), (BF16, FP16)], ids=str)
+def test_a_norm_of_a_sum_has_the_bits_of_the_norm_fused_with_its_add(
+    dtypes: tuple[torch.dtype, torch.dtype], width: int, device: str
+) -> None:
+    x, r = (values(device, ROWS, width, dtype=dtype) for dtype in dtypes)
+    for dtype in (BF16, FP32):
+        w = values(device, width, dtype=dtype)
+        for casting in ("llama", "gemma"):
+            y, s = add_rms_norm(x, r, w, casting=casting)
+            assert_same_bits(rms_norm(s, w, casting=casting), y)
+
+
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=() if GPU else pytest.mark.slow)])
 @pytest.mark.parametrize("width", (64, 96, 128, 256) if GPU else (64,))
 def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: str) -> None:

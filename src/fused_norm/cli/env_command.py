@@ -48,8 +48,7 @@ def plans_of(width: int) -> dict[str, str]:
 
     device = facts_of(_devices()[0])
     found: dict[str, object] = {
-        "norm": plans.forward_plan(width, device),
-        "add + norm": plans.forward_plan(width, device, summed=True),
+        "(add +) norm": plans.forward_plan(width, device),
         "norm backward": plans.backward_plan(width, 6, device),
         "add + norm backward": plans.backward_plan(width, 8, device, summed=True),
     }

@@ -297,12 +297,10 @@ class BackwardPlan:
 
 
 @lru_cache(maxsize=1024)
-def forward_plan(
-    width: int, device: Device = Device(), mode: Mode | None = None, *, summed: bool = False
-) -> ForwardPlan:
+def forward_plan(width: int, device: Device = Device(), mode: Mode | None = None) -> ForwardPlan:
     """The forward's launch for rows of ``width`` elements, in the best mode or the one asked for.
 
-    ``summed``: a residual is read and the sum written as well.
+    With a residual it is the same one, so that rows are added up in the same order.
 
     Raises:
         ValueError: for a mode that is none, or that cannot hold a row this wide.
@@ -312,10 +310,8 @@ def forward_plan(
     if tuned is not None and (mode is None or mode == tuned.mode):
         return tuned
     if mode is None:
-        # At 32768 wide two programs of half a row each in flight beat one that holds all of it, 3 %; with a residual
-        # there is enough in flight, and holding it is 4 % faster.
-        held = block <= 16384 or (summed and block <= WIDEST_FORWARD)
-        mode = "multi_wave_cached" if held else "multi_wave_reload"
+        # At 32768 wide a norm is 3 % faster in two halves, and 4 % slower so with a residual.
+        mode = "multi_wave_cached" if block <= WIDEST_FORWARD else "multi_wave_reload"
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)} or None, not {mode!r}")
     if mode == "multi_wave_reload":
@@ -380,7 +376,7 @@ def _backward_by(rule: BackwardRule, width: int, device: Device) -> BackwardPlan
 def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
     """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``."""
     if device.table.row("forward", width) is not None:
-        return forward_plan(width, device, "multi_wave_cached", summed=True)
+        return forward_plan(width, device, "multi_wave_cached")
     return _forward_by(_rule(_SANDWICH_FORWARD, width), next_power_of_2(width), "multi_wave_cached", 0, device)
 
 

@@ -45,7 +45,7 @@ def _backward_from_codes_kernel(
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, ROWS, LONG)
         live = (row < M)[:, None] & in_row[None, :]
-        s = load_input((codes_ptr, codes_stride), (codes_scale_ptr, codes_scale_stride), row, 0, M, N, ROWS, BLOCK)
+        s = load_input((codes_ptr, codes_stride), (codes_scale_ptr, codes_scale_stride), row, col, 0, M, N, ROWS, BLOCK)
         dy = load_tile((dy_ptr, dy_stride), row, col, live)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
         if shares_ptr is not None:

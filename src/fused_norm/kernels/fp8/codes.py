@@ -103,9 +103,9 @@ def in_bytes(scales: Tensor) -> Tensor:
 
 
 @triton.jit
-def magnitude_bits(values, live):
-    """The bits of magnitudes, 0 where nothing is live."""
-    return tl.where(live, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+def magnitude_bits(values):
+    """The bits of magnitudes."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -192,14 +192,12 @@ def scale_of(bits, RULE: tl.constexpr):
 def codes_of(values, factor, dtype: tl.constexpr, RULE: tl.constexpr):
     """The codes of values, saturated; a NaN stays one. ``factor`` is ``scale_of``'s and broadcasts."""
     scaled = tl.div_rn(values, factor + tl.zeros_like(values)) if RULE.formula == "quotient" else values * factor
-    scaled = tl.where(scaled > RULE.top, RULE.top, scaled)
-    scaled = tl.where(scaled < -RULE.top, -RULE.top, scaled)
-    return _rounded_by_hand(scaled, dtype) if interpreted else _rounded_by_instruction(scaled, dtype)
+    return _rounded_by_hand(scaled, dtype, RULE.top) if interpreted else _rounded_by_instruction(scaled, dtype)
 
 
 @triton.jit
 def _rounded_by_instruction(values, dtype: tl.constexpr):
-    """The nearest codes, in words of four.
+    """The nearest codes, saturated by the instruction itself, in words of four.
 
     What Triton itself makes of a cast, ptxas 12.9 miscompiles where the same codes are stored as they are and
     transposed: https://github.com/triton-lang/triton/issues/11111
@@ -217,11 +215,12 @@ def _rounded_by_instruction(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rounded_by_hand(values, dtype: tl.constexpr):
+def _rounded_by_hand(values, dtype: tl.constexpr, TOP: tl.constexpr):
     """Values rounded to codes by integer arithmetic, for Triton's interpreter, whose own cast to FP8 rounds wrongly.
 
-    To the nearest code, of two equally near ones to the even one. No value may be larger than the largest code.
+    To the nearest code, of two equally near ones to the even one; beyond TOP, the largest code, to that.
     """
+    values = tl.where(values > TOP, TOP, tl.where(values < -TOP, -TOP, values))
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
     BIAS: tl.constexpr = dtype.exponent_bias
     bits = values.to(tl.int32, bitcast=True)
@@ -265,12 +264,11 @@ def _decoded_by_hand(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_input(memory, scales, row, block, M, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def load_input(memory, scales, row, col, block, M, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of a norm's input as fp32: of x itself or, where there are ``scales``, of codes times scales.
 
     ``block``: the number of the tile among those of its rows, from the left.
     """
-    col = block * BLOCK + tl.arange(0, BLOCK)
     live = (row < M)[:, None] & (col < N)[None, :]
     ptr, stride = memory
     scale_ptr, scale_stride = scales

@@ -51,13 +51,13 @@ def _columns_kernel(
         y = y * load_gamma(w_ptr, col, in_row, SPEC)
     y = round_to(y, Y)
     if q_ptr is None:
-        largest = tl.max(magnitude_bits(y, live), axis=0)
+        largest = tl.max(magnitude_bits(y), axis=0)
         tl.atomic_max(amax_ptr + col, largest, mask=in_row, sem="relaxed")
     else:
         if RULE.group:
             GROUPS: tl.constexpr = ROWS // RULE.group
-            bits = tl.reshape(magnitude_bits(y, live), [GROUPS, RULE.group, BLOCK])
-            scale, factor = scale_of(tl.max(bits, axis=1), RULE)
+            amax = tl.max(tl.reshape(magnitude_bits(y), [GROUPS, RULE.group, BLOCK]), axis=1)
+            scale, factor = scale_of(tl.where(in_row[None, :], amax, 0), RULE)
             group = tile * GROUPS + tl.arange(0, GROUPS)
             groups = tl.cdiv(M, RULE.group)
             if RULE.swizzled:

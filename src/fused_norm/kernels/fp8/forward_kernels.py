@@ -18,7 +18,7 @@ from torch import Tensor
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
 from ..triton.devices import facts_of, planned_launches
-from ..triton.language import load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
+from ..triton.language import columns_of, load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, promoted, same_rows
 from ..triton.norm_forward import add_rounded
@@ -45,20 +45,18 @@ def _rows_kernel(
     M,
     x_stride, x_scale_stride, r_stride, s_stride, q_stride, scale_row_stride, scale_group_stride,
     eps, scale,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr,
-    Y: tl.constexpr, SPEC: tl.constexpr, RULE: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
+    SPEC: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """A norm of whole rows, and its codes or, where the tensor has one scale, the largest magnitude of all.
 
-    S and Y are the dtypes of s and y; GRAIN is the number of columns that a lane holds side by side. Without that
-    number the compiler would give a lane 16 codes, and with them 16 columns of x: the row would be summed in another
-    order than in the 16-bit norm.
+    S and Y are the dtypes of s and y.
     """
     row = rows_of(tl.program_id(0), ROWS, LONG)
-    col = tl.arange(0, BLOCK)
+    col = columns_of(BLOCK, S)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
-    total = load_input((x_ptr, x_stride), (x_scale_ptr, x_scale_stride), row, 0, M, N, ROWS, BLOCK)
+    total = load_input((x_ptr, x_stride), (x_scale_ptr, x_scale_stride), row, col, 0, M, N, ROWS, BLOCK)
     if r_ptr is not None:
         total = add_rounded(total, load_tile((r_ptr, r_stride), row, col, live), scale, x_ptr.dtype.element_ty, S)
         store_tile((s_ptr, s_stride), row, col, live, total)
@@ -69,32 +67,26 @@ def _rows_kernel(
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, in_row, SPEC)
     y = round_to(y, Y)
-    bits = magnitude_bits(y, live)
-    code_col = tl.max_contiguous(tl.arange(0, BLOCK), GRAIN)
+    bits = magnitude_bits(y)
     if q_ptr is None:
         # A look at what is there spares most programs the wait for each other.
-        largest = tl.max(tl.max(bits, axis=1), axis=0)
+        largest = tl.max(tl.where(row < M, tl.max(bits, axis=1), 0), axis=0)
         tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr), sem="relaxed")
     elif RULE.group:
         GROUPS: tl.constexpr = BLOCK // RULE.group
+        group = tl.arange(0, GROUPS)
         amax = tl.max(tl.reshape(bits, [ROWS, GROUPS, RULE.group]), axis=2)
+        amax = tl.where((row < M)[:, None] & (group < N // RULE.group)[None, :], amax, 0)
         scales, factor = scale_of(amax, RULE)
-        store_scales(
-            (scale_ptr, scale_row_stride, scale_group_stride),
-            row,
-            tl.arange(0, GROUPS),
-            scales,
-            M,
-            N // RULE.group,
-            RULE,
-        )
+        scale = (scale_ptr, scale_row_stride, scale_group_stride)
+        store_scales(scale, row, group, scales, M, N // RULE.group, RULE)
         grouped = codes_of(tl.reshape(y, [ROWS, GROUPS, RULE.group]), factor[:, :, None], q_ptr.dtype.element_ty, RULE)
-        tl.store(q_ptr + row[:, None] * q_stride + code_col[None, :], tl.reshape(grouped, [ROWS, BLOCK]), mask=live)
+        tl.store(q_ptr + row[:, None] * q_stride + col[None, :], tl.reshape(grouped, [ROWS, BLOCK]), mask=live)
     else:
         scales, factor = scale_of(tl.max(bits, axis=1), RULE)
         tl.store(scale_ptr + row, scales, mask=row < M)
         codes = codes_of(y, factor[:, None], q_ptr.dtype.element_ty, RULE)
-        tl.store(q_ptr + row[:, None] * q_stride + code_col[None, :], codes, mask=live)
+        tl.store(q_ptr + row[:, None] * q_stride + col[None, :], codes, mask=live)
     if tl.program_id(0) == 0:
         tl.store(carrier_ptr + tl.arange(0, 1), tl.full([1], float("nan"), tl.float32).to(Y))
 
@@ -122,7 +114,7 @@ def _tiles_kernel(
     col = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
-    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, program % BLOCKS, M, N, ROWS, BLOCK)
+    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, program % BLOCKS, M, N, ROWS, BLOCK)
     rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
     y = normalised(s, rstd, S, SPEC)
     if w_ptr is not None:
@@ -235,11 +227,9 @@ def launch_fp8_norm(
     planned = _planned.get(key)
     if planned is None:
         # The plan of the 16-bit norm, whose rows are summed in the same order.
-        plan = forward_plan(width, facts_of(q.device), "multi_wave_cached", summed=s is not None)
-        grain = 16 // min(one.itemsize for one in (x.dtype if x_scale is None else dtypes[0], *dtypes))
+        plan = forward_plan(width, facts_of(q.device), "multi_wave_cached")
         constants = {
-            "N": width, "ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain,
-            **_constants(spec, recipe, dtypes, long),
+            "N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, recipe, dtypes, long)
         }  # fmt: skip
         # As in the 16-bit norm.
         fuse = dtypes[0] != torch.float32

@@ -108,6 +108,16 @@ def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
 
 
 @triton.jit
+def columns_of(BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """The column numbers of a tile whose rows are summed in ``dtype``; a lane holds 16 bytes of it side by side.
+
+    Left to itself the compiler gives a lane 16 bytes of the narrowest tensor. A row would then be added up in another
+    order where x or y is narrower than what is summed: in a norm with an add, or one that writes FP8.
+    """
+    return tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
+
+
+@triton.jit
 def load_tile(memory, row, col, live):
     """The tile of rows ``row`` [ROWS] and columns ``col`` [columns] as fp32, zero where it is not live."""
     ptr, stride = memory

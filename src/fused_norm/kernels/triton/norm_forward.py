@@ -15,7 +15,18 @@ from torch import Tensor
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
 from .devices import facts_of, planned_launches
-from .language import load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, rstd_of, square, store_tile
+from .language import (
+    columns_of,
+    load_gamma,
+    load_tile,
+    normalised,
+    round_to,
+    rows_of,
+    rstd_from,
+    rstd_of,
+    square,
+    store_tile,
+)
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, promoted, same_rows
 
@@ -30,13 +41,13 @@ def add_rounded(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
 
 @triton.jit
 def _forward_tile(
-    x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, N: tl.constexpr, SPEC: tl.constexpr, HELD: tl.constexpr
-):
+    x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr, N: tl.constexpr,
+    SPEC: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Normalise rows held whole. ``HELD``: gamma is there already, in registers."""
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
     total = load_tile(x, row, col, live)
-    s_dtype: tl.constexpr = x[0].dtype.element_ty if r[0] is None else s[0].dtype.element_ty
     if r[0] is not None:
         total = add_rounded(total, load_tile(r, row, col, live), scale, x[0].dtype.element_ty, s_dtype)
         store_tile(s, row, col, live, total)
@@ -64,17 +75,18 @@ def _forward_kernel(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
-    col = tl.arange(0, BLOCK)
+    s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
+    col = columns_of(BLOCK, s_dtype)
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
     if PERSISTENT:
         if w_ptr is not None:
             gamma = load_gamma(w_ptr, col, col < N, SPEC)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
             row = rows_of(tile, ROWS, LONG)
-            _forward_tile(x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, N, SPEC, True)
+            _forward_tile(x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC, True)
     else:
         row = rows_of(tl.program_id(0), ROWS, LONG)
-        _forward_tile(x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, N, SPEC, False)
+        _forward_tile(x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC, False)
 
 
 @triton.jit
@@ -123,13 +135,13 @@ def _forward_chunked_kernel(
     squares = tl.zeros([1], tl.float32)
     exact_squares = tl.zeros([1], tl.float32)
     for chunk in range(CHUNKS - 1):
-        col = chunk * BLOCK + tl.arange(0, BLOCK)
+        col = chunk * BLOCK + columns_of(BLOCK, s_dtype)
         total = _load_sum(x, r, s, row, col, scale, N)
         squares += tl.sum(square(total, s_dtype, SPEC), axis=1)
         if SPEC.casting == "none":
             exact_squares += tl.sum(total * total, axis=1)
     # The last chunk stays in registers; the others are read again, backwards, those still in cache first.
-    col = (CHUNKS - 1) * BLOCK + tl.arange(0, BLOCK)
+    col = (CHUNKS - 1) * BLOCK + columns_of(BLOCK, s_dtype)
     total = _load_sum(x, r, s, row, col, scale, N)
     rstd = rstd_from(squares + tl.sum(square(total, s_dtype, SPEC), axis=1), eps, s_dtype, N, SPEC)
     if rstd_ptr is not None:
@@ -140,7 +152,7 @@ def _forward_chunked_kernel(
     _store_chunk(total, rstd, w_ptr, y, row, col, N, s_dtype, SPEC)
     tl.debug_barrier()  # the sums stored above are read again below, possibly by other threads of the program
     for step in range(CHUNKS - 1):
-        col = (CHUNKS - 2 - step) * BLOCK + tl.arange(0, BLOCK)
+        col = (CHUNKS - 2 - step) * BLOCK + columns_of(BLOCK, s_dtype)
         total = tl.load(s_ptr + row * s_stride + col[None, :], mask=(col < N)[None, :], other=0.0).to(tl.float32)
         _store_chunk(total, rstd, w_ptr, y, row, col, N, s_dtype, SPEC)
 
@@ -210,7 +222,7 @@ def launch_norm_forward(
     key = (x.device, dtypes_of(x, residual, weight, rstd), width, spec, mode, scaled, long, plan)
     planned = _planned.get(key)
     if planned is None:
-        plan = plan or forward_plan(width, facts_of(x.device), mode, summed=residual is not None)
+        plan = plan or forward_plan(width, facts_of(x.device), mode)
         # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the
         # compiler would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
         fuse = (x if sums is None else sums).dtype != torch.float32
