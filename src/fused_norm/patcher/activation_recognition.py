@@ -101,7 +101,9 @@ class _Partial(NamedTuple):
 def _setting(value: Any) -> Any:
     """An attribute in a form that is equal for equal attributes."""
     if isinstance(value, partial):
-        return _Partial(value.func, value.args, tuple(value.keywords.items()))
+        return _Partial(
+            value.func, tuple(value.args), tuple(value.keywords.items())
+        )  # to Dynamo of 2.11 args are a list
     return value
 
 
