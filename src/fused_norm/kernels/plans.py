@@ -152,9 +152,7 @@ _ANY = 2**62
 _FORWARD = (
     ForwardRule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
     ForwardRule(1024, 2048, 2),
-    ForwardRule(
-        5120, 2048, 4, why="at 2560 and 5120 the unused lanes need no company; twice the warps cost FP8 a sixth"
-    ),
+    ForwardRule(5120, 2048, 4, why="unused lanes, at 2560 and 5120, need no company; with it FP8 is a sixth slower"),
     ForwardRule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower where codes are written"),
     ForwardRule(16384, 2048, 16),
     ForwardRule(WIDEST_FORWARD, 2048, 32),
@@ -207,9 +205,7 @@ _FP32_SANDWICH_BACKWARD = (
 )
 _GATED_FORWARD = (
     ForwardRule(4096, 2048, 4, why=".95 and more of a copy's bandwidth; in 2 warps the same or up to 3 % slower"),
-    ForwardRule(
-        WIDEST_GATED, 2048, 8, why="as many elements a lane: .87 to .91 at 8192 wide, twice as many .79 to .83"
-    ),
+    ForwardRule(WIDEST_GATED, 2048, 8, why="as many elements a lane: .87 to .91 at 8192, twice as many .79 to .83"),
 )
 _GATED_BACKWARD = (
     BackwardRule(512, 2048, 4, 3, why="twice as many elements a lane are 4 to 24 % slower at 128 wide"),
