@@ -100,8 +100,7 @@ class PlanTable:
 
 
 BUILT_IN = PlanTable(Provenance("NVIDIA H200", "9.0", "0.1.0", "2.11.0", "3.6.0", "2026-11-20"))
-"""No rows: the rules below are the plans of this device. On an H100 the same rules, in an earlier state, gave
-forwards as fast as the fastest peer's, and backwards in .61 to .94 of its time."""
+"""No rows: the rules below are the plans of this device."""
 
 
 @dataclass(frozen=True)
