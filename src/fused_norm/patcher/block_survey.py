@@ -23,6 +23,7 @@ from .class_swap import (
     fused_block_class,
     fused_forward_replaced,
     is_called_around,
+    is_called_in_parallel,
     stock_class,
 )
 from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
@@ -247,7 +248,8 @@ class BlockSurvey:
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
-        if has_hooks(norm) or (kind in ("sandwich", "rope") and is_called_around(norm)):
+        called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
+        if has_hooks(norm) or called_around:
             return replace(row, reason="hooks or other code stand on its norm", cause="owner")
         return self._unless_prevented(row, option, norm, already)
 

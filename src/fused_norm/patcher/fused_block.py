@@ -97,7 +97,7 @@ class FusedBlock(nn.Module):
     ) -> tuple[Any, Any]:
         """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed."""
         if not postponed:
-            return rotate(q, k, cos, sin, **named)
+            return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
         if _qk_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
