@@ -218,17 +218,17 @@ def test_a_model_on_two_ranks_is_fused_and_trains_as_on_one(way: str, steps: lis
         assert fused["sent"] == stock["sent"]
         assert alone["values"].keys() == fused["values"].keys()
         for name, value in alone["values"].items():
-            assert relative(fused["values"][name], value) < 1e-5, name
+            assert relative(fused["values"][name], value) < 1e-4, name
 
 
-def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back() -> None:
+def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(device: str) -> None:
     styles = pytest.importorskip("transformers.distributed.tensor_parallel")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = build("llama", seed=0)
+        model = build("llama", seed=0, device=device)
         norm = model.model.norm
-        styles.ALL_PARALLEL_STYLES["sequence_parallel"].install_forward(norm, init_device_mesh("cpu", (1,)))
-        wrapper, x = norm.forward, torch.randn(2, 5, 72)
+        styles.ALL_PARALLEL_STYLES["sequence_parallel"].install_forward(norm, init_device_mesh(device, (1,)))
+        wrapper, x = norm.forward, torch.randn(2, 5, 72, device=device)
         expected = norm(x)
         assert fused_norm.apply_fused_norm(model).counts == sites("llama")
         with calls.by(called := Called()):
