@@ -19,10 +19,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_norm import kernels
-from fused_norm.kernels.operator import Operator, calls
+from fused_norm.kernels.operator import calls
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.sharded import placement_obstacle
+
+from ..patcher.ranks import Called
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 5, 4, 16
 SHAPES = {"x": (BATCH, TOKENS, WIDTH), "h": (BATCH, HEADS, TOKENS, WIDTH), "w": (WIDTH,), "a": (1, TOKENS, WIDTH)}
@@ -53,14 +55,6 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
         yield init_device_mesh(device, (2,))
     finally:
         dist.destroy_process_group()
-
-
-class Called(list[str]):
-    """The names of the operators that were called, and did not leave the call to the formula."""
-
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
-        self.append(operator.name)
-        return operator.results_of(spec, *arguments)
 
 
 def tensors_for(kinds: str, device: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Runs a test's function in two processes of one group."""
+"""Runs a test's function in two processes of one group, and notes what models call."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from fused_norm.kernels.operator import Operator
 
 
 def on_two_ranks(run: Callable[[int, int], Any], folder: Path, backend: str = "gloo") -> list[Any]:
@@ -33,3 +35,11 @@ def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, ba
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.save(run(rank, 2), folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+class Called(list[str]):
+    """The names of the operators that were called, and did not leave the call to the formula."""
+
+    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.append(operator.name)
+        return operator.results_of(spec, *arguments)

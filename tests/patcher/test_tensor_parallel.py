@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import fused_norm
-from fused_norm.kernels.operator import Operator, calls
+from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build, tiny_config
 
 from .models import relative, sites
-from .ranks import on_two_ranks
+from .ranks import Called, on_two_ranks
 
 ON_GPUS = torch.cuda.device_count() >= 2
 DEVICE = "cuda" if ON_GPUS else "cpu"
@@ -45,14 +45,6 @@ WITHOUT_ADDS = {**sites("llama"), "residual": 0}
 """The sites of a model whose norms take DTensors from hooks or functions around them, which see no residual."""
 
 EACH_BY_ITSELF = {"rms_norm": 5, "rope": 2, "glu": 2}
-
-
-class Called(list[str]):
-    """The names of the operators that were called."""
-
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
-        self.append(operator.name)
-        return operator.results_of(spec, *arguments)
 
 
 class Sent(TorchDispatchMode):
@@ -221,23 +213,43 @@ def test_a_model_on_two_ranks_is_fused_and_trains_as_on_one(way: str, steps: lis
             assert relative(fused["values"][name], value) < 1e-4, name
 
 
-def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(device: str) -> None:
-    styles = pytest.importorskip("transformers.distributed.tensor_parallel")
+@pytest.fixture
+def mesh(device: str) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = build("llama", seed=0, device=device)
-        norm = model.model.norm
-        styles.ALL_PARALLEL_STYLES["sequence_parallel"].install_forward(norm, init_device_mesh(device, (1,)))
-        wrapper, x = norm.forward, torch.randn(2, 5, 72, device=device)
-        expected = norm(x)
-        assert fused_norm.apply_fused_norm(model).counts == sites("llama")
-        with calls.by(called := Called()):
-            assert relative(norm(x), expected) < 1e-6
-        assert called == ["rms_norm"]
-        fused_norm.remove_fused_norm(model)
-        with calls.by(called):
-            assert torch.equal(norm(x), expected)
-        assert called == ["rms_norm"]
-        assert norm.forward is wrapper
+        yield init_device_mesh(device, (1,))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: DeviceMesh, device: str) -> None:
+    styles = pytest.importorskip("transformers.distributed.tensor_parallel")
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    styles.ALL_PARALLEL_STYLES["sequence_parallel"].install_forward(norm, mesh)
+    wrapper, x = norm.forward, torch.randn(2, 5, 72, device=device)
+    expected = norm(x)
+    assert fused_norm.apply_fused_norm(model).counts == sites("llama")
+    with calls.by(called := Called()):
+        assert relative(norm(x), expected) < 1e-6
+        assert called == ["rms_norm"]
+        fused_norm.remove_fused_norm(model)
+        assert torch.equal(norm(x), expected)
+    assert called == ["rms_norm"]
+    assert norm.forward is wrapper
+
+
+def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
+    x = distribute_tensor(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
+    expected = norm(x)
+    fused_norm.apply_fused_norm(model)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    with calls.by(called := Called()):
+        y = compiled(x)
+    assert called == []
+    assert y.placements == expected.placements
+    assert relative(y.to_local(), expected.to_local()) < 1e-6
