@@ -1,7 +1,8 @@
-"""Runs a test's function in two processes of one gloo group."""
+"""Runs a test's function in two processes of one group, and notes what models call."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,34 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fused_norm.kernels.operator import Operator
 
-def on_two_ranks(run: Callable[[int, int], Any], folder: Path) -> list[Any]:
-    """What ``run(rank, 2)`` returns on each rank; ``folder`` is for the way back."""
+
+def on_two_ranks(run: Callable[[int, int], Any], folder: Path, backend: str = "gloo") -> list[Any]:
+    """What ``run(rank, 2)`` returns on each rank; ``folder`` is for the way back.
+
+    ``backend``: with ``nccl`` each rank has a GPU of its own.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, run, folder), nprocs=2)
+    mp.spawn(_rank, args=(port, run, folder, backend), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, backend: str) -> None:
+    # What a launcher would say: transformers does not share out a model without it.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.save(run(rank, 2), folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+class Called(list[str]):
+    """The names of the operators that were called, and did not leave the call to the formula."""
+
+    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.append(operator.name)
+        return operator.results_of(spec, *arguments)

@@ -32,6 +32,9 @@ class Glu(Operator):
     def check(self, spec: Spec, *arguments: Any) -> None:
         check_glu(self.name, *arguments)
 
+    def is_elementwise(self, *tensors: Any) -> bool:
+        return tensors[1] is not None
+
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
         return reference.glu(*arguments)
 

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
 from .observation import Observation
+from .sharded import call_on_parts, is_sharded, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 
 Tensors = Sequence[Tensor | None]
@@ -98,6 +99,7 @@ class Operator(ABC):
     arguments known to be good and tensors that kernels take. A call goes, in this order, to
 
     - the PyTorch reference, where kernels cannot run (``checked`` alone);
+    - for DTensors, the same operator on the part that the device holds;
     - the executor, if one has registered itself and takes the call;
     - the launch, inside an autograd function if a gradient is wanted, where nobody watches the dispatcher;
     - the operators registered under ``torch.ops.fused_norm`` otherwise: what torch.compile, dispatch modes and tensor
@@ -129,6 +131,9 @@ class Operator(ABC):
         """Register the operator with PyTorch, and with the executor if there is one."""
         semantics = _SPEC if self.has_norm else ""
         self.tensor_count, self.option_count = _count(self.tensors), _count(self.options)
+        names = [one.split()[-1] for one in self.tensors.split(",")]
+        self._is_weight = [name.endswith("weight") for name in names]
+        self._is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
         self._forward_op = _define(
             f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
             f" -> {_results((*self.outputs, *self.kept))}",
@@ -206,7 +211,20 @@ class Operator(ABC):
 
     def takes(self, *arguments: Any) -> bool:
         """Return whether kernels can run on good arguments."""
-        return runs_kernels_on(*arguments[: self.tensor_count])
+        tensors = arguments[: self.tensor_count]
+        if not runs_kernels_on(*tensors):
+            return False
+        if _is_plain(tensors):
+            return True
+        if self.not_differentiable:
+            return not any(is_sharded(one) for one in tensors)
+        rows = [one for one, shared in zip(tensors, self._is_shared, strict=True) if not shared]
+        weights = [one for one, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
+        return placement_obstacle(rows, weights, elementwise=self.is_elementwise(*tensors)) is None
+
+    def is_elementwise(self, *tensors: Any) -> bool:
+        """Return whether elements of outputs depend on those at their place alone, so that rows may be cut."""
+        return False
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind: checked, and computed by the reference where kernels do not run."""
@@ -243,8 +261,12 @@ class Operator(ABC):
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs by kernels, with a backward if a gradient is wanted."""
         tensors = arguments[: self.tensor_count]
+        plain = _is_plain(tensors)
+        if not plain and is_sharded(tensors[0]):
+            options = arguments[self.tensor_count :]
+            return call_on_parts(lambda *parts: self.results_of(spec, *parts, *options), tensors, self._is_shared)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            apply = self._apply_plain if _is_plain(tensors) else self.function.apply
+            apply = self._apply_plain if plain else self.function.apply
             return apply(spec, *arguments)
         return self.only_outputs(self.run(spec, *arguments, training=False))
 

@@ -11,6 +11,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
 from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
+from .sharded import are_angles_of
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward, takes_angles
 
@@ -37,8 +38,9 @@ class QKNorm(Operator):
             check_rope(name, q, k, cos, sin, unsqueeze_dim)
 
     def takes(self, *arguments: Any) -> bool:
-        *_, cos, sin, unsqueeze_dim = arguments
-        return (cos is None or takes_angles(cos, sin, unsqueeze_dim)) and super().takes(*arguments)
+        q, *_, cos, sin, unsqueeze_dim = arguments
+        fit = cos is None or (takes_angles(cos, sin, unsqueeze_dim) and are_angles_of(q, (cos, sin), unsqueeze_dim))
+        return fit and super().takes(*arguments)
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         return reference.qk_norm_rope(spec, *arguments)

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import reference
 from .arguments import check_rotated
 from .operator import Backward, BackwardCall, Facts, Operator, Spec, Tensors
+from .sharded import are_angles_of
 from .triton.memory import empty_in_order, memory_order
 from .triton.qk_launch import empty_rotated, launch_qk_forward, takes_angles
 
@@ -34,7 +35,9 @@ class Rope(Operator):
         check_rotated(self.name, *arguments)
 
     def takes(self, *arguments: Any) -> bool:
-        return takes_angles(*arguments[2:]) and super().takes(*arguments)
+        q, _, cos, sin, unsqueeze_dim = arguments
+        fit = takes_angles(cos, sin, unsqueeze_dim) and are_angles_of(q, (cos, sin), unsqueeze_dim)
+        return fit and super().takes(*arguments)
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, cos, sin, unsqueeze_dim = arguments

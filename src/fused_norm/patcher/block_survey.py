@@ -23,6 +23,7 @@ from .class_swap import (
     fused_block_class,
     fused_forward_replaced,
     is_called_around,
+    is_called_in_parallel,
     stock_class,
 )
 from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
@@ -209,15 +210,15 @@ class BlockSurvey:
                 continue
             row = self._own_row("mlp", any(isinstance(one, GateRewrite) and one.index == index for one in self._done))
             act = getattr(self.module, gate.act, None)
+            if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
+                row = replace(row, reason="hooks or other code stand on its activation", cause="owner")
             try:
                 activation = recognise_activation(act)
-            except UnrecognisedError as error:
+            except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
                 if known is None and _looks_like_activation(gate.act, act):
                     rows[gate.product] = replace(row, reason=row.reason or str(error), cause=row.cause or "formula")
                 continue
             row = replace(row, activation=activation.formula)
-            if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
-                row = replace(row, reason="hooks or other code stand on its activation", cause="owner")
             if row.reason is None:
                 self._rewrites.append(GateRewrite(index, activation))
             rows[gate.product] = row
@@ -247,7 +248,8 @@ class BlockSurvey:
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
-        if has_hooks(norm) or (kind in ("sandwich", "rope") and is_called_around(norm)):
+        called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
+        if has_hooks(norm) or called_around:
             return replace(row, reason="hooks or other code stand on its norm", cause="owner")
         return self._unless_prevented(row, option, norm, already)
 

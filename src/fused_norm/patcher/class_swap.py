@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -166,6 +166,8 @@ def foreign_forward(module: nn.Module) -> str | None:
         return None
     if _is_bound(vars(module).get("_old_forward"), module):  # accelerate calls the forward that it keeps there
         return None
+    if _cell_of_forward(module) is not None:
+        return None
     return f"its forward was replaced on the instance, by {_name_of(forward)}"
 
 
@@ -173,6 +175,11 @@ def is_called_around(norm: nn.Module) -> bool:
     """Return whether calls go through a ``forward`` that other code, accelerate included, has put on this instance."""
     forward = vars(norm).get("forward")
     return forward is not None and not _is_bound(forward, norm)
+
+
+def is_called_in_parallel(norm: nn.Module) -> bool:
+    """Return whether calls go through a function of transformers' tensor parallelism, which cuts the first argument."""
+    return _cell_of_forward(norm) is not None
 
 
 def _name_of(forward: Any) -> str:
@@ -208,6 +215,8 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
     _rebind(module, new)
 
     def undo() -> None:
+        if (cell := _cell_of_forward(module)) is not None:
+            cell.cell_contents = MethodType(old.forward, module)
         module.__class__ = old
         vars(module).clear()
         vars(module).update(attributes)
@@ -239,12 +248,16 @@ def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
     """Change the class, and with it the bound forwards of the old class that the instance holds.
 
     transformers 4 leaves one in ``forward``: it is dropped, and put back when the class changes back. accelerate calls
-    the one in ``_old_forward``, which is made anew.
+    the one in ``_old_forward``, and transformers' tensor parallelism one that its function in ``forward`` closes over:
+    these are made anew.
     """
     attributes = vars(module)
     bound = _is_bound(attributes.get("forward"), module)
     kept_by_accelerate = _is_bound(attributes.get("_old_forward"), module)
+    cell = _cell_of_forward(module)
     module.__class__ = new
+    if cell is not None:
+        cell.cell_contents = MethodType(new.forward, module)
     if bound:
         del attributes["forward"]
         if issubclass(new, Fused):
@@ -254,6 +267,19 @@ def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
         attributes["forward"] = MethodType(new.forward, module)
     if kept_by_accelerate:
         attributes["_old_forward"] = MethodType(new.forward, module)
+
+
+def _cell_of_forward(module: nn.Module) -> CellType | None:
+    """What holds the forward of a module's class for the function that tensor parallelism has put in its place.
+
+    None without such a function: transformers has them since 5.17, for norms whose rows are cut between devices.
+    """
+    function = vars(module).get("forward")
+    if not isinstance(function, FunctionType) or not function.__module__.startswith("transformers.distributed."):
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cell = cells.get("original_forward")
+    return cell if cell is not None and _is_bound(cell.cell_contents, module) else None
 
 
 def _is_bound(forward: Any, module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
 from ..kernels.qk_norm import QK_NORM
 from ..kernels.rope import ROPE
+from ..kernels.sharded import are_angles_of, is_plain, is_taken, placement_obstacle
 from ..spec import NormSpec
 from .activation_recognition import Activation, Formula
 from .forward_rewrite import Rewrite
@@ -24,7 +25,6 @@ from .fused_norm_module import (
     READERS,
     explain,
     has_hooks,
-    is_plain,
     may_be_bypassed,
     obstacle,
     same_norms,
@@ -97,7 +97,7 @@ class FusedBlock(nn.Module):
     ) -> tuple[Any, Any]:
         """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed."""
         if not postponed:
-            return rotate(q, k, cos, sin, **named)
+            return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
         if _qk_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
@@ -144,7 +144,7 @@ class FusedBlock(nn.Module):
         """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
         if activation is None:
             return gate * up
-        reason = _pair_obstacle("gate and up", gate, up)
+        reason = _pair_obstacle("gate and up", gate, up, elementwise=True)
         if reason is None and gate.shape != up.shape:
             reason = "gate and up differ in shape"
         if reason is None:
@@ -185,7 +185,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
     readers = norm.__dict__.get(READERS)
-    if readers is not None and readers.may_read(norm, x, residual, weight):
+    if readers is not None and is_plain(x) and readers.may_read(norm, x, residual, weight):
         s = NORM_ADD(spec, x, residual, inner_weight)
         return norm(s), s
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
@@ -197,17 +197,17 @@ def _qk_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | Non
         reason = obstacle(k, k_weight, None, spec)
     if reason is None and (q.dtype != k.dtype or q.shape[-1] != k.shape[-1] or q.device != k.device):
         reason = "q and k differ in dtype, width or device"
-    return reason
+    return placement_obstacle((q, k), (q_weight, k_weight)) if reason is None else reason
 
 
-def _pair_obstacle(names: str, one: Any, other: Any) -> str | None:
+def _pair_obstacle(names: str, one: Any, other: Any, *, elementwise: bool = False) -> str | None:
     """``obstacle`` for two tensors without a norm, which have to be of one dtype and device."""
-    reason = obstacle(one, None, None, None)
-    if reason is None and not is_plain(other):
+    reason = obstacle(one, None, None, None, elementwise=elementwise)
+    if reason is None and not is_taken(other):
         reason = f"one of {names} is a {type(other).__name__}"
     if reason is None and (one.dtype != other.dtype or one.device != other.device):
         reason = f"{names} differ in dtype or device"
-    return reason
+    return placement_obstacle((one, other), elementwise=elementwise) if reason is None else reason
 
 
 def _kernel_rotates_alike(
@@ -246,4 +246,5 @@ def _kernel_rotates_alike(
             for weight in (q_weight, k_weight)
         )
         and not (cos.requires_grad or sin.requires_grad)
+        and are_angles_of(q, (cos, sin), heads_dim)
     )

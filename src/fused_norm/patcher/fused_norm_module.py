@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
@@ -25,8 +24,11 @@ from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.operator import norm_spec
 from ..kernels.plans import WIDEST_GATED
 from ..kernels.rms_norm import RMS_NORM
+from ..kernels.sharded import is_plain, is_taken, placement_obstacle
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from ..spec import Casting, GatedNormSpec, NormSpec
+
+_KNOWN_TYPES = (Tensor, nn.Parameter, type(None))
 
 READERS = "_fused_norm_readers"
 """The attribute of an instance that holds those who take its result in another form, if there are any."""
@@ -90,7 +92,7 @@ class FusedNorm(nn.Module):
         reason = obstacle(x, weight, residual, spec)
         if reason is None:
             readers = self.__dict__.get(READERS)
-            if readers is not None:
+            if readers is not None and is_plain(x):
                 read = readers.read(self, spec, x, residual, weight, scale)
                 if read is not None:
                     return read
@@ -190,14 +192,19 @@ def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
     return a.casting == b.casting and a.zero_centered == b.zero_centered and a.eps == b.eps
 
 
-def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str | None:
+def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None, *, elementwise: bool = False) -> str | None:
     """The reason why kernels may not take a call; None where they may, an empty string for what is not worth a log.
 
-    ``spec``: None where the call computes no norm.
+    Args:
+        x: the input.
+        weight: the norm's, or None.
+        residual: what is added, or None.
+        spec: None where the call computes no norm.
+        elementwise: rows may be cut into parts for several devices.
     """
     if _disabled_depth:
         return ""
-    if not is_plain(x) or x.dim() == 0:
+    if not is_taken(x) or x.dim() == 0:
         return f"the input is a {type(x).__name__}"
     if x.dtype not in KERNEL_DTYPES:
         return f"the input is {x.dtype}"
@@ -208,19 +215,23 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None) -> str |
             "torch.func or forward AD transforms it" if is_transformed() else f"kernels do not run on {x.device.type}"
         )
     if weight is not None:
-        if not is_plain(weight):
+        if not is_taken(weight):
             return f"the weight is a {type(weight).__name__}"
         if weight.dtype not in KERNEL_DTYPES or weight.device != x.device:
             return f"the weight is {weight.dtype} on {weight.device}, the input {x.dtype} on {x.device}"
         if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
             return f"the weight has shape {tuple(weight.shape)} and the input rows of {x.shape[-1]}"
     if residual is not None:
-        if not is_plain(residual) or residual.dtype not in KERNEL_DTYPES:
+        if not is_taken(residual) or residual.dtype not in KERNEL_DTYPES:
             return f"the residual is a {type(residual).__name__}"
         if residual.shape != x.shape or residual.device != x.device:
             return "the residual has another shape or device than the input"
     if spec is not None and spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
         return "autocast changes what an uncast norm rounds to"
+    if not (type(x) is Tensor and type(weight) in _KNOWN_TYPES and type(residual) in _KNOWN_TYPES):
+        reason = placement_obstacle((x, residual), (weight,), elementwise=elementwise)
+        if reason is not None:
+            return reason
     # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
     return "" if torch.compiler._is_exporting_flag else None
 
@@ -230,23 +241,20 @@ def gated_obstacle(x: Any, gate: Any, weight: Any, spec: GatedNormSpec) -> str |
     reason = obstacle(x, weight, None, None)
     if reason is not None:
         return reason
-    if not is_plain(gate):
+    if not is_taken(gate):
         return f"the gate is a {type(gate).__name__}"
     if gate.dtype not in KERNEL_DTYPES:
         return f"the gate is {gate.dtype}"
     if gate.shape != x.shape or gate.device != x.device:
         return "the gate has another shape or device than the input"
+    reason = placement_obstacle((x, gate), (weight,))
+    if reason is not None:
+        return reason
     if spec.width not in (0, x.shape[-1]):  # the stock code may keep their number, or their width
         return f"the input has rows of {x.shape[-1]}, and its groups are those of rows of {spec.width}"
     if x.shape[-1] > WIDEST_GATED * spec.groups:
         return f"rows of {x.shape[-1]} in {spec.groups} groups are more than a kernel holds"
     return None
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have."""
-    kind = type(value)
-    return kind is Tensor or (isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
 
 
 def has_hooks(module: nn.Module) -> bool:

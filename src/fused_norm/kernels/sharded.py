@@ -1,0 +1,127 @@
+"""Tensors that PyTorch spreads over devices (DTensors), and calls of operators on the part that each device holds.
+
+Rows are computed where they are, and nothing is sent. A weight that all devices have gets on each one the gradient of
+the rows that are there, which DTensor knows as a sum that is still to be made, as it does for PyTorch's own operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have."""
+    return type(value) is Tensor or (isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a DTensor, of whatever placement."""
+    if not isinstance(value, Tensor) or is_plain(value) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and imported already where there are any
+
+    return isinstance(value, DTensor)
+
+
+def is_taken(value: Any) -> bool:
+    """Return whether operators take tensors of this kind: plain ones, DTensors, and results of running collectives.
+
+    Such a result waits for its collective when an operator reads it.
+    """
+    if is_plain(value) or is_sharded(value):
+        return True
+    if not isinstance(value, Tensor) or not torch.distributed.is_available():
+        return False
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(value, AsyncCollectiveTensor)
+
+
+def placement_obstacle(rows: Sequence[Any], weights: Sequence[Any] = (), *, elementwise: bool = False) -> str | None:
+    """The reason why no device can compute its part of a call alone; None where all can, or there is no DTensor.
+
+    An empty string for what is not worth a log: in compiled graphs the compiler fuses what DTensor does.
+
+    Args:
+        rows: the tensors that are computed row by row, the first of which is there; None for others that are not.
+        weights: the tensors that every row needs, or None.
+        elementwise: the rows themselves may be cut.
+    """
+    tensors = [one for one in (*rows, *weights) if one is not None]
+    if not any(is_sharded(one) for one in tensors):
+        return None
+    if torch.compiler.is_compiling():
+        return ""
+    if not all(is_sharded(one) for one in tensors):
+        return "DTensors and plain tensors meet in it"
+    first = rows[0]
+    if any(one.device_mesh != first.device_mesh for one in tensors):
+        return "its DTensors are on several meshes"
+    if any(one is not None and one.placements != first.placements for one in rows):
+        return "its DTensors are placed in several ways"
+    if not all(_is_whole(one) for one in weights if one is not None):
+        return "not every device has the weight as a whole"
+    dims = range(first.dim() if elementwise else first.dim() - 1)
+    for placement in first.placements:
+        if not placement.is_replicate() and _cut_dim(first, placement) not in dims:
+            return f"the input is placed as {placement}"
+    return None
+
+
+def are_angles_of(x: Any, angles: Sequence[Any], heads_dim: int) -> bool:
+    """Return whether every device has the cos and sin of all tokens, which are no DTensors where x is none.
+
+    ``heads_dim``: the one dimension in which x may be cut.
+    """
+    if not is_sharded(x):
+        return all(is_plain(one) for one in angles)
+    return all(is_sharded(one) and one.device_mesh == x.device_mesh and _is_whole(one) for one in angles) and all(
+        placement.is_replicate() or _cut_dim(x, placement) == heads_dim for placement in x.placements
+    )
+
+
+def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequence[bool]) -> Any:
+    """The outputs of ``call(*tensors)`` for DTensors, as DTensors placed as the first; nothing stands in the way.
+
+    Args:
+        call: takes plain tensors, and returns one output or a tuple of them. An output has the shape of the tensor at
+            its place; its rows may be shorter, if rows are not cut.
+        tensors: DTensors, or None.
+        shared: which of them every row needs.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh, placements = tensors[0].device_mesh, tensors[0].placements
+    sums = tuple(placement if placement.is_replicate() else Partial() for placement in placements)
+    parts: list[Any] = [
+        None if one is None else one.to_local(grad_placements=sums if by_all else None)
+        for one, by_all in zip(tensors, shared, strict=True)
+    ]
+    found = call(*parts)
+    outputs: list[Any] = []
+    for output, part, whole in zip(found if isinstance(found, tuple) else (found,), parts, tensors, strict=False):
+        if output is not None:
+            width = whole.shape[-1] - part.shape[-1] + output.shape[-1]
+            like = torch.empty_strided(whole.shape, whole.stride(), device="meta")[..., :width]
+            # Parts differ in length where devices do not divide a dimension, so that the whole's shape has to be said.
+            output = DTensor.from_local(
+                output, mesh, placements, run_check=False, shape=like.shape, stride=torch.empty_like(like).stride()
+            )
+        outputs.append(output)
+    return tuple(outputs) if isinstance(found, tuple) else outputs[0]
+
+
+def _is_whole(tensor: Any) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _cut_dim(tensor: Any, placement: Any) -> int | None:
+    """The dimension in which a placement cuts a tensor into one piece for each device; None where it does not."""
+    from torch.distributed.tensor import Shard
+
+    return placement.dim % tensor.dim() if type(placement) is Shard else None

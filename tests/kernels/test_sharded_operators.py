@@ -1,0 +1,175 @@
+"""Operators on DTensors: each device computes its own rows; what it cannot compute alone is left to PyTorch.
+
+The process takes itself for one of two, and nothing that is tested here may need the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fused_norm import kernels
+from fused_norm.kernels.operator import calls
+from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.sharded import placement_obstacle
+
+from ..patcher.ranks import Called
+
+BATCH, TOKENS, HEADS, WIDTH = 2, 5, 4, 16
+SHAPES = {"x": (BATCH, TOKENS, WIDTH), "h": (BATCH, HEADS, TOKENS, WIDTH), "w": (WIDTH,), "a": (1, TOKENS, WIDTH)}
+WHOLE = "wa"
+
+OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "rms_norm": (kernels.rms_norm, "xw"),
+    "add_rms_norm": (kernels.add_rms_norm, "xxw"),
+    "norm_add": (kernels.norm_add, "xxw"),
+    "norm_add_norm": (kernels.norm_add_norm, "xxww"),
+    "gated_rms_norm": (kernels.gated_rms_norm, "xxw"),
+    "glu": (kernels.glu, "xx"),
+    "glu of halves": (kernels.glu, "x"),
+    "qk_norm": (kernels.qk_norm, "hhww"),
+    "qk_norm_rope": (kernels.qk_norm_rope, "hhwwaa"),
+    "rope": (kernels.rope, "hhaa"),
+}
+"""Each operator and its tensors: ``x`` rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
+
+CUTS = [(name, 1) for name in OPERATORS] + [("rms_norm", 0), ("glu", 2)]
+
+
+@pytest.fixture
+def mesh(device: str) -> Iterator[DeviceMesh]:
+    """Two devices, of which this process has the second: the one with fewer rows where they do not divide."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        yield init_device_mesh(device, (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def tensors_for(kinds: str, device: str) -> list[Tensor]:
+    made = [torch.randn(SHAPES[kind], device=device) for kind in kinds]
+    return [one if kind == "a" else one.requires_grad_() for one, kind in zip(made, kinds, strict=True)]
+
+
+def part_of(whole: Tensor, placement: Placement) -> Tensor:
+    part = whole.tensor_split(2, placement.dim)[1] if isinstance(placement, Shard) else whole
+    return part.detach().clone().requires_grad_(whole.requires_grad)
+
+
+def spread(whole: Tensor, part: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    made = DTensor.from_local(
+        part.detach(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made.detach().requires_grad_(whole.requires_grad)
+
+
+@pytest.mark.parametrize(("name", "dim"), CUTS)
+def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
+    name: str, dim: int, mesh: DeviceMesh, device: str
+) -> None:
+    operator, kinds = OPERATORS[name]
+    wholes = tensors_for(kinds, device)
+    placements = [Replicate() if kind in WHOLE else Shard(dim) for kind in kinds]
+    parts = [part_of(whole, placement) for whole, placement in zip(wholes, placements, strict=True)]
+    given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
+
+    expected = operator(*parts)
+    with calls.by(called := Called()), CommDebugMode() as communication:
+        outputs = operator(*given)
+        assert communication.get_total_counts() == 0
+    assert len(called) == 1
+    everywhere = operator(*wholes)
+    if isinstance(outputs, Tensor):
+        outputs, expected, everywhere = (outputs,), (expected,), (everywhere,)
+    for output, part, whole in zip(outputs, expected, everywhere, strict=True):
+        assert torch.equal(output.to_local(), part)
+        assert output.placements == (Shard(dim),)
+        assert (output.shape, output.stride()) == (whole.shape, whole.stride())
+
+    incoming = [torch.randn_like(part) for part in expected]
+    sharded = [spread(o.detach(), g, mesh, Shard(dim)) for o, g in zip(outputs, incoming, strict=True)]
+    with CommDebugMode() as communication:
+        torch.autograd.backward(outputs, sharded)
+    assert communication.get_total_counts() == 0
+    torch.autograd.backward(expected, incoming)
+    for kind, one, part in zip(kinds, given, parts, strict=True):
+        if kind != "a":
+            assert torch.equal(one.grad.to_local(), part.grad)
+            assert one.grad.placements == ((Partial(),) if kind == "w" else (Shard(dim),))
+
+
+def test_a_device_without_rows_gives_its_weight_no_gradient(mesh: DeviceMesh, device: str) -> None:
+    x, weight = torch.randn(2, 1, WIDTH, device=device), torch.randn(WIDTH, device=device)
+    x_part = spread(x, x[:, :0], mesh, Shard(1)).requires_grad_()
+    weight_part = spread(weight, weight, mesh, Replicate()).requires_grad_()
+    y = kernels.rms_norm(x_part, weight_part)
+    assert y.to_local().shape == (2, 0, WIDTH)
+    y.backward(y.detach())
+    assert torch.equal(weight_part.grad.to_local(), torch.zeros_like(weight))
+    assert x_part.grad.to_local().shape == (2, 0, WIDTH)
+
+
+def test_a_whole_tensor_is_computed_by_every_device_with_the_whole_gradient(mesh: DeviceMesh, device: str) -> None:
+    x, weight = tensors_for("xw", device)
+    given = [spread(one, one, mesh, Replicate()) for one in (x, weight)]
+    y = kernels.rms_norm(*given)
+    y.backward(y.detach())
+    expected = kernels.rms_norm(x, weight)
+    expected.backward(expected.detach())
+    assert torch.equal(y.to_local(), expected)
+    for one, plain in zip(given, (x, weight), strict=True):
+        assert one.grad.placements == (Replicate(),)
+        assert torch.equal(one.grad.to_local(), plain.grad)
+
+
+def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, device: str) -> None:
+    whole, other = tensors_for("xx", device)
+    weight = torch.randn(WIDTH, device=device)
+    rows, cut, summed, alike = (
+        spread(whole, part_of(whole, placement), mesh, placement)
+        for placement in (Shard(1), Shard(2), Partial(), Replicate())
+    )
+    w, w_cut = (spread(weight, part_of(weight, one), mesh, one) for one in (Replicate(), Shard(0)))
+    assert placement_obstacle((rows, None), (w, None)) is None
+    assert placement_obstacle((whole, other), (weight,)) is None
+    assert placement_obstacle((cut,), (w,)) == "the input is placed as S(2)"
+    assert placement_obstacle((cut, cut), elementwise=True) is None
+    assert placement_obstacle((summed,), (w,)) == "the input is placed as P(sum)"
+    assert placement_obstacle((rows,), (w_cut,)) == "not every device has the weight as a whole"
+    assert placement_obstacle((rows, alike), (w,)) == "its DTensors are placed in several ways"
+    assert placement_obstacle((rows,), (weight,)) == "DTensors and plain tensors meet in it"
+    elsewhere = DTensor.from_local(whole.detach(), init_device_mesh(device, (1, 2)), [Replicate()] * 2, run_check=False)
+    assert placement_obstacle((alike, elsewhere), (w,)) == "its DTensors are on several meshes"
+    assert not RMS_NORM.takes(cut, w, None)
+
+
+def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(mesh: DeviceMesh, device: str) -> None:
+    q, angles = tensors_for("ha", device)
+    whole = spread(angles, angles, mesh, Replicate())
+    by_heads, by_tokens = (spread(q, part_of(q, Shard(dim)), mesh, Shard(dim)) for dim in (1, 2))
+    part = spread(angles, part_of(angles, Shard(1)), mesh, Shard(1))
+    assert QK_NORM.takes(by_heads, by_heads, None, None, whole, whole, 1)
+    assert not QK_NORM.takes(by_tokens, by_tokens, None, None, whole, whole, 1)
+    assert not QK_NORM.takes(by_heads, by_heads, None, None, part, part, 1)
+    assert QK_NORM.takes(by_tokens, by_tokens, None, None, None, None, 1)
+
+
+def test_the_result_of_a_running_collective_is_waited_for(device: str) -> None:
+    x, weight = tensors_for("xw", device)
+    awaited = AsyncCollectiveTensor(x.detach()).requires_grad_()
+    y = kernels.rms_norm(awaited, weight)
+    expected = kernels.rms_norm(x, weight)
+    assert torch.equal(y, expected)
+    (gradient,) = torch.autograd.grad(y.sum(), awaited)
+    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), x)[0])

@@ -1,0 +1,255 @@
+"""Models shared out between two processes, by layers and sequences: fused, and nothing is sent that stock does not."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import fused_norm
+from fused_norm.kernels.operator import calls
+from fused_norm.model_configs import build, tiny_config
+
+from .models import relative, sites
+from .ranks import Called, on_two_ranks
+
+ON_GPUS = torch.cuda.device_count() >= 2
+DEVICE = "cuda" if ON_GPUS else "cpu"
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+
+TAKES_PLANS = not transformers.__version__.startswith("4.")
+"""transformers takes the plans of its users."""
+
+WITHOUT_ADDS = {**sites("llama"), "residual": 0}
+"""The sites of a model whose norms take DTensors from hooks or functions around them, which see no residual."""
+
+EACH_BY_ITSELF = {"rms_norm": 5, "rope": 2, "glu": 2}
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives. PyTorch's ``CommDebugMode`` hooks all modules, so that nothing may be called together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it sends comes here again
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+def step_of(model: nn.Module) -> dict[str, Any]:
+    """Logits and gradients of one step, what it calls, and what another one sends."""
+    ids = torch.randint(0, 256, (2, 10), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    positions = torch.arange(10, device=DEVICE)[None]  # hidden states are shorter where sequences are cut
+
+    def run() -> Tensor:
+        output = model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False)
+        output.loss.backward()
+        return output.logits.detach()
+
+    with calls.by(called := Called()):
+        logits = run()
+    gradients = {name: whole(parameter.grad).cpu() for name, parameter in model.named_parameters()}
+    model.zero_grad()  # the gradients above stay as they are
+    with Sent() as sent:
+        run()
+    return {"values": {"logits": whole(logits).cpu(), **gradients}, "called": Counter(called), "sent": sent.counts}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def by_transformers(name: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(name, tp_plan="auto").train()
+
+
+def by_transformers_along_sequences(name: str) -> nn.Module:
+    """By a plan that cuts sequences between linears: transformers has styles for it, and no model has such a plan."""
+    from transformers.distributed import tensor_parallel as styles
+
+    class GatheredSequence(styles.SequenceParallel):
+        """The norm of each process's tokens, handed on with those of the others: attention is for all of them."""
+
+        def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            return output.redistribute(placements=[Replicate()]).to_local()
+
+    known = styles.ALL_PARALLEL_STYLES
+    known["norm_of_sequence"] = GatheredSequence()
+    known["rowwise_to_sequence"] = styles.RowwiseParallel(output_layouts=Shard(1))
+    known["embedding_to_sequence"] = type(known["embedding_rowwise"])(
+        input_layouts=Replicate(), output_layouts=Shard(1)
+    )
+    layer = {
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "norm_of_sequence"),
+        **dict.fromkeys((f"self_attn.{one}_proj" for one in "qkv"), "colwise"),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise_to_sequence"),
+    }
+    plan = {
+        "model.embed_tokens": "embedding_to_sequence",
+        **{f"model.layers.*.{name}": style for name, style in layer.items()},
+        "model.norm": "norm_of_sequence",
+        "lm_head": "colwise_gather_output",
+    }
+    return AutoModelForCausalLM.from_pretrained(name, tp_plan=plan).train()
+
+
+def by_torch(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
+    """By PyTorch's own styles, which cut sequences between the layers."""
+    model = AutoModelForCausalLM.from_pretrained(name).to(DEVICE).train()
+    mesh = init_device_mesh(DEVICE, (2,)) if mesh is None else mesh
+    cut, all_of_it = Shard(1), Replicate()
+    gather = PrepareModuleInput(input_layouts=cut, desired_input_layouts=all_of_it)
+    gather_named = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": all_of_it}
+    )
+    layer = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": gather_named,
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel()),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": gather,
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel()),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        **{f"model.layers.*.{name}": style for name, style in layer.items()},
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def by_torch_and_fsdp2(name: str) -> nn.Module:
+    meshes = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("data", "tensor"))
+    model = by_torch(name, meshes["tensor"])
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=meshes["data"])
+    return fully_shard(model, mesh=meshes["data"])
+
+
+WAYS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, int], dict[str, int]]] = {
+    "transformers": (
+        by_transformers,
+        "gemma3_text",
+        sites("gemma3_text"),
+        {"rms_norm": 10, "norm_add_norm": 3, "norm_add": 3, "rope": 3, "glu": 3},
+    ),
+    "torch, along sequences": (by_torch, "llama", WITHOUT_ADDS, EACH_BY_ITSELF),
+    "torch, along sequences, and FSDP2": (by_torch_and_fsdp2, "llama", WITHOUT_ADDS, EACH_BY_ITSELF),
+}
+"""How a model is shared out, its type, the sites that are fused, and the operators that a forward calls."""
+if TAKES_PLANS:
+    WAYS["transformers, along sequences"] = (
+        by_transformers_along_sequences,
+        "llama",
+        WITHOUT_ADDS,
+        EACH_BY_ITSELF,
+    )
+
+
+def steps_of_every_way(folder: str, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+    os.chdir(folder)
+    found = {}
+    for way, (share_out, model_type, *_) in WAYS.items():
+        found[way] = {"alone": step_of(AutoModelForCausalLM.from_pretrained(model_type).to(DEVICE).train())}
+        found[way]["stock"] = step_of(share_out(model_type))
+        model = share_out(model_type)
+        assert sum(isinstance(parameter, DTensor) for parameter in model.parameters()) > 10
+        sites_of = fused_norm.apply_fused_norm(model).counts
+        found[way]["fused"] = {**step_of(model), "sites": sites_of}
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """The steps of all ways on each rank: by one process alone, and shared out in stock and fused."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for model_type in {model_type for _, model_type, *_ in WAYS.values()}:
+        build(tiny_config(model_type, **SIZES), seed=0).save_pretrained(folder / model_type)
+    run = partial(steps_of_every_way, str(folder))
+    return on_two_ranks(run, folder, "nccl" if ON_GPUS else "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_on_two_ranks_is_fused_and_trains_as_on_one(way: str, steps: list[dict[str, dict[str, Any]]]) -> None:
+    *_, expected_sites, expected_calls = WAYS[way]
+    for rank in steps:
+        alone, stock, fused = (rank[way][which] for which in ("alone", "stock", "fused"))
+        assert fused["sites"] == expected_sites
+        assert (fused["called"], stock["called"]) == (expected_calls, {})
+        assert fused["sent"] == stock["sent"]
+        assert alone["values"].keys() == fused["values"].keys()
+        for name, value in alone["values"].items():
+            assert relative(fused["values"][name], value) < 1e-4, name
+
+
+@pytest.fixture
+def mesh(device: str) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: DeviceMesh, device: str) -> None:
+    styles = pytest.importorskip("transformers.distributed.tensor_parallel")
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    styles.ALL_PARALLEL_STYLES["sequence_parallel"].install_forward(norm, mesh)
+    wrapper, x = norm.forward, torch.randn(2, 5, 72, device=device)
+    expected = norm(x)
+    assert fused_norm.apply_fused_norm(model).counts == sites("llama")
+    with calls.by(called := Called()):
+        assert relative(norm(x), expected) < 1e-6
+        assert called == ["rms_norm"]
+        fused_norm.remove_fused_norm(model)
+        assert torch.equal(norm(x), expected)
+    assert called == ["rms_norm"]
+    assert norm.forward is wrapper
+
+
+def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
+    x = distribute_tensor(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
+    expected = norm(x)
+    fused_norm.apply_fused_norm(model)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    with calls.by(called := Called()):
+        y = compiled(x)
+    assert called == []
+    assert y.placements == expected.placements
+    assert relative(y.to_local(), expected.to_local()) < 1e-6
