@@ -99,7 +99,7 @@ def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequ
     mesh, placements = tensors[0].device_mesh, tensors[0].placements
     sums = tuple(placement if placement.is_replicate() else Partial() for placement in placements)
     parts: list[Any] = [
-        None if one is None else one.to_local(grad_placements=sums if by_all else None)
+        None if one is None else _Part.apply(one, sums if by_all else placements)
         for one, by_all in zip(tensors, shared, strict=True)
     ]
     found = call(*parts)
@@ -114,6 +114,31 @@ def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequ
             )
         outputs.append(output)
     return tuple(outputs) if isinstance(found, tuple) else outputs[0]
+
+
+class _Part(torch.autograd.Function):
+    """The part of a DTensor that this device has; the gradient has the DTensor's shape.
+
+    ``to_local`` of PyTorch 2.11 takes all parts to be as long as this one, and a gradient of the wrong shape is sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Any, grad_placements: tuple[Any, ...]) -> Tensor:
+        """Return a new tensor on the part's memory."""
+        ctx.mesh, ctx.grad_placements = whole.device_mesh, grad_placements
+        ctx.shape, ctx.stride = whole.shape, whole.stride()
+        part = whole.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradient as a DTensor."""
+        from torch.distributed.tensor import DTensor
+
+        whole = DTensor.from_local(
+            grad, ctx.mesh, ctx.grad_placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+        return whole, None
 
 
 def _is_whole(tensor: Any) -> bool:
