@@ -120,6 +120,16 @@ def test_a_device_without_rows_gives_its_weight_no_gradient(mesh: DeviceMesh, de
     assert x_part.grad.to_local().shape == (2, 0, WIDTH)
 
 
+def test_the_gradients_of_leaves_do_not_share_their_memory(mesh: DeviceMesh, device: str) -> None:
+    branch, residual, weight = (spread(one, one, mesh, Replicate()) for one in tensors_for("xxw", device))
+    y, _ = kernels.add_rms_norm(branch, residual, weight)
+    y.backward(y.detach())
+    expected = residual.grad.to_local().clone()
+    branch.grad.to_local().zero_()
+    assert torch.equal(residual.grad.to_local(), expected)
+    assert expected.count_nonzero()
+
+
 def test_a_whole_tensor_is_computed_by_every_device_with_the_whole_gradient(mesh: DeviceMesh, device: str) -> None:
     x, weight = tensors_for("xw", device)
     given = [spread(one, one, mesh, Replicate()) for one in (x, weight)]
@@ -143,9 +153,9 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
     w, w_cut = (spread(weight, part_of(weight, one), mesh, one) for one in (Replicate(), Shard(0)))
     assert placement_obstacle((rows, None), (w, None)) is None
     assert placement_obstacle((whole, other), (weight,)) is None
-    assert placement_obstacle((cut,), (w,)) == "the input is placed as S(2)"
+    assert placement_obstacle((cut,), (w,)) == "the input is placed as Shard(dim=2)"
     assert placement_obstacle((cut, cut), elementwise=True) is None
-    assert placement_obstacle((summed,), (w,)) == "the input is placed as P(sum)"
+    assert placement_obstacle((summed,), (w,)) == "the input is placed as Partial(sum)"
     assert placement_obstacle((rows,), (w_cut,)) == "not every device has the weight as a whole"
     assert placement_obstacle((rows, alike), (w,)) == "its DTensors are placed in several ways"
     assert placement_obstacle((rows,), (weight,)) == "DTensors and plain tensors meet in it"

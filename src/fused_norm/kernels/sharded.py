@@ -69,7 +69,7 @@ def placement_obstacle(rows: Sequence[Any], weights: Sequence[Any] = (), *, elem
     dims = range(first.dim() if elementwise else first.dim() - 1)
     for placement in first.placements:
         if not placement.is_replicate() and _cut_dim(first, placement) not in dims:
-            return f"the input is placed as {placement}"
+            return f"the input is placed as {placement!r}"
     return None
 
 
@@ -102,6 +102,10 @@ def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequ
         None if one is None else _Part.apply(one, sums if by_all else placements)
         for one, by_all in zip(tensors, shared, strict=True)
     ]
+    for one, part, by_all in zip(tensors, parts, shared, strict=True):
+        if part is not None and part.requires_grad and one.is_leaf and not by_all:
+            # Two leaves may get one tensor as their gradient, which autograd cannot see through DTensors.
+            part.register_hook(torch.clone)
     found = call(*parts)
     outputs: list[Any] = []
     for output, part, whole in zip(found if isinstance(found, tuple) else (found,), parts, tensors, strict=False):
