@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..model_configs import FAMILIES, tiny_config
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
 StepKind = Literal[
     "body",
+    "image",
     "train",
     "autocast",
     "checkpointing",
@@ -22,7 +25,8 @@ StepKind = Literal[
     "cold start",
     "fsdp2",
 ]
-"""``body``: forward and backward without a head, from a fixed gradient of the last hidden state. ``train``: with head,
+"""``body``: forward and backward without a head, from a fixed gradient of the last hidden state. ``image``: ``body`` of
+a model that sees an image, whose tokens are the first of each sequence. ``train``: with head,
 loss and fused AdamW. ``autocast``: ``body`` with fp32 weights under autocast. ``checkpointing``: ``body`` with gradient
 checkpointing. ``lora``: ``body`` with adapters on every linear layer and all else frozen. ``packed``: ``body`` of
 sequences packed one behind the other into a row, with positions that start again. ``generate``: greedy generation with
@@ -36,7 +40,7 @@ class ModelCase:
 
     Attributes:
         model_type: the family.
-        shape: name of one of the family's published models; None for its tiny model.
+        shape: name of one of the family's published models, or a key of ``OTHERS``; None for the family's tiny model.
         batch: sequences.
         length: tokens in each; generated ones for a generation.
         step: see ``StepKind``.
@@ -82,6 +86,8 @@ class ModelCase:
             return tiny_config(self.model_type)
         from transformers import AutoConfig
 
+        if self.shape in OTHERS:
+            return AutoConfig.for_model(self.model_type, **OTHERS[self.shape])
         shapes = {shape.name: shape for shape in FAMILIES[self.model_type].shapes}
         if self.shape not in shapes:
             raise ValueError(f"no shape {self.shape!r} of {self.model_type}; there are {', '.join(shapes)}")
@@ -90,6 +96,30 @@ class ModelCase:
             sizes["num_hidden_layers"] = self.layers
         return AutoConfig.for_model(self.model_type, **sizes)
 
+
+_TEXT_3B = {
+    "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "num_hidden_layers": 8, "vocab_size": 151936,
+}  # fmt: skip
+OTHERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "Qwen/Qwen2.5-VL-3B (8 and 8 layers)": {
+        "text_config": _TEXT_3B,
+        "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048, "depth": 8, "fullatt_block_indexes": [3, 7]},
+    },
+    "zai-org/GLM-4.1V-9B (4 and 8 layers)": {"text_config": {"num_hidden_layers": 4}, "vision_config": {"depth": 8}},
+    "Qwen/Qwen3-Next (4 layers, 16 experts)": {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
+    "Qwen/Qwen3.5-9B (4 layers)": {"num_hidden_layers": 4},
+    "LiquidAI/LFM2-1.2B": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "block_auto_adjust_ff_dim": True,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    },
+    "mistralai/Mamba-Codestral-7B (8 layers)": {"num_hidden_layers": 8, "n_groups": 8},
+    "ibm-fms/Bamba-9B (4 layers)": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "google/flan-t5-large": {
+        "d_model": 1024, "d_ff": 2816, "d_kv": 64, "num_layers": 24, "num_heads": 16, "feed_forward_proj": "gated-gelu",
+    },
+})  # fmt: skip
+"""Config arguments of models of further families, some cut to a few layers; the rest is their config's default."""
 
 QWEN3_06B = ("qwen3", "Qwen/Qwen3-0.6B")
 LLAMA_1B = ("llama", "meta-llama/Llama-3.2-1B")
@@ -117,6 +147,14 @@ CASES: tuple[ModelCase, ...] = (
     *(ModelCase(*QWEN3_06B, batch, 32, step="generate static") for batch in (1, 32)),
     ModelCase(*QWEN3_06B, 4, 4096, step="cold start"),
     *(ModelCase(*model, 4, 4096, step="fsdp2") for model in (QWEN3_06B, LLAMA_1B)),
+    ModelCase("qwen2_5_vl", "Qwen/Qwen2.5-VL-3B (8 and 8 layers)", 1, 4096, step="image"),
+    ModelCase("glm4v", "zai-org/GLM-4.1V-9B (4 and 8 layers)", 1, 4096, step="image"),
+    ModelCase("qwen3_next", "Qwen/Qwen3-Next (4 layers, 16 experts)", 2, 2048),
+    ModelCase("qwen3_5_text", "Qwen/Qwen3.5-9B (4 layers)", 2, 2048),
+    ModelCase("lfm2", "LiquidAI/LFM2-1.2B", 4, 4096),
+    ModelCase("mamba2", "mistralai/Mamba-Codestral-7B (8 layers)", 1, 2048),
+    ModelCase("bamba", "ibm-fms/Bamba-9B (4 layers)", 1, 2048),
+    ModelCase("t5", "google/flan-t5-large", 8, 512),
 )
 
 QUICK: tuple[ModelCase, ...] = (ModelCase("qwen3", None, 1, 16), ModelCase("gemma3_text", None, 1, 16))

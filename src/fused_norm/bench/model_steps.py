@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -209,7 +210,11 @@ def build(case: ModelCase, dtype: torch.dtype, device: torch.device, auto_class:
     on_device = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_device), device:
         torch.manual_seed(0)
-        model = (auto_class or AutoModel).from_config(case.config(), dtype=dtype, attn_implementation="sdpa")
+        chosen, config = auto_class or AutoModel, case.config()
+        try:
+            model = chosen.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        except ValueError:  # T5 has attention of its own alone, and Mamba has none.
+            model = chosen.from_config(config, dtype=dtype, attn_implementation="eager")
     return model.train()
 
 
@@ -243,7 +248,7 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     weights = torch.float32 if case.step == "autocast" else dtype
     model = build(case, weights, device, AutoModelForCausalLM if with_head else AutoModel)
     generator = torch.Generator(device).manual_seed(1)
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     length = case.length + (_PROMPT_TOKENS if case.generates else 0)
     tokens = torch.randint(1, config.vocab_size, (case.batch, length), generator=generator, device=device)
     gradient = torch.randn(
@@ -252,6 +257,8 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     # A first step is cold only if nothing was patched before it.
     norms = {} if case.step == "cold start" else randomize_norm_weights(model, generator)
     step = BenchmarkedModel(model, tokens, gradient, norms, [f"{path}.weight" for path in norms])
+    if model.config.is_encoder_decoder:
+        step = replace(step, inputs={"decoder_input_ids": tokens})
     return _KINDS.get(case.step, lambda step, case: step)(step, case)
 
 
@@ -310,6 +317,24 @@ def _packed(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     return replace(step, inputs={"position_ids": positions.to(step.tokens.device)})
 
 
+def _with_image(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
+    """Let the first half of the tokens be those of a square image, or as many as a square has."""
+    config = step.model.config
+    vision, device = config.vision_config, step.tokens.device
+    merged = math.isqrt(case.length // 2)
+    side = merged * vision.spatial_merge_size
+    values = 3 * vision.temporal_patch_size * vision.patch_size**2
+    image = torch.randn((case.batch * side**2, values), generator=torch.Generator(device).manual_seed(2), device=device)
+    tokens = step.tokens.clone()
+    tokens[:, : merged**2] = config.image_token_id
+    inputs = {
+        "pixel_values": image.to(step.gradient.dtype),
+        "image_grid_thw": torch.tensor([[1, side, side]] * case.batch, device=device),
+        "mm_token_type_ids": (tokens == config.image_token_id).int(),
+    }
+    return replace(step, tokens=tokens, inputs=inputs)
+
+
 def _generation(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     model = step.model.eval()
     model.generation_config.eos_token_id = None  # Every generation has the same length.
@@ -324,6 +349,7 @@ def _sharded(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
 
 
 _KINDS = {
+    "image": _with_image,
     "train": _whole,
     "autocast": lambda step, case: replace(step, autocast=step.gradient.dtype),
     "checkpointing": _checkpointed,
