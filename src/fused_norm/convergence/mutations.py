@@ -126,7 +126,7 @@ def _not_saturated(call: Forward) -> Sequence[Tensor | None]:
 
 def _other_casting(call: Forward) -> Sequence[Tensor | None]:
     assert call.spec is not None
-    casting: Casting = "gemma" if call.spec.casting == "llama" else "llama"
+    casting: Casting = "llama" if call.spec.casting == "gemma" else "gemma"
     wrong, right = call.results(spec=replace(call.spec, casting=casting)), call.results()
     return [
         one if one is None or other is None else one.to(other.dtype) for one, other in zip(wrong, right, strict=True)

@@ -24,20 +24,26 @@ def rms_norm(
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
     ``inverse_root`` is how ``v ** -0.5`` is spelled: modelling code differs in it, in the last place of an fp32.
-    ``dtype`` is what ``llama`` and ``gemma`` round to instead of x's own.
+    ``dtype`` is what the castings but ``none`` round to instead of x's own.
     """
     if spec.casting == "none":
         return _uncast(spec, x, weight, inverse_root)
     dtype = dtype or x.dtype
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
-    x_hat = x_wide * inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
-    if spec.casting == "llama":
+    rstd = inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if spec.casting == "rounded_rstd":
+        rstd = rstd.to(dtype).to(wide)
+    x_hat = x_wide * rstd
+    if weight is None:
+        return x_hat.to(dtype)
+    if spec.casting == "gemma":
+        return (x_hat * gamma(weight.to(wide), spec.zero_centered)).to(dtype)
+    if spec.casting != "weight_dtype":
         x_hat = x_hat.to(dtype)
-        return x_hat if weight is None else gamma(weight, spec.zero_centered) * x_hat
-    if weight is not None:
-        x_hat = x_hat * gamma(weight.to(wide), spec.zero_centered)
-    return x_hat.to(dtype)
+    elif weight.dtype.itemsize == 2:
+        x_hat = x_hat.to(weight.dtype)
+    return gamma(weight, spec.zero_centered) * x_hat
 
 
 def add_rms_norm(

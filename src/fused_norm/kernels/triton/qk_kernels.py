@@ -82,7 +82,7 @@ def _normed(
     """n, rounded to its dtype, of columns that are loaded."""
     n = x
     if SPEC is not None:
-        n = normalised(x, rstd, x_dtype, SPEC)
+        n = normalised(x, rstd, w_ptr, x_dtype, SPEC)
         if w_ptr is not None:
             n = n * _gamma_at(w_ptr, start, col, end, SPEC)
         n = round_to(n, NORMED)
