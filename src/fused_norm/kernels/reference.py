@@ -92,12 +92,19 @@ def against_heads(angles: Tensor, unsqueeze_dim: int) -> Tensor:
     return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded."""
-    rotary = cos.shape[-1]
+def rope(x: Tensor, cos: Tensor, sin: Tensor, once: bool = False) -> Tensor:
+    """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
+
+    ``once``: computed in fp32, and nothing but the result is rounded, to x's dtype.
+    """
+    rotary, dtype = cos.shape[-1], x.dtype
+    if once:
+        wide = torch.promote_types(dtype, torch.float32)
+        x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
     a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
-    return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+    y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+    return y.to(dtype) if once else y
 
 
 def _silu(x: Tensor) -> Tensor:
