@@ -40,6 +40,13 @@ class GemmaByPower(Norm):
         return (wide * self.weight.float()).type_as(x)
 
 
+class GemmaByDivision(Norm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).type_as(x)
+
+
 class Uncast(Norm):
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
@@ -101,6 +108,7 @@ class BufferForOthers(BufferAsWeight):
         (Norm(1), NormSpec("llama", eps=1e-5)),
         (Gemma(eps=1e-6), NormSpec("gemma", zero_centered=True, eps=1e-6)),
         (GemmaByPower(width=2560), NormSpec("gemma", eps=1e-5)),
+        (GemmaByDivision(), NormSpec("gemma", eps=1e-5)),
         (Uncast(), NormSpec("none", eps=1e-5)),
         (UncastCentered(), NormSpec("none", zero_centered=True, eps=1e-5)),
         (Weightless(), NormSpec("llama", weighted=False, eps=1e-5)),
@@ -143,6 +151,21 @@ class OtherwiseOnCuda(Norm):
 
     def forward(self, x):
         return super().forward(x) if not x.is_cuda else Gemma.forward(self, x)
+
+
+class DividedByRoundedRoot(Norm):
+    def forward(self, x):
+        return self.weight * (x / torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype))
+
+
+class UncastByDivision(Norm):
+    def forward(self, x):
+        return self.weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class UncastByRoot(Norm):
+    def forward(self, x):
+        return self.weight * (x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 class FixedEps(Norm):
@@ -216,6 +239,9 @@ class PlainTensorNorm(Norm):
         (BiasNorm(), "parameters besides a weight: bias"),
         (EpsOutside(), "none of the known formulas"),
         (OtherwiseOnCuda(), "asks whether it runs on CUDA"),
+        (DividedByRoundedRoot(), "none of the known formulas"),
+        (UncastByDivision(), "none of the known formulas"),
+        (UncastByRoot(), "none of the known formulas"),
         (FixedEps(), "none of the known formulas"),
         (OffsetInWeightDtype(), "none of the known formulas"),
         (Sum(), "none of the known formulas"),

@@ -30,13 +30,14 @@ _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32
 _OTHER_EPS = 0.25
 _WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "rounded_rstd", "none")  # the others are llama without a weight
 
-InverseRoot = Callable[[Tensor], Tensor]
-_INVERSE_ROOTS: tuple[InverseRoot, ...] = (
-    torch.rsqrt,
-    lambda value: value.pow(-0.5),
-    lambda value: 1.0 / value.sqrt(),
+Spelling = dict[str, Callable[..., Tensor]]
+_SPELLINGS: tuple[Spelling, ...] = (
+    {"inverse_root": torch.rsqrt},
+    {"inverse_root": lambda value: value.pow(-0.5)},
+    {"inverse_root": lambda value: 1.0 / value.sqrt()},
+    {"inverse_root": torch.sqrt, "by": torch.div},
 )
-"""Spellings of ``v ** -0.5`` in modelling code, which differ in the last place of an fp32."""
+"""Spellings of ``x * v ** -0.5`` in modelling code, which differ in the last place of an fp32."""
 
 
 class UnrecognisedError(Exception):
@@ -125,8 +126,10 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
     for name in names:
         eps = getattr(module, name)
         candidates = _gated_candidates(module, eps) if takes_gate(module) else _candidates(module, eps)
-        for spec, root in itertools.product(candidates, _INVERSE_ROOTS):
-            if _agrees(module, name, spec, root):
+        for spec, spelling in itertools.product(candidates, _SPELLINGS):
+            if "by" in spelling and spec.casting in ("rounded_rstd", "none"):
+                continue  # the root is rounded there, and so it matters which root it is
+            if _agrees(module, name, spec, spelling):
                 matches[spec] = name
     if not matches:
         raise UnrecognisedError("computes none of the known formulas")
@@ -213,17 +216,17 @@ def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield x.transpose(0, 1), gate.transpose(0, 1)
 
 
-def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, inverse_root: InverseRoot) -> Tensor:
+def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, spelling: Spelling) -> Tensor:
     """The result of the formula."""
     if not isinstance(spec, GatedNormSpec):
-        return reference.rms_norm(spec, given[0], weight, inverse_root=inverse_root)
+        return reference.rms_norm(spec, given[0], weight, **spelling)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    spelled = partial(reference.gated_rms_norm, inverse_root=inverse_root, silu=functional.silu)
+    spelled = partial(reference.gated_rms_norm, **spelling, silu=functional.silu)
     return spelled(spec, x, gate, weight, *how)
 
 
-def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: InverseRoot) -> bool:
+def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling) -> bool:
     """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
     width = _width(module)
     changed = replace(spec, eps=_OTHER_EPS)
@@ -242,7 +245,7 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Inve
                 if isinstance(spec, GatedNormSpec) and actual.shape != given[0].shape:
                     shapes = tuple(actual.shape), tuple(given[0].shape)
                     raise UnrecognisedError(f"returns shape {shapes[0]} for a tensor of shape {shapes[1]}")
-                expected = _expected(eps_spec, given, weight if spec.weighted else None, inverse_root)
+                expected = _expected(eps_spec, given, weight if spec.weighted else None, spelling)
                 if actual.dtype != expected.dtype or not torch.equal(actual, expected):
                     return False
     return True
