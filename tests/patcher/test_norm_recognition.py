@@ -163,9 +163,9 @@ class UncastByDivision(Norm):
         return self.weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
-class UncastByRoot(Norm):
+class MultipliedByRoundedRoot(Norm):
     def forward(self, x):
-        return self.weight * (x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return self.weight * (x * torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype))
 
 
 class FixedEps(Norm):
@@ -241,7 +241,7 @@ class PlainTensorNorm(Norm):
         (OtherwiseOnCuda(), "asks whether it runs on CUDA"),
         (DividedByRoundedRoot(), "none of the known formulas"),
         (UncastByDivision(), "none of the known formulas"),
-        (UncastByRoot(), "none of the known formulas"),
+        (MultipliedByRoundedRoot(), "none of the known formulas"),
         (FixedEps(), "none of the known formulas"),
         (OffsetInWeightDtype(), "none of the known formulas"),
         (Sum(), "none of the known formulas"),

@@ -6,7 +6,6 @@ Given float64 tensors the formulas compute in float64 throughout, which is what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ def rms_norm(
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
     ``inverse_root`` is how ``v ** -0.5`` is spelled, and ``by`` how x is multiplied by it: modelling code differs in
-    them, in the last place of an fp32. With ``sqrt`` and ``div`` x is divided by the root. ``dtype`` is what the castings but ``none`` round to instead of x's own.
+    them, in the last place of an fp32. With ``sqrt`` and ``div`` x is divided by the root. ``dtype`` is what the
+    castings but ``none`` round to instead of x's own.
     """
     if spec.casting == "none":
         return _uncast(spec, x, weight, inverse_root)
@@ -121,12 +121,13 @@ def gated_rms_norm(
     norm_before_gate: bool,
     groups: int,
     *,
+    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+    by: Callable[[Tensor, Tensor], Tensor] = torch.mul,
     silu: Callable[[Tensor], Tensor] = _silu,
-    **spelling: Any,
 ) -> Tensor:
     """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group; see ``kernels.gated_rms_norm``.
 
-    ``spelling`` as in ``rms_norm``; ``silu`` is how that is spelled, which makes as small a difference.
+    ``inverse_root`` and ``by`` as in ``rms_norm``; ``silu`` is how that is spelled, which makes as small a difference.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     act = silu if activation == "silu" else torch.sigmoid
@@ -137,7 +138,7 @@ def gated_rms_norm(
     elif spec.casting == "gemma":
         total, dtype = x.to(wide), wide
     weight = None if weight is None else _grouped(weight, groups)
-    y = rms_norm(spec, _grouped(total, groups), weight, dtype=dtype, **spelling).reshape(x.shape)
+    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, by=by, dtype=dtype).reshape(x.shape)
     return (y * gate).to(x.dtype) if norm_before_gate else y
 
 

@@ -30,14 +30,15 @@ _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32
 _OTHER_EPS = 0.25
 _WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "rounded_rstd", "none")  # the others are llama without a weight
 
-Spelling = dict[str, Callable[..., Tensor]]
+Spelling = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 _SPELLINGS: tuple[Spelling, ...] = (
-    {"inverse_root": torch.rsqrt},
-    {"inverse_root": lambda value: value.pow(-0.5)},
-    {"inverse_root": lambda value: 1.0 / value.sqrt()},
-    {"inverse_root": torch.sqrt, "by": torch.div},
+    (torch.rsqrt, torch.mul),
+    (lambda value: value.pow(-0.5), torch.mul),
+    (lambda value: 1.0 / value.sqrt(), torch.mul),
+    (torch.sqrt, torch.div),
 )
-"""Spellings of ``x * v ** -0.5`` in modelling code, which differ in the last place of an fp32."""
+"""Spellings of ``x * v ** -0.5`` in modelling code, the root and what is done with it, which differ in the last place
+of an fp32."""
 
 
 class UnrecognisedError(Exception):
@@ -127,7 +128,7 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
         eps = getattr(module, name)
         candidates = _gated_candidates(module, eps) if takes_gate(module) else _candidates(module, eps)
         for spec, spelling in itertools.product(candidates, _SPELLINGS):
-            if "by" in spelling and spec.casting in ("rounded_rstd", "none"):
+            if spelling[1] is not torch.mul and spec.casting in ("rounded_rstd", "none"):
                 continue  # the root is rounded there, and so it matters which root it is
             if _agrees(module, name, spec, spelling):
                 matches[spec] = name
@@ -218,11 +219,12 @@ def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, spelling: Spelling) -> Tensor:
     """The result of the formula."""
+    root, by = spelling
     if not isinstance(spec, GatedNormSpec):
-        return reference.rms_norm(spec, given[0], weight, **spelling)
+        return reference.rms_norm(spec, given[0], weight, inverse_root=root, by=by)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    spelled = partial(reference.gated_rms_norm, **spelling, silu=functional.silu)
+    spelled = partial(reference.gated_rms_norm, inverse_root=root, by=by, silu=functional.silu)
     return spelled(spec, x, gate, weight, *how)
 
 
