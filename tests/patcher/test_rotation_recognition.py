@@ -94,7 +94,15 @@ def deaf_to_a_batch(q, k, cos, sin):
     return vision(q, k, cos[0], sin[0]) if cos.dim() == 3 else vision(q, k, cos, sin)
 
 
-@pytest.mark.parametrize("function", [interleaved, backwards, only_q, deaf, listed, five, fp64_inside, deaf_to_a_batch])
+def other_angles_without_a_batch(q, k, cos, sin):
+    return vision(q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin)
+
+
+OTHERS = [interleaved, backwards, only_q, deaf, listed, five, fp64_inside]
+OTHER_TOWERS = [deaf_to_a_batch, other_angles_without_a_batch]
+
+
+@pytest.mark.parametrize("function", [*OTHERS, *OTHER_TOWERS])
 def test_other_functions_are_refused(function) -> None:
     with pytest.raises(UnrecognisedError, match="does not compute the half rotation"):
         recognise_rotation(function)

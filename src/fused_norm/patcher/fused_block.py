@@ -137,7 +137,11 @@ class FusedBlock(nn.Module):
             heads_dim = 2 if rotation.tokens_first else named.get("unsqueeze_dim", 1)
             without_batch = rotation.tokens_first and q.dim() == 3
             if without_batch:
-                q, k, cos, sin = (one.unsqueeze(0) if isinstance(one, Tensor) else one for one in (q, k, cos, sin))
+                q, k = (one if one is None else one.unsqueeze(0) for one in (q, k))
+            if rotation.tokens_first:
+                cos, sin = (
+                    one.unsqueeze(0) if isinstance(one, Tensor) and one.dim() == 2 else one for one in (cos, sin)
+                )
             for once, dtypes in enumerate((rotation.dtypes, rotation.dtypes_once)):
                 if _kernel_rotates_alike(dtypes, rotation, q, k, None, None, cos, sin, heads_dim):
                     rotated = ROPE(None, q, k, cos, sin, heads_dim, once == 1)

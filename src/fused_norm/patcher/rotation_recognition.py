@@ -33,8 +33,8 @@ class Rotation:
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
         dtypes_once: further pairs, for which it computes in fp32 and rounds nothing but the result.
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
-        tokens_first: it takes no ``unsqueeze_dim``: heads are [..., tokens, heads, width], with one batch dimension or
-            none, and cos and sin [..., tokens, width].
+        tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
+            tokens, width], the latter or both of them perhaps without the batch.
     """
 
     function: Any
@@ -121,7 +121,8 @@ def _agrees(
         calls: list[tuple[list[Tensor], list[Tensor], int, dict[str, int]]]
         calls = [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
         if tokens_first:
-            calls = [(turned, angles, 2, {}), ([x[0] for x in turned], [angle[0] for angle in angles], 1, {})]
+            alike = [angle[0] for angle in angles]
+            calls = [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
         for given, (cos, sin), heads_dim, named in calls:
             try:
                 rotated = function(*given, cos, sin, **named)
