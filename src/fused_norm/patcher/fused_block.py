@@ -128,7 +128,7 @@ class FusedBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None] | None:
         """q and k rotated by the kernel; None where it may not take them."""
         rotation = next((one for one in self.fused_norm_rotations if one.is_now(rotate)), None)
-        if rotation is None:
+        if rotation is None or (rotation.tokens_first and named):
             return None
         reason = obstacle(q, None, None, None) if k is None else _pair_obstacle("q and k", q, k)
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
@@ -139,9 +139,7 @@ class FusedBlock(nn.Module):
             if without_batch:
                 q, k = (one if one is None else one.unsqueeze(0) for one in (q, k))
             if rotation.tokens_first:
-                cos, sin = (
-                    one.unsqueeze(0) if isinstance(one, Tensor) and one.dim() == 2 else one for one in (cos, sin)
-                )
+                cos, sin = (one[None] if isinstance(one, Tensor) and one.dim() == 2 else one for one in (cos, sin))
             for once, dtypes in enumerate((rotation.dtypes, rotation.dtypes_once)):
                 if _kernel_rotates_alike(dtypes, rotation, q, k, None, None, cos, sin, heads_dim):
                     rotated = ROPE(None, q, k, cos, sin, heads_dim, once == 1)
