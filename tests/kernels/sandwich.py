@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_norm.kernels import norm_add, norm_add_norm
 
-from .numerics import _STOCK, FP32, Norm, assert_same_rounding, floor, none_rounded_once
+from .numerics import _STOCK, FP32, ROUND_RSTD, Norm, assert_same_rounding, floor, none_rounded_once
 
 Tensors = dict[str, Tensor]
 Function = Callable[..., tuple[Tensor, ...]]
@@ -49,11 +49,11 @@ class Sandwich:
 
     @property
     def s(self) -> torch.dtype:
-        return torch.promote_types(self.r, _norm_dtype(self.casting, self.x, self.inner))
+        return torch.promote_types(self.r, self.inner_norm.y_dtype)
 
     @property
     def y(self) -> torch.dtype:
-        return _norm_dtype(self.casting, self.s, self.w)
+        return self.outer_norm.y_dtype
 
     def fused(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None = None) -> tuple[Tensor, ...]:
         """``(y, s)``, or ``(s,)``."""
@@ -71,10 +71,6 @@ class Sandwich:
         branch, _ = self.inner_norm.true(x, None, inner)
         s = r + branch
         return (self.outer_norm.true(s, None, w)[0], s) if self.closed else (s,)
-
-
-def _norm_dtype(casting: str, x: torch.dtype, w: torch.dtype | None) -> torch.dtype:
-    return x if w is None or casting == "gemma" else torch.promote_types(x, w)
 
 
 def make_inputs(sandwich: Sandwich, shape: tuple[int, ...], device: str, seed: int = 0) -> Tensors:
@@ -158,8 +154,8 @@ def assert_within_budget(
         error, allowed = (
             (result.double() - truth[name]).abs().div(smallest).amax().item() for result in (value, stock[name])
         )
-        # Under none a row's rstd is rounded too, and may be the neighbour of the stock code's.
-        rounding = sandwich.x if sandwich.casting == "none" else value.dtype
+        # A row's rstd that is rounded too may be the neighbour of the stock code's.
+        rounding = sandwich.x if sandwich.casting in ROUND_RSTD else value.dtype
         allowed += max(floor(rounding), floor(value.dtype))
         assert error <= allowed, f"{name}: error {error:.3g}, allowed by the stock code's is {allowed:.3g}"
     assert_rounded_as_stock(sandwich, inputs, ours)
@@ -178,11 +174,12 @@ def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) 
     share = (distance > noise).double().mean().item()
     allowed = 0.01 + 1 / distance.numel()
     grains = 2
-    if sandwich.casting == "none":
+    if sandwich.casting in ROUND_RSTD:
         allowed += 2 / (distance.numel() // distance.shape[-1])
         grains = 4
     assert share <= allowed, f"{share:.2%} of the sums were rounded elsewhere than in the stock code"
-    grain = torch.finfo(sandwich.x).eps * branch.double().abs() + torch.finfo(sandwich.s).eps * expected.abs()
+    grain = max(torch.finfo(dtype).eps for dtype in (sandwich.x, branch.dtype)) * branch.double().abs()
+    grain = grain + torch.finfo(sandwich.s).eps * expected.abs()
     assert (distance <= grains * grain + noise).all()
     if sandwich.closed:
         assert_same_rounding(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, reference, rms_norm
-from fused_norm.spec import CASTINGS, NormSpec
+from fused_norm.spec import NormSpec
 
 from .conftest import Launched
 from .numerics import (
+    BASE_CASTINGS,
     BF16,
     DTYPES,
     EVERY_WIDTH,
@@ -36,9 +37,11 @@ from .numerics import (
 # Every pair of x and residual, the weight of a third of them in each dtype.
 PAIRS = [(x, r, DTYPES[(i + j) % 3]) for i, x in enumerate(DTYPES) for j, r in enumerate(DTYPES)]
 MEANINGS = [
-    *(Norm(c, z, x=x, w=w, r=r) for c in CASTINGS for z in (False, True) for x, r, w in PAIRS),
-    *(Norm(c, z, x=BF16, w=BF16, r=BF16) for c in CASTINGS for z in (False, True)),
-    *(Norm(c, x=x, w=None, r=x) for c in CASTINGS for x in DTYPES),
+    *(Norm(c, z, x=x, w=w, r=r) for c in BASE_CASTINGS for z in (False, True) for x, r, w in PAIRS),
+    *(Norm(c, z, x=BF16, w=BF16, r=BF16) for c in BASE_CASTINGS for z in (False, True)),
+    *(Norm(c, x=x, w=None, r=x) for c in BASE_CASTINGS for x in DTYPES),
+    *(Norm("weight_dtype", x=x, w=w, r=r) for x, r, w in ((BF16, BF16, FP32), (BF16, FP32, BF16), (FP32, FP16, BF16))),
+    *(Norm("rounded_rstd", x=x, w=w, r=r) for x, r, w in ((BF16, BF16, None), (FP16, FP16, FP32), (BF16, FP32, FP16))),
 ]
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 GEMMA = Norm("gemma", zero_centered=True, x=BF16, w=FP32, r=FP32)
@@ -407,7 +410,11 @@ def test_a_row_does_not_depend_on_its_neighbours(rows: int, width: int, device: 
 
 SCALES = (0.22, 2, -1.5)
 SCALED = [
-    *(Norm(c, x=x, w=BF16, r=r, scale=0.22) for c in CASTINGS for x, r in ((BF16, BF16), (FP32, FP32), (BF16, FP32))),
+    *(
+        Norm(c, x=x, w=BF16, r=r, scale=0.22)
+        for c in BASE_CASTINGS
+        for x, r in ((BF16, BF16), (FP32, FP32), (BF16, FP32))
+    ),
     *(
         Norm("gemma", True, x=x, w=FP32, r=r, scale=scale)
         for scale in SCALES[1:]

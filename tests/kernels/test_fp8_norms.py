@@ -90,6 +90,8 @@ CASES = [
     Case(BF16, None, FP16),
     Case(BF16, BF16, BF16, "none", scale=0.22),
     Case(FP16, FP16, None, "none"),
+    Case(FP32, None, BF16, "weight_dtype"),
+    Case(BF16, BF16, FP32, "rounded_rstd", scale=0.22),
 ]
 IDS = {"ids": lambda one: "-".join(map(str, one)) if isinstance(one, Case) else one}
 

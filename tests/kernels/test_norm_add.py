@@ -10,9 +10,8 @@ import torch
 from fused_norm.kernels import norm_add
 from fused_norm.kernels.plans import WIDEST_SANDWICH_FORWARD
 from fused_norm.kernels.triton.sandwich_kernels import empty_norm_add, launch_sandwich_forward
-from fused_norm.spec import CASTINGS
 
-from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, Guarded, assert_same_row, in_layout
+from .numerics import BASE_CASTINGS, BF16, FP16, FP32, ROW_LAYOUTS, Guarded, assert_same_row, in_layout
 from .sandwich import Sandwich, assert_within_budget, make_inputs, run
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16).opened
@@ -31,8 +30,10 @@ DTYPES = [
     (BF16, FP16, FP16),
 ]
 MEANINGS = [
-    *(Sandwich(c, z, *dtypes).opened for c in CASTINGS for z in (False, True) for dtypes in DTYPES),
-    *(Sandwich(c, False, BF16, r, None).opened for c in CASTINGS for r in (BF16, FP32)),
+    *(Sandwich(c, z, *dtypes).opened for c in BASE_CASTINGS for z in (False, True) for dtypes in DTYPES),
+    *(Sandwich(c, False, BF16, r, None).opened for c in BASE_CASTINGS for r in (BF16, FP32)),
+    Sandwich("weight_dtype", False, FP32, FP32, BF16).opened,
+    Sandwich("rounded_rstd", False, BF16, FP32, None).opened,
 ]
 
 

@@ -21,10 +21,20 @@ from fused_norm.kernels.triton.sandwich_kernels import (
     launch_sandwich_backward,
     launch_sandwich_forward,
 )
-from fused_norm.spec import CASTINGS
 
 from .conftest import Launched
-from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, assert_same_row, far_apart, in_layout
+from .numerics import (
+    BASE_CASTINGS,
+    BF16,
+    FP16,
+    FP32,
+    ROW_LAYOUTS,
+    WEIGHT_LAYOUTS,
+    Guarded,
+    assert_same_row,
+    far_apart,
+    in_layout,
+)
 from .sandwich import Sandwich, Tensors, assert_rounded_as_stock, assert_within_budget, make_inputs, run, scales
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16, BF16)
@@ -43,9 +53,13 @@ DTYPES = [
     (BF16, FP16, FP16, BF16),
 ]
 MEANINGS = [
-    *(Sandwich(c, z, *dtypes) for c in CASTINGS for z in (False, True) for dtypes in DTYPES),
-    *(Sandwich(c, False, BF16, BF16, *weights) for c in CASTINGS for weights in ((None, BF16), (FP32, None))),
-    *(Sandwich(c, False, BF16, BF16, None, None) for c in CASTINGS),
+    *(Sandwich(c, z, *dtypes) for c in BASE_CASTINGS for z in (False, True) for dtypes in DTYPES),
+    *(Sandwich(c, False, BF16, BF16, *weights) for c in BASE_CASTINGS for weights in ((None, BF16), (FP32, None))),
+    *(Sandwich(c, False, BF16, BF16, None, None) for c in BASE_CASTINGS),
+    *(Sandwich("weight_dtype", False, *dtypes) for dtypes in DTYPES[3:]),
+    Sandwich("weight_dtype", True, BF16, BF16, None, FP32),
+    Sandwich("rounded_rstd", False, BF16, BF16, None, BF16),
+    Sandwich("rounded_rstd", True, FP16, FP32, FP16, BF16),
 ]
 # Below, at and above every limit of the plans up to 8192.
 WIDTHS = (

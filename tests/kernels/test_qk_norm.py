@@ -20,7 +20,7 @@ from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.spec import NormSpec
 
 from .conftest import Launched
-from .numerics import BF16, FP16, FP32, Norm, assert_same_row, far_apart, floor, none_rounded_once
+from .numerics import BF16, FP16, FP32, ROUND_RSTD, Norm, assert_same_row, far_apart, floor, none_rounded_once
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ def assert_within_budget(heads: Heads, inputs: Inputs, frozen: tuple[str, ...] =
         if name in rounded:
             assert _steps(value) == _steps(expected), name
             moved = (value.double() - rounded[name].double()).abs().div(unit) > 16 * torch.finfo(FP32).eps
-            share = (
-                0.01 + 2 / value.numel() + (2 * value.shape[-1] / value.numel() if heads.norm.casting == "none" else 0)
-            )
+            share = 0.01 + 2 / value.numel()
+            if heads.norm.casting in ROUND_RSTD:
+                share += 2 * value.shape[-1] / value.numel()
             assert moved.double().mean() <= share, f"{name}: {moved.double().mean():.2%} were rounded elsewhere"
     return ours
 
@@ -186,6 +186,8 @@ NORMS = [
     *(Norm(c, x=BF16, w=None) for c in ("llama", "gemma")),
     Norm("llama", x=FP32, w=FP32),
     Norm("llama", True, x=FP16, w=BF16),
+    Norm("weight_dtype", x=FP32, w=BF16),
+    Norm("rounded_rstd", x=BF16, w=None),
 ]
 
 

@@ -59,6 +59,8 @@ CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
         (GEMMA, _norm("rms_norm", (3, 5, 40), FP32, BF16)),
         (CENTERED, ("rms_norm", _transposed)),
         (LLAMA, _norm("add_rms_norm", (3, 5, 40), BF16, BF16)),
+        (norm_spec("weight_dtype", False, 1e-6), _norm("add_rms_norm", (3, 5, 40), BF16, FP32)),
+        (norm_spec("rounded_rstd", False, 1e-6), _norm("rms_norm", (3, 5, 40), BF16, BF16)),
         (GEMMA, _norm("add_rms_norm", (3, 5, 40), BF16, BF16, FP32)),
         (GEMMA, _norm("norm_add_norm", (3, 5, 40), BF16, BF16)),
         (LLAMA, _norm("norm_add_norm", (2, 2100), BF16, BF16, FP32)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fused_norm.kernels import reference
 from fused_norm.spec import CASTINGS, NormSpec
@@ -32,6 +35,7 @@ MODULES = {
     LlamaRMSNorm: ("llama", False),
     Qwen3RMSNorm: ("llama", False),
     Qwen3MoeRMSNorm: ("llama", False),
+    T5LayerNorm: ("weight_dtype", False),
     Olmo2RMSNorm: ("gemma", False),
     GemmaRMSNorm: ("gemma", True),
     Gemma2RMSNorm: ("gemma", True),
@@ -85,10 +89,15 @@ def test_casting_none_rounds_the_squares_and_their_mean(units: float, dtype: tor
 
 def test_castings_differ() -> None:
     """A test in which all of them agreed would prove nothing."""
-    inputs = make_inputs(Norm(x=BF16, w=BF16), (4, 128), "cpu")
+    inputs = make_inputs(Norm(x=BF16, w=BF16), (64, 128), "cpu")
     results = {c: reference.rms_norm(NormSpec(c, eps=EPS), inputs.x, inputs.w) for c in CASTINGS}
-    for a, b in (("llama", "gemma"), ("llama", "none"), ("gemma", "none")):
-        assert (results[a] != results[b]).double().mean() > 0.1, (a, b)
+    equal = {"llama", "weight_dtype"}  # where input and weight have one dtype
+    for a, b in itertools.combinations(CASTINGS, 2):
+        share = (results[a] != results[b]).double().mean()
+        assert share == 0 if {a, b} == equal else share > 0.05, (a, b)
+    inputs = make_inputs(Norm(x=BF16, w=FP32), (64, 128), "cpu")
+    llama, weight_dtype = (reference.rms_norm(NormSpec(c), inputs.x, inputs.w) for c in ("llama", "weight_dtype"))
+    assert (llama != weight_dtype).double().mean() > 0.1
     centered = [reference.rms_norm(NormSpec(c, True, eps=EPS), inputs.x, inputs.w) for c in ("llama", "gemma")]
     assert (centered[0] != centered[1]).double().mean() > 0.1
 

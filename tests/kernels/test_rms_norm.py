@@ -66,9 +66,10 @@ def test_wide_rows_are_as_accurate_as_the_stock_code(width: int, device: str) ->
 
 
 NONE = [Norm("none", True, BF16, BF16), Norm("none", x=FP16, w=FP32)]
+OTHERS = [Norm("weight_dtype", x=FP32, w=BF16), Norm("rounded_rstd", x=BF16, w=BF16)]
 
 
-@pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm(x=FP16, w=None), *NONE], ids=str)
+@pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm(x=FP16, w=None), *NONE, *OTHERS], ids=str)
 @pytest.mark.usefixtures("in_chunks")
 def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
     assert_within_budget(norm, make_inputs(norm, (13, 145), device))

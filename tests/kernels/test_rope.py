@@ -34,6 +34,18 @@ class Heads(NormedHeads):
         return rotate(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim)
 
 
+class RoundedOnce(Heads):
+    """q and k that are rotated in fp32."""
+
+    def fused(self, i: Inputs) -> tuple[Tensor, Tensor]:
+        return rope(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim, once=True)
+
+    def stock(self, i: Inputs) -> tuple[Tensor, Tensor]:
+        """transformers' own RoPE of wide tensors, which in float64 is the truth."""
+        rotated = super().stock(i.mapped(lambda one: one if one.dtype == torch.float64 else one.float()))
+        return rotated[0].to(i.q.dtype), rotated[1].to(i.k.dtype)
+
+
 def run(function: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, used: str = "qk") -> dict[str, Tensor]:
     """Outputs and, of those that are used, gradients."""
     leaves = {side: getattr(inputs, side).detach().requires_grad_() for side in "qk"}
@@ -74,6 +86,20 @@ def test_outputs_have_the_bits_of_stock_and_gradients_are_as_accurate(
     for rotary in (16, 8):
         heads = Heads(rotary, x, angles)
         assert_right(heads, make_inputs(heads, 16, device))
+
+
+@pytest.mark.parametrize("angles", [FP32, *_slow(BF16)], ids=str)
+@pytest.mark.parametrize("x", [BF16, *_slow(FP32, FP16)], ids=str)
+def test_outputs_rounded_once_have_the_bits_of_the_rotation_of_wide_tensors(
+    x: torch.dtype, angles: torch.dtype, device: str
+) -> None:
+    for rotary in (16, 8):
+        heads = RoundedOnce(rotary, x, angles)
+        inputs = make_inputs(heads, 16, device)
+        ours = assert_right(heads, inputs)
+        other = run(Heads(rotary, x, angles).fused, inputs)
+        assert ours["q_out"].dtype == x
+        assert torch.equal(ours["q_out"], other["q_out"]) == (x == FP32)
 
 
 def test_gradients_are_rounded_once(device: str) -> None:

@@ -12,9 +12,13 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention as Qwen2VisionAttention
 
 import fused_norm
 from fused_norm.model_configs import build
+from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 from .models import assert_trains_as_stock, relative, sites, step, tokens, twins
 
@@ -310,6 +314,52 @@ def test_a_rotation_by_itself_gives_what_stock_gives(case: str, device: str, lau
         assert relative(plain(mine), plain(theirs)) < 1e-6
         assert plain(mine).stride() == plain(theirs).stride()
     assert launches == (["rope"] if case in ("plain", "of each batch", "other dtype", "other heads") else [])
+
+
+@pytest.mark.parametrize("case", ["no batch", "a batch", "angles of all", "named"])
+def test_a_rotation_of_a_vision_tower_gives_what_stock_gives(case: str, device: str, launches: list[str]) -> None:
+    """In fp32, rounded once to the dtype of the heads, which lie behind the tokens."""
+    attention = Qwen2VisionAttention(Qwen2VLVisionConfig(embed_dim=32, num_heads=2)).to(device, torch.bfloat16)
+    fused_norm.apply_fused_norm(nn.ModuleList([attention]), strict=False)
+    rotate = sys.modules[Qwen2VisionAttention.__module__].apply_rotary_pos_emb_vision
+    shape = (5, 3, 2, 16) if case == "no batch" else (2, 5, 3, 2, 16)
+    heads = torch.randn(shape, device=device).bfloat16().requires_grad_()
+    q, k, _ = heads.unbind(-3)
+    cos, sin = torch.randn(2, *(() if case in ("no batch", "angles of all") else (2,)), 5, 16, device=device)
+    if case == "named":
+        with pytest.raises(TypeError, match="unsqueeze_dim"):
+            attention.fused_norm_rope(rotate, q, k, cos, sin, unsqueeze_dim=2)
+        return
+    results = []
+    for rotated in (attention.fused_norm_rope(rotate, q, k, cos, sin), rotate(q, k, cos, sin)):
+        weighted = sum((one.float() * (1 + place)).sum() for place, one in enumerate(rotated))
+        results.append((*rotated, *torch.autograd.grad(weighted, heads)))
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(one[:2] for one in results), strict=True))
+    assert relative(results[0][2], results[1][2]) < 2**-8
+    assert launches == ["rope"]
+
+
+def test_norms_before_a_rotation_that_rounds_once_are_made_together_and_then_rotated(
+    device: str, launches: list[str]
+) -> None:
+    """The kernel of both rounds each step."""
+    _, fused = twins("qwen3", device)
+    b = fused.model.layers[0].self_attn
+    q, k = (torch.randn(2, heads, 5, b.head_dim, device=device).bfloat16() for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 5, b.head_dim, device=device)
+    rotation = recognise_rotation(olmo2_rotation)
+    type(b).fused_norm_rotations, before = (rotation,), type(b).fused_norm_rotations
+    try:
+        weights = b.q_norm.bfloat16(), b.k_norm.bfloat16()
+        actual = b.fused_norm_rotated(True, b.q_norm, b.k_norm, olmo2_rotation, q, k, cos, sin)
+    finally:
+        type(b).fused_norm_rotations = before
+    assert launches == ["qk_norm", "rope"]
+    with fused_norm.disabled():
+        expected = olmo2_rotation(weights[0](q), weights[1](k), cos, sin)
+    assert all(relative(mine, theirs) < 2**-8 for mine, theirs in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,6 +40,13 @@ class GemmaByPower(Norm):
         return (wide * self.weight.float()).type_as(x)
 
 
+class GemmaByDivision(Norm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).type_as(x)
+
+
 class Uncast(Norm):
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
@@ -60,6 +67,39 @@ class Weightless(Norm):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class WeightDtype(Norm):
+    def forward(self, x):
+        x = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+class RoundedRoot(Norm):
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype))
+
+
+class WeightlessRoundedRoot(Weightless):
+    def forward(self, x):
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+class BufferAsWeight(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weight
+        self.register_buffer("weight", torch.ones(24), persistent=False)
+
+
+class BufferForOthers(BufferAsWeight):
+    """It hands its buffer to a kernel elsewhere, and does not use it."""
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 @pytest.mark.parametrize(
     ("module", "spec"),
     [
@@ -68,9 +108,15 @@ class Weightless(Norm):
         (Norm(1), NormSpec("llama", eps=1e-5)),
         (Gemma(eps=1e-6), NormSpec("gemma", zero_centered=True, eps=1e-6)),
         (GemmaByPower(width=2560), NormSpec("gemma", eps=1e-5)),
+        (GemmaByDivision(), NormSpec("gemma", eps=1e-5)),
         (Uncast(), NormSpec("none", eps=1e-5)),
         (UncastCentered(), NormSpec("none", zero_centered=True, eps=1e-5)),
         (Weightless(), NormSpec("llama", weighted=False, eps=1e-5)),
+        (WeightDtype(), NormSpec("weight_dtype", eps=1e-5)),
+        (RoundedRoot(), NormSpec("rounded_rstd", eps=1e-5)),
+        (WeightlessRoundedRoot(), NormSpec("rounded_rstd", weighted=False, eps=1e-5)),
+        (BufferAsWeight(), NormSpec("llama", eps=1e-5)),
+        (BufferForOthers(), NormSpec("llama", weighted=False, eps=1e-5)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
@@ -100,9 +146,26 @@ class EpsOutside(Norm):
         return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype)
 
 
-class RoundedRoot(Norm):
+class OtherwiseOnCuda(Norm):
+    """On a CPU a plain norm; what it is elsewhere, as apex's is, cannot be seen there."""
+
     def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype))
+        return super().forward(x) if not x.is_cuda else Gemma.forward(self, x)
+
+
+class DividedByRoundedRoot(Norm):
+    def forward(self, x):
+        return self.weight * (x / torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype))
+
+
+class UncastByDivision(Norm):
+    def forward(self, x):
+        return self.weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class MultipliedByRoundedRoot(Norm):
+    def forward(self, x):
+        return self.weight * (x * torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype))
 
 
 class FixedEps(Norm):
@@ -175,7 +238,10 @@ class PlainTensorNorm(Norm):
         (WithGate(), "known formulas"),
         (BiasNorm(), "parameters besides a weight: bias"),
         (EpsOutside(), "none of the known formulas"),
-        (RoundedRoot(), "none of the known formulas"),
+        (OtherwiseOnCuda(), "asks whether it runs on CUDA"),
+        (DividedByRoundedRoot(), "none of the known formulas"),
+        (UncastByDivision(), "none of the known formulas"),
+        (MultipliedByRoundedRoot(), "none of the known formulas"),
         (FixedEps(), "none of the known formulas"),
         (OffsetInWeightDtype(), "none of the known formulas"),
         (Sum(), "none of the known formulas"),

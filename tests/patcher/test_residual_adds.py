@@ -57,6 +57,19 @@ class Inline(Recorder):
         return residual * h
 
 
+class Returned(Recorder):
+    def forward(self, h):
+        residual = h
+        h = self.inner(self.other(h))
+        return residual + h
+
+
+class ReturnedInline(Recorder):
+    def forward(self, h):
+        h = self.other(h)
+        return self.inner(h * 2) + h
+
+
 class OnlyInner(Recorder):
     def forward(self, h):
         residual = h
@@ -242,6 +255,8 @@ class ConsumerIsInner(Recorder):
             (2,),
         ),
         (OnlyInner, [Add(None, "inner")], ["onto inner"], (2,)),
+        (Returned, [Add(None, "inner")], ["onto inner"], (2,)),
+        (ReturnedInline, [Add(None, "inner")], ["onto inner"], (2,)),
         (Scaled, [Add("norm", None)], ["add norm None 7"], (2,)),
         (BothScaled, [Add("norm", None)], ["add norm None 7"], (2, 3)),
         (OtherNames, [Add("norm", None)], ["add norm None 1"], (2,)),

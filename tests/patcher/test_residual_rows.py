@@ -19,7 +19,7 @@ from fused_norm.model_configs import FAMILIES, build
 from fused_norm.spec import Kind
 
 from . import test_families
-from .models import relative, step
+from .models import EXPERTS_ARE_MLPS, relative, step
 
 START, END, IMAGE, VIDEO = 60, 61, 62, 63
 SIZES = {name: value for name, value in test_families.SIZES.items() if name != "head_dim"}
@@ -77,26 +77,29 @@ TEXT_ALONE = {
     },
 }
 STACK = SIZES | {"num_hidden_layers": 1, "head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}
+QWEN_ROTATIONS = 2 if EXPERTS_ARE_MLPS else 4
+"""Two of the tower; transformers 4 rotates the text by a function of its own."""
 SITES: dict[str, dict[Kind, int]] = {
     # A block of the tower has two norms, and so has a layer of the text; there are two more.
-    "qwen2_5_vl": {"norm": 10, "residual": 4, "sandwich": 0},
-    # A layer of the text has four norms; the tower has two besides those of its blocks.
-    "glm4v": {"norm": 15, "residual": 4, "sandwich": 4},
+    "qwen2_5_vl": {"norm": 10, "residual": 4, "sandwich": 0, "rope": QWEN_ROTATIONS},
+    # A layer of the text has four norms; the tower has two besides those of its blocks, and alone turns halves.
+    "glm4v": {"norm": 15, "residual": 4, "sandwich": 4, "rope": 2},
     # Four norms of layers and four of attentions in each, and one at the end.
     "longcat_flash": {"norm": 17, "residual": 6, "sandwich": 0},
+    # Three of its norms have a gate.
     "zamba2": {"norm": 9, "residual": 3, "sandwich": 0},
     # Four norms in the layer of the encoder and six in that of the decoder; dropout stands behind those of branches.
     "t5gemma": {"norm": 12, "residual": 3, "sandwich": 5},
 }
-ADDS = {
-    "qwen2_5_vl": {"add_rms_norm": 4},
-    "glm4v": {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2},
+LAUNCHES = {
+    "qwen2_5_vl": {"add_rms_norm": 4, "rope": QWEN_ROTATIONS},
+    "glm4v": {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 2},
     "longcat_flash": {"add_rms_norm": 6},
     # Two of the three layers are given nothing to add.
     "zamba2": {"add_rms_norm": 1},
     "t5gemma": {"norm_add_norm": 3, "norm_add": 2},
 }
-"""The fused adds that run in a forward."""
+"""The fused adds, and in models with images rotations, that run in a forward."""
 
 
 class WithAnImage(nn.Module):
@@ -159,8 +162,8 @@ def ids(device: str) -> torch.Tensor:
 def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str]) -> None:
     result = check_step(model_of(model_type, device), ids(device), options={"strict": False})
     assert {kind: result.report.counts[kind] for kind in SITES[model_type]} == SITES[model_type]
-    adds = ("add_rms_norm", "norm_add", "norm_add_norm")
-    assert {name: launches.count(name) for name in adds if name in launches} == ADDS[model_type]
+    counted = ("add_rms_norm", "norm_add", "norm_add_norm", *(["rope"] if model_type in WITH_IMAGES else []))
+    assert {name: launches.count(name) for name in counted if name in launches} == LAUNCHES[model_type]
     assert result.ok, str(result)
 
 

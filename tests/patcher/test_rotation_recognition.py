@@ -9,6 +9,7 @@ from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as i
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as full
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from fused_norm.patcher.forward_rewrite import rotation_of
@@ -41,6 +42,15 @@ def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> No
     rotation = recognise_rotation(rounding)
     assert (BF16, FP32) not in rotation.dtypes
     assert (FP32, FP32) in rotation.dtypes
+    assert (BF16, FP32) in rotation.dtypes_once
+    assert not rotation.tokens_first
+
+
+def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> None:
+    rotation = recognise_rotation(vision)
+    assert rotation.tokens_first
+    assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
+    assert {(BF16, BF16), (BF16, FP32), (torch.float16, torch.float16)} <= set(rotation.dtypes_once)
 
 
 def fp32_inside(q, k, cos, sin, unsqueeze_dim=1):
@@ -48,8 +58,16 @@ def fp32_inside(q, k, cos, sin, unsqueeze_dim=1):
     return tuple((x.float() * cos + half(x.float()) * sin).to(x.dtype) for x in (q, k))
 
 
-def test_rounding_elsewhere_leaves_only_the_dtypes_that_do_not_round() -> None:
-    assert recognise_rotation(fp32_inside).dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
+def fp64_inside(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim).double(), sin.unsqueeze(unsqueeze_dim).double()
+    return tuple((x.double() * cos + half(x.double()) * sin).to(x.dtype) for x in (q, k))
+
+
+def test_rounding_once_is_told_from_rounding_each_step() -> None:
+    rotation = recognise_rotation(fp32_inside)
+    assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
+    assert (BF16, BF16) in rotation.dtypes_once
+    assert not set(rotation.dtypes) & set(rotation.dtypes_once)
 
 
 def backwards(q, k, cos, sin, unsqueeze_dim=1):
@@ -72,7 +90,19 @@ def five(q, k, cos, sin, ids, unsqueeze_dim=1):
     return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
-@pytest.mark.parametrize("function", [interleaved, backwards, only_q, deaf, listed, five])
+def deaf_to_a_batch(q, k, cos, sin):
+    return vision(q, k, cos[0], sin[0]) if cos.dim() == 3 else vision(q, k, cos, sin)
+
+
+def other_angles_without_a_batch(q, k, cos, sin):
+    return vision(q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin)
+
+
+OTHERS = [interleaved, backwards, only_q, deaf, listed, five, fp64_inside]
+OTHER_TOWERS = [deaf_to_a_batch, other_angles_without_a_batch]
+
+
+@pytest.mark.parametrize("function", [*OTHERS, *OTHER_TOWERS])
 def test_other_functions_are_refused(function) -> None:
     with pytest.raises(UnrecognisedError, match="does not compute the half rotation"):
         recognise_rotation(function)

@@ -126,7 +126,7 @@ def _not_saturated(call: Forward) -> Sequence[Tensor | None]:
 
 def _other_casting(call: Forward) -> Sequence[Tensor | None]:
     assert call.spec is not None
-    casting: Casting = "gemma" if call.spec.casting == "llama" else "llama"
+    casting: Casting = "llama" if call.spec.casting == "gemma" else "gemma"
     wrong, right = call.results(spec=replace(call.spec, casting=casting)), call.results()
     return [
         one if one is None or other is None else one.to(other.dtype) for one, other in zip(wrong, right, strict=True)
@@ -205,21 +205,22 @@ def _no_scale(call: Forward) -> Sequence[Tensor | None]:
 
 
 def _rotated_the_other_way(call: Forward) -> Sequence[Tensor | None]:
-    *others, sin, dim = call.arguments
-    return call.results(arguments=(*others, None if sin is None else -sin, dim))
+    *others, cos, sin = call.arguments[: call.operator.tensor_count]
+    turned = (*others, cos, None if sin is None else -sin)
+    return call.results(arguments=turned + call.arguments[len(turned) :])
 
 
 def _rotated_by_a_neighbour(call: Forward) -> Sequence[Tensor | None]:
-    *others, cos, sin, dim = call.arguments
+    *others, cos, sin = call.arguments[: call.operator.tensor_count]
     if cos is None or cos.shape[-2] <= 32:
         return call.results()
     late = [torch.cat((one[..., :32, :], one[..., 31:-1, :]), dim=-2) for one in (cos, sin)]
-    return call.results(arguments=(*others, *late, dim))
+    return call.results(arguments=(*others, *late, *call.arguments[call.operator.tensor_count :]))
 
 
 def _half_of_it_rotated_the_other_way(call: Forward) -> Sequence[Tensor | None]:
     """The partner of the first half is added instead of taken off."""
-    rotary = call.arguments[-2].shape[-1]
+    rotary = call.arguments[call.operator.tensor_count - 1].shape[-1]
 
     def mixed(right: Tensor | None, wrong: Tensor | None) -> Tensor | None:
         if right is None or wrong is None:

@@ -68,8 +68,10 @@ def check_gated_norm(
     """Raises TypeError or ValueError for arguments that no gated norm can be made of."""
     check_norm(name, x, weight)
     _check_float(name, "gate", gate)
-    if casting == "none":
-        raise ValueError(f"{name}: casting must be llama or gemma, not 'none', which has no rounding points for a gate")
+    if casting not in ("llama", "gemma"):
+        raise ValueError(
+            f"{name}: casting must be llama or gemma, not {casting!r}, which has no rounding points for a gate"
+        )
     if gate.shape != x.shape:
         raise ValueError(f"{name}: gate must have x's shape {tuple(x.shape)}, not {tuple(gate.shape)}; expand it first")
     if gate.device != x.device:

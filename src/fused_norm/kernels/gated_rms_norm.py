@@ -95,7 +95,7 @@ def gated_rms_norm(
         weight: [N], or None.
         eps: added to the mean of squares of a group.
         casting: ``llama``: the normalised row is rounded to x's dtype before gamma, and what gamma makes of it to what
-            x and weight promote to. ``gemma``: nothing is rounded but the result. There is no ``none``.
+            x and weight promote to. ``gemma``: nothing is rounded but the result. There are no others.
         zero_centered: gamma is ``1 + weight``, as in ``rms_norm``.
         norm_before_gate: the norm comes first (Qwen3-Next), or the gate does (Mamba 2).
         activation: ``silu`` or ``sigmoid``.
@@ -107,8 +107,8 @@ def gated_rms_norm(
 
     Raises:
         TypeError: for a dtype that is not floating point, and groups that are no int.
-        ValueError: for a gate of another shape or device, groups that do not divide a row, an unknown activation, the
-            casting ``none``, and where ``rms_norm`` raises it.
+        ValueError: for a gate of another shape or device, groups that do not divide a row, an unknown activation, a
+            casting but these two, and where ``rms_norm`` raises it.
     """
     spec = norm_spec(casting, zero_centered, eps)
     return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, bool(norm_before_gate), groups)

@@ -122,7 +122,7 @@ def qk_norm(
         q_weight: [D], or None.
         k_weight: [D], or None if and only if q_weight is.
         eps: added to the mean of squares of each head; for both, as are the next two.
-        casting: ``llama``, ``gemma`` or ``none``: the rounding points and the outputs' dtype, see ``NormSpec``.
+        casting: the rounding points and the outputs' dtype: one of ``fused_norm.spec.CASTINGS``, see ``NormSpec``.
         zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
 
     Returns:

@@ -19,25 +19,31 @@ def rms_norm(
     weight: Tensor | None,
     *,
     inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+    by: Callable[[Tensor, Tensor], Tensor] = torch.mul,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
-    ``inverse_root`` is how ``v ** -0.5`` is spelled: modelling code differs in it, in the last place of an fp32.
-    ``dtype`` is what ``llama`` and ``gemma`` round to instead of x's own.
+    ``inverse_root`` is how ``v ** -0.5`` is spelled, and ``by`` how x is multiplied by it: modelling code differs in
+    them, in the last place of an fp32. With ``sqrt`` and ``div`` x is divided by the root. ``dtype`` is what the
+    castings but ``none`` round to instead of x's own.
     """
     if spec.casting == "none":
         return _uncast(spec, x, weight, inverse_root)
     dtype = dtype or x.dtype
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
-    x_hat = x_wide * inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
-    if spec.casting == "llama":
+    rstd = inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    x_hat = x_wide * rstd.to(dtype).to(wide) if spec.casting == "rounded_rstd" else by(x_wide, rstd)
+    if weight is None:
+        return x_hat.to(dtype)
+    if spec.casting == "gemma":
+        return (x_hat * gamma(weight.to(wide), spec.zero_centered)).to(dtype)
+    if spec.casting != "weight_dtype":
         x_hat = x_hat.to(dtype)
-        return x_hat if weight is None else gamma(weight, spec.zero_centered) * x_hat
-    if weight is not None:
-        x_hat = x_hat * gamma(weight.to(wide), spec.zero_centered)
-    return x_hat.to(dtype)
+    elif weight.dtype.itemsize == 2:
+        x_hat = x_hat.to(weight.dtype)
+    return gamma(weight, spec.zero_centered) * x_hat
 
 
 def add_rms_norm(
@@ -86,12 +92,19 @@ def against_heads(angles: Tensor, unsqueeze_dim: int) -> Tensor:
     return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded."""
-    rotary = cos.shape[-1]
+def rope(x: Tensor, cos: Tensor, sin: Tensor, once: bool = False) -> Tensor:
+    """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
+
+    ``once``: computed in fp32, and nothing but the result is rounded, to x's dtype.
+    """
+    rotary, dtype = cos.shape[-1], x.dtype
+    if once:
+        wide = torch.promote_types(dtype, torch.float32)
+        x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
     a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
-    return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+    y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+    return y.to(dtype) if once else y
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -109,11 +122,12 @@ def gated_rms_norm(
     groups: int,
     *,
     inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
+    by: Callable[[Tensor, Tensor], Tensor] = torch.mul,
     silu: Callable[[Tensor], Tensor] = _silu,
 ) -> Tensor:
     """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group; see ``kernels.gated_rms_norm``.
 
-    ``inverse_root`` as in ``rms_norm``; ``silu`` is how that is spelled, which makes as small a difference.
+    ``inverse_root`` and ``by`` as in ``rms_norm``; ``silu`` is how that is spelled, which makes as small a difference.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     act = silu if activation == "silu" else torch.sigmoid
@@ -124,7 +138,7 @@ def gated_rms_norm(
     elif spec.casting == "gemma":
         total, dtype = x.to(wide), wide
     weight = None if weight is None else _grouped(weight, groups)
-    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, dtype=dtype).reshape(x.shape)
+    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, by=by, dtype=dtype).reshape(x.shape)
     return (y * gate).to(x.dtype) if norm_before_gate else y
 
 

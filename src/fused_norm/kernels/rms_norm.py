@@ -87,12 +87,13 @@ def rms_norm(
             spaced rows are read where they are, others are copied first.
         weight: [N] of any of these dtypes, or None.
         eps: added to the mean of squares.
-        casting: ``llama``, ``gemma`` or ``none``: the rounding points and the output's dtype, see ``NormSpec``.
+        casting: the rounding points and the output's dtype: one of ``fused_norm.spec.CASTINGS``, see ``NormSpec``.
         zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
         mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest known.
 
     Returns:
-        y, of x's shape and memory order. Its dtype is x's under ``gemma``, else what x and weight promote to.
+        y, of x's shape and memory order. Its dtype is x's under ``gemma``, the weight's under ``weight_dtype``, else
+        what x and weight promote to.
 
     Raises:
         TypeError: for a dtype that is not floating point.

@@ -97,12 +97,17 @@ def _first_line(node: ast.AST) -> int | None:
 
 
 def _module_of(decorator: ast.expr, function: FunctionType) -> str | None:
-    """The name of the module that defines a decorator, and so the wrappers it makes."""
+    """The name of the module that defines a decorator, and so the wrappers it makes.
+
+    Of a decorator that is an instance, as ``torch.no_grad()`` is, that is the module of what makes it callable.
+    """
     name = decorator.func if isinstance(decorator, ast.Call) else decorator
     try:
         value = eval(compile(ast.Expression(name), "<decorator>", "eval"), function.__globals__)
     except Exception:  # whatever a name or attribute lookup raises
         return None
+    if isinstance(value, type):
+        value = next((vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base)), value)
     return getattr(value, "__module__", None)
 
 

@@ -7,6 +7,7 @@ in the stock code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
-from .rotation_recognition import Rotation, name_of
+from .rotation_recognition import DtypePair, Rotation, name_of
 
 
 class FusedBlock(nn.Module):
@@ -103,35 +104,52 @@ class FusedBlock(nn.Module):
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
         heads_dim = named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.is_now(rotate) and _kernel_rotates_alike(rotation, q, k, *weights, cos, sin, heads_dim):
+            if (
+                rotation.is_now(rotate)
+                and not rotation.tokens_first
+                and _kernel_rotates_alike(rotation.dtypes, rotation, q, k, *weights, cos, sin, heads_dim)
+            ):
                 return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
-        return rotate(*QK_NORM(spec, q, k, *weights, None, None, 1), cos, sin, **named)
+        q, k = QK_NORM(spec, q, k, *weights, None, None, 1)
+        return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
 
     def fused_norm_rope(self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any) -> tuple[Any, Any]:
         """``rotate(q, k, cos, sin)``."""
-        heads_dim = named.get("unsqueeze_dim", 1)
-        for rotation in self.fused_norm_rotations:
-            if rotation.is_now(rotate) and self._kernel_may_rotate(rotation, q, k, cos, sin, heads_dim):
-                return ROPE(None, q, k, cos, sin, heads_dim)
-        return rotate(q, k, cos, sin, **named)
+        rotated = self._rotated(rotate, q, k, cos, sin, named)
+        return rotate(q, k, cos, sin, **named) if rotated is None else rotated
 
     def fused_norm_rope_one(self, rotate: Any, x: Any, cos: Any, sin: Any, **named: Any) -> Any:
         """``rotate(x, cos, sin)``."""
-        heads_dim = named.get("unsqueeze_dim", 1)
-        for rotation in self.fused_norm_rotations:
-            if rotation.is_now(rotate) and self._kernel_may_rotate(rotation, x, None, cos, sin, heads_dim):
-                return ROPE(None, x, None, cos, sin, heads_dim)[0]
-        return rotate(x, cos, sin, **named)
+        rotated = self._rotated(rotate, x, None, cos, sin, named)
+        return rotate(x, cos, sin, **named) if rotated is None else rotated[0]
 
-    def _kernel_may_rotate(self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any) -> bool:
+    def _rotated(
+        self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, named: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """q and k rotated by the kernel; None where it may not take them."""
+        rotation = next((one for one in self.fused_norm_rotations if one.is_now(rotate)), None)
+        if rotation is None or (rotation.tokens_first and named):
+            return None
         reason = obstacle(q, None, None, None) if k is None else _pair_obstacle("q and k", q, k)
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
             reason = "q and k differ in width"
-        if reason is None and not _kernel_rotates_alike(rotation, q, k, None, None, cos, sin, heads_dim):
+        if reason is None:
+            heads_dim = 2 if rotation.tokens_first else named.get("unsqueeze_dim", 1)
+            without_batch = rotation.tokens_first and q.dim() == 3
+            if without_batch:
+                q, k = (one if one is None else one.unsqueeze(0) for one in (q, k))
+            if rotation.tokens_first:
+                cos, sin = (one[None] if isinstance(one, Tensor) and one.dim() == 2 else one for one in (cos, sin))
+            for once, dtypes in enumerate((rotation.dtypes, rotation.dtypes_once)):
+                if _kernel_rotates_alike(dtypes, rotation, q, k, None, None, cos, sin, heads_dim):
+                    rotated = ROPE(None, q, k, cos, sin, heads_dim, once == 1)
+                    if not without_batch:
+                        return rotated
+                    return rotated[0].squeeze(0), None if k is None else rotated[1].squeeze(0)
             reason = f"{name_of(rotation.function)} is called with other shapes or dtypes than the kernel takes"
         if reason:
             explain(self.fused_norm_origin, reason)
-        return reason is None
+        return None
 
     def fused_norm_activation(self, act: Any) -> Formula | None:
         """The formula of an activation that may be computed later, without its call; None for one that may not."""
@@ -211,6 +229,7 @@ def _pair_obstacle(names: str, one: Any, other: Any, *, elementwise: bool = Fals
 
 
 def _kernel_rotates_alike(
+    dtypes: Sequence[DtypePair],
     rotation: Rotation,
     q: Tensor,
     k: Tensor | None,
@@ -220,7 +239,7 @@ def _kernel_rotates_alike(
     sin: Any,
     heads_dim: Any,
 ) -> bool:
-    """Return whether the kernel rotates these tensors as ``rotation`` would, in shapes, dtypes and rounding."""
+    """Return whether the kernel rotates these tensors as ``rotation`` would, in shapes, and in one of these dtypes."""
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return False
     shape, cos_shape, dtype, cos_dtype = q.shape, cos.shape, q.dtype, cos.dtype
@@ -238,11 +257,9 @@ def _kernel_rotates_alike(
         and rotary % 2 == 0
         and cos.device == q.device
         and cos_dtype == sin.dtype
-        and (dtype, cos_dtype) in rotation.dtypes
+        and (dtype, cos_dtype) in dtypes
         and all(
-            weight is None
-            or weight.dtype == dtype
-            or (torch.promote_types(dtype, weight.dtype), cos_dtype) in rotation.dtypes
+            weight is None or weight.dtype == dtype or (torch.promote_types(dtype, weight.dtype), cos_dtype) in dtypes
             for weight in (q_weight, k_weight)
         )
         and not (cos.requires_grad or sin.requires_grad)

@@ -22,20 +22,23 @@ from torch.nn import functional
 from ..kernels import reference
 from ..kernels.arguments import GATES
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
+from .forward_source import names_in
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16))  # fmt: skip
 _OTHER_EPS = 0.25
-_WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "none")  # without a weight, gemma is llama
+_WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "rounded_rstd", "none")  # the others are llama without a weight
 
-InverseRoot = Callable[[Tensor], Tensor]
-_INVERSE_ROOTS: tuple[InverseRoot, ...] = (
-    torch.rsqrt,
-    lambda value: value.pow(-0.5),
-    lambda value: 1.0 / value.sqrt(),
+Spelling = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+_SPELLINGS: tuple[Spelling, ...] = (
+    (torch.rsqrt, torch.mul),
+    (lambda value: value.pow(-0.5), torch.mul),
+    (lambda value: 1.0 / value.sqrt(), torch.mul),
+    (torch.sqrt, torch.div),
 )
-"""Spellings of ``v ** -0.5`` in modelling code, which differ in the last place of an fp32."""
+"""Spellings of ``x * v ** -0.5`` in modelling code, the root and what is done with it, which differ in the last place
+of an fp32."""
 
 
 class UnrecognisedError(Exception):
@@ -57,7 +60,7 @@ def looks_like_norm(module: nn.Module) -> bool:
     """Return whether a module is called a norm, or holds one weight and an eps, as norms do; it gets a row then."""
     if "norm" in type(module).__name__.lower():
         return True
-    weights = list(module._parameters)
+    weights = list(module._parameters) or list(module._buffers)
     has_eps = any("eps" in name and isinstance(value, float) for name, value in vars(module).items())
     return weights == ["weight"] and has_eps and not module._modules
 
@@ -73,12 +76,12 @@ def recognise(module: nn.Module) -> Recognised:
     Raises:
         UnrecognisedError: where it computes none of those known here, or cannot be run to find out.
     """
-    weighted = _check_structure(module)
-    key = _cache_key(module, weighted)
+    _check_structure(module)
+    key = _cache_key(module)
     outcome = None if key is None else _outcomes.get(key)
     if outcome is None:
         try:
-            outcome = _compare_with_formulas(module, weighted)
+            outcome = _compare_with_formulas(module)
         except UnrecognisedError as error:
             outcome = str(error)
         if key is not None:
@@ -96,12 +99,13 @@ def takes_gate(module: nn.Module) -> bool:
     return len(arguments) == 2 and arguments[1].name == "gate"
 
 
-def _cache_key(module: nn.Module, weighted: bool) -> Any:
+def _cache_key(module: nn.Module) -> Any:
     """The key under which the outcome is kept for equal modules; None where an attribute cannot be compared."""
     attributes = _own_attributes(module)
     if not all(isinstance(value, (int, float, str, tuple, type(None), torch.dtype)) for value in attributes.values()):
         return None
-    key = (type(module), type(module).forward, _width(module), weighted, *attributes.items())
+    held = "weight" in module._buffers, _held_weight(module) is not None
+    key = (type(module), type(module).forward, _width(module), *held, *attributes.items())
     try:
         hash(key)
     except TypeError:
@@ -115,16 +119,18 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in inherited and name != "forward"}
 
 
-def _compare_with_formulas(module: nn.Module, weighted: bool) -> Recognised:
+def _compare_with_formulas(module: nn.Module) -> Recognised:
     matches: dict[NormSpec, str] = {}
     names = [name for name, value in vars(module).items() if isinstance(value, float)]
     if not names:
         raise UnrecognisedError("has no eps among its attributes")
     for name in names:
         eps = getattr(module, name)
-        candidates = _gated_candidates(module, weighted, eps) if takes_gate(module) else _candidates(weighted, eps)
-        for spec, root in itertools.product(candidates, _INVERSE_ROOTS):
-            if _agrees(module, name, spec, root):
+        candidates = _gated_candidates(module, eps) if takes_gate(module) else _candidates(module, eps)
+        for spec, spelling in itertools.product(candidates, _SPELLINGS):
+            if spelling[1] is not torch.mul and spec.casting in ("rounded_rstd", "none"):
+                continue  # the root is rounded there, and so it matters which root it is
+            if _agrees(module, name, spec, spelling):
                 matches[spec] = name
     if not matches:
         raise UnrecognisedError("computes none of the known formulas")
@@ -134,30 +140,37 @@ def _compare_with_formulas(module: nn.Module, weighted: bool) -> Recognised:
     return Recognised(spec, name)
 
 
-def _check_structure(module: nn.Module) -> bool:
-    """Return whether there is a weight; raise UnrecognisedError for anything that a plain RMSNorm does not have."""
+def _check_structure(module: nn.Module) -> None:
+    """Raise UnrecognisedError for anything that a plain RMSNorm does not have."""
     if subtracts_mean(module):
         raise UnrecognisedError(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
     if module._modules:
         raise UnrecognisedError(f"has modules of its own: {', '.join(module._modules)}")
-    if any(buffer is not None for buffer in module._buffers.values()):
-        raise UnrecognisedError(f"has buffers: {', '.join(module._buffers)}")
+    if others := [name for name, value in module._buffers.items() if value is not None and name != "weight"]:
+        raise UnrecognisedError(f"has buffers: {', '.join(others)}")
     if tensors := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
         raise UnrecognisedError(f"holds plain tensors ({', '.join(tensors)}): patch before sharding")
-    parameters = {name: value for name, value in module._parameters.items() if value is not None}
-    if others := [name for name in parameters if name != "weight"]:
+    if others := [name for name, value in module._parameters.items() if value is not None and name != "weight"]:
         raise UnrecognisedError(f"has parameters besides a weight: {', '.join(others)}")
-    if parameters and len(_shape(parameters["weight"])) != 1:
-        raise UnrecognisedError(f"its weight has shape {tuple(_shape(parameters['weight']))}, not one dimension")
+    weight = _held_weight(module)
+    if weight is not None and len(_shape(weight)) != 1:
+        raise UnrecognisedError(f"its weight has shape {tuple(_shape(weight))}, not one dimension")
+    if "is_cuda" in names_in(type(module)):
+        raise UnrecognisedError("its forward asks whether it runs on CUDA, and may compute something else there")
     if takes_gate(module):
-        return bool(parameters)
+        return
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(str(argument) for argument in arguments) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
     if arguments[0].name in ("residual", "scale"):
         raise UnrecognisedError(f"its forward calls its input `{arguments[0].name}`, as a fused norm calls another")
-    return bool(parameters)
+
+
+def _held_weight(module: nn.Module) -> Tensor | None:
+    """The parameter or buffer called ``weight``."""
+    weight = module._parameters.get("weight")
+    return module._buffers.get("weight") if weight is None else weight
 
 
 def _shape(weight: Tensor) -> torch.Size:
@@ -166,23 +179,24 @@ def _shape(weight: Tensor) -> torch.Size:
 
 
 def _width(module: nn.Module) -> int:
-    weight = module._parameters.get("weight")
+    weight = _held_weight(module)
     if weight is not None:
         return _shape(weight).numel()
     return torch.Size(getattr(module, "normalized_shape", (64,))).numel()
 
 
-def _candidates(weighted: bool, eps: float) -> Iterator[NormSpec]:
-    if not weighted:
+def _candidates(module: nn.Module, eps: float) -> Iterator[NormSpec]:
+    """Every meaning of a norm. A weight that is a buffer may be there for others to read, and no part of it."""
+    if module._parameters.get("weight") is None:
         yield from (NormSpec(casting, weighted=False, eps=eps) for casting in _WEIGHTLESS_CASTINGS)
-        return
-    for casting, zero_centered in itertools.product(CASTINGS, (False, True)):
-        yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
+    if _held_weight(module) is not None:
+        for casting, zero_centered in itertools.product(CASTINGS, (False, True)):
+            yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
 
 
-def _gated_candidates(module: nn.Module, weighted: bool, eps: float) -> Iterator[GatedNormSpec]:
+def _gated_candidates(module: nn.Module, eps: float) -> Iterator[GatedNormSpec]:
     """Every meaning of a norm with a gate; its groups are as many, or as wide, as some attribute says."""
-    width = _width(module)
+    width, weighted = _width(module), _held_weight(module) is not None
     numbers = {value for value in vars(module).values() if type(value) is int and value > 0 and width % value == 0}
     groups = sorted({1} | numbers | {width // number for number in numbers})
     castings: tuple[Casting, ...] = ("llama", "gemma")
@@ -203,23 +217,24 @@ def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield x.transpose(0, 1), gate.transpose(0, 1)
 
 
-def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, inverse_root: InverseRoot) -> Tensor:
+def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, spelling: Spelling) -> Tensor:
     """The result of the formula."""
+    root, by = spelling
     if not isinstance(spec, GatedNormSpec):
-        return reference.rms_norm(spec, given[0], weight, inverse_root=inverse_root)
+        return reference.rms_norm(spec, given[0], weight, inverse_root=root, by=by)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    spelled = partial(reference.gated_rms_norm, inverse_root=inverse_root, silu=functional.silu)
+    spelled = partial(reference.gated_rms_norm, inverse_root=root, by=by, silu=functional.silu)
     return spelled(spec, x, gate, weight, *how)
 
 
-def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: InverseRoot) -> bool:
+def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling) -> bool:
     """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
     width = _width(module)
     changed = replace(spec, eps=_OTHER_EPS)
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for x, weight in _samples(width, spec.weighted):
+        for x, weight in _samples(width, _held_weight(module) is not None):
             ways = ((spec, True), (spec, False), (changed, False))
             for given, (eps_spec, training) in itertools.product(_inputs(spec, x), ways):
                 shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
@@ -232,7 +247,7 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, inverse_root: Inve
                 if isinstance(spec, GatedNormSpec) and actual.shape != given[0].shape:
                     shapes = tuple(actual.shape), tuple(given[0].shape)
                     raise UnrecognisedError(f"returns shape {shapes[0]} for a tensor of shape {shapes[1]}")
-                expected = _expected(eps_spec, given, weight, inverse_root)
+                expected = _expected(eps_spec, given, weight if spec.weighted else None, spelling)
                 if actual.dtype != expected.dtype or not torch.equal(actual, expected):
                     return False
     return True
@@ -255,8 +270,11 @@ def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float,
     nn.Module.__init__(shadow)
     vars(shadow).update(_own_attributes(module))
     parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
-    if weight is not None:
+    buffers: dict[str, Tensor | None] = dict.fromkeys(module._buffers)
+    if "weight" in buffers:
+        buffers["weight"] = weight
+    elif weight is not None:
         parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    vars(shadow).update(_parameters=parameters, training=training)
+    vars(shadow).update(_parameters=parameters, _buffers=buffers, training=training)
     vars(shadow)[eps_name] = eps
     return shadow

@@ -102,7 +102,7 @@ class PlacedAdd:
 
     add: Add
     body: list[ast.stmt]
-    statement: ast.Assign
+    statement: ast.Assign | ast.Return
     residual: ast.expr
     branch: ast.expr
     choice: ast.IfExp | None
@@ -128,6 +128,7 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     """Put the fused call in the add's place."""
     branch, inner, keywords = place.branch, None, []
     stock, dropout = place.statement.value, []
+    assert stock is not None, "it is an add"
     if rewrite.inner and place.inner_call is not None:
         call, normed = place.inner_call, place.normed
         if rewrite.dropout and place.before is not None:
@@ -138,7 +139,7 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
         if normed is not None:
             place.body.remove(normed)
         stock = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], dropout)
-    if not rewrite.norm or place.use is None:
+    if not rewrite.norm or place.use is None or isinstance(place.statement, ast.Return):
         place.statement.value = stock
         return
     if place.scale is not None:
@@ -166,11 +167,10 @@ def _add_at(
     """The add in statement number ``position``. Its inner norm is none that is ``taken`` by a sum before it."""
     statement = body[position]
     total, choice = _target(statement), None
-    if total is None:
+    if total is None or not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
         return None
-    assert isinstance(statement, ast.Assign)
     value = statement.value
-    if isinstance(value, ast.IfExp):
+    if isinstance(value, ast.IfExp) and isinstance(statement, ast.Assign):
         choice = _sum_first(value)
         value = choice.body
     if not _is_add(value) or (choice is not None and not isinstance(choice.orelse, ast.Name)):
@@ -285,7 +285,9 @@ def _factors(node: ast.expr, self_name: str) -> tuple[ast.expr, ast.expr] | None
 
 
 def _target(statement: ast.stmt) -> str | None:
-    """``h`` of ``h = ...``."""
+    """``h`` of ``h = ...``; of ``return ...`` a name that no statement can have."""
+    if isinstance(statement, ast.Return):
+        return ""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
         return target.id if isinstance(target, ast.Name) else None

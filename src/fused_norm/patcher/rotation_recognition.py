@@ -21,6 +21,9 @@ _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32
 _HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 3, 16, 8
 
 
+DtypePair = tuple[torch.dtype, torch.dtype]
+
+
 @dataclass(frozen=True)
 class Rotation:
     """A function ``rotate(q, k, cos, sin, unsqueeze_dim=1)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
@@ -28,12 +31,17 @@ class Rotation:
     Attributes:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
+        dtypes_once: further pairs, for which it computes in fp32 and rounds nothing but the result.
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
+        tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
+            tokens, width], the latter or both of them perhaps without the batch.
     """
 
     function: Any
-    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    dtypes: tuple[DtypePair, ...]
+    dtypes_once: tuple[DtypePair, ...]
     partial: bool
+    tokens_first: bool
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
@@ -76,35 +84,56 @@ def _runs_its_own_forward(module: nn.Module) -> bool:
 def _recognise(function: Any, tensors: int) -> Rotation | None:
     # No hook is to see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
-    dtypes = tuple(pair for pair in _PAIRS if _agrees(rotate, tensors, *pair, _WIDTH))
-    if not dtypes:
-        return None
-    return Rotation(function, dtypes, all(_agrees(rotate, tensors, *pair, _ROTARY) for pair in dtypes))
+    for tokens_first in (False, True):
+        found: tuple[list[DtypePair], list[DtypePair]] = [], []
+        for pair in _PAIRS:
+            once = next((one for one in (False, True) if _agrees(rotate, tensors, pair, tokens_first, one)), None)
+            if once is not None:
+                found[once].append(pair)
+        if _PAIRS[0] in found[0]:  # a function that computes in fp64 would show nowhere else
+            partial_too = all(
+                _agrees(rotate, tensors, pair, tokens_first, once == 1, _ROTARY)
+                for once, pairs in enumerate(found)
+                for pair in pairs
+            )
+            return Rotation(function, tuple(found[0]), tuple(found[1]), partial_too, tokens_first)
+    return None
 
 
 def _agrees(
-    function: Callable[..., Any], tensors: int, dtype: torch.dtype, cos_dtype: torch.dtype, rotary: int
+    function: Callable[..., Any],
+    tensors: int,
+    dtypes: DtypePair,
+    tokens_first: bool,
+    once: bool,
+    rotary: int = _WIDTH,
 ) -> bool:
+    """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        heads = [random(2, number, _TOKENS, _WIDTH).to(dtype) for number in (_HEADS, 1)[:tensors]]
-        cos, sin = (random(2, _TOKENS, rotary).to(cos_dtype) for _ in range(2))
-        for heads_dim, named in ((1, {}), (2, {"unsqueeze_dim": 2})):
+        heads = [random(2, number, _TOKENS, _WIDTH).to(dtypes[0]) for number in (_HEADS, 1)[:tensors]]
+        angles = [random(2, _TOKENS, rotary).to(dtypes[1]) for _ in range(2)]
+        turned = [x.transpose(1, 2) for x in heads]
+        calls: list[tuple[list[Tensor], list[Tensor], int, dict[str, int]]]
+        calls = [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
+        if tokens_first:
+            alike = [angle[0] for angle in angles]
+            calls = [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
+        for given, (cos, sin), heads_dim, named in calls:
             try:
-                rotated = function(*heads, cos, sin, **named)
+                rotated = function(*given, cos, sin, **named)
             except Exception:  # a foreign function may raise anything
                 return False
             if tensors == 1:
                 rotated = (rotated,)
             if not isinstance(rotated, tuple) or len(rotated) != tensors:
                 return False
-            expected = [reference.rope(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)) for x in heads]
+            expected = [reference.rope(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim), once) for x in given]
             for actual, wanted in zip(rotated, expected, strict=True):
                 if not isinstance(actual, Tensor) or actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
                     return False
-            heads = [x.transpose(1, 2) for x in heads]
     return True

@@ -43,9 +43,7 @@ def find_missed_adds(definition: ast.FunctionDef, places: list[PlacedAdd], self_
     flow = _Flow(self_name)
     flow.run(definition.body, {})
     fused = {
-        place.use.call: {id(node) for node in ast.walk(place.statement.value)}
-        for place in places
-        if place.use is not None
+        place.use.call: {id(node) for node in ast.walk(place.statement)} for place in places if place.use is not None
     }
     missed = [
         MissedAdd(called_norm(call), ast.unparse(add), tuple(dict.fromkeys(made + called)))

@@ -46,7 +46,7 @@ def _columns_kernel(
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
     rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-    y = normalised(load_tile((x_ptr, x_stride), row, col, live), rstd, x_ptr.dtype.element_ty, SPEC)
+    y = normalised(load_tile((x_ptr, x_stride), row, col, live), rstd, w_ptr, x_ptr.dtype.element_ty, SPEC)
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, in_row, SPEC)
     y = round_to(y, Y)

@@ -63,7 +63,7 @@ def _rows_kernel(
     rstd = rstd_of(total, rstd_ptr, row, M, eps, S, N, SPEC)
     if used_ptr is not None:
         tl.store(used_ptr + row[:, None], rstd, mask=(row < M)[:, None])
-    y = normalised(total, rstd, S, SPEC)
+    y = normalised(total, rstd, w_ptr, S, SPEC)
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, in_row, SPEC)
     y = round_to(y, Y)
@@ -116,7 +116,7 @@ def _tiles_kernel(
     live = (row < M)[:, None] & in_row[None, :]
     s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, program % BLOCKS, M, N, ROWS, BLOCK)
     rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-    y = normalised(s, rstd, S, SPEC)
+    y = normalised(s, rstd, w_ptr, S, SPEC)
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, in_row, SPEC)
     scale, factor = scale_of(tl.load(amax_ptr + tl.arange(0, 1)), RULE)

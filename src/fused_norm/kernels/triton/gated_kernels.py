@@ -70,7 +70,7 @@ def _gated_forward_kernel(
     rstd = rstd_from(tl.sum(s * s, axis=1), eps, x_dtype, N, SPEC)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row * GROUPS + group, rstd, mask=row < M)
-    out = normalised(s, rstd[:, None], x_dtype, SPEC)
+    out = normalised(s, rstd[:, None], w_ptr, x_dtype, SPEC)
     if w_ptr is not None:
         out = out * load_gamma(w_ptr + first, col, in_row, SPEC)
         # Two dtypes that differ promote to fp32; gemma rounds at the end alone.

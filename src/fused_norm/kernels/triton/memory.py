@@ -77,7 +77,9 @@ def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 def norm_dtype(spec: NormSpec, dtype: torch.dtype, weight: Tensor | None) -> torch.dtype:
     """The dtype of a norm's output for an input of ``dtype``."""
-    return dtype if weight is None or spec.casting == "gemma" else promoted(dtype, weight.dtype)
+    if weight is None or spec.casting == "gemma":
+        return dtype
+    return weight.dtype if spec.casting == "weight_dtype" else promoted(dtype, weight.dtype)
 
 
 def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:

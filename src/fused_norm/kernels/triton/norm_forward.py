@@ -52,7 +52,7 @@ def _forward_tile(
         total = add_rounded(total, load_tile(r, row, col, live), scale, x[0].dtype.element_ty, s_dtype)
         store_tile(s, row, col, live, total)
     rstd = rstd_of(total, rstd_ptr, row, M, eps, s_dtype, N, SPEC)
-    out = normalised(total, rstd, s_dtype, SPEC)
+    out = normalised(total, rstd, w_ptr, s_dtype, SPEC)
     if w_ptr is not None:
         if not HELD:
             gamma = load_gamma(w_ptr, col, in_row, SPEC)
@@ -109,7 +109,7 @@ def _load_sum(x, r, s, row, col, scale, N: tl.constexpr):
 def _store_chunk(s, rstd, w_ptr, y, row, col, N: tl.constexpr, s_dtype: tl.constexpr, SPEC: tl.constexpr):
     """Write columns ``col`` of y."""
     y_ptr, y_stride = y
-    out = normalised(s, rstd[:, None], s_dtype, SPEC)
+    out = normalised(s, rstd[:, None], w_ptr, s_dtype, SPEC)
     if w_ptr is not None:
         out = out * load_gamma(w_ptr, col, col < N, SPEC)
     tl.store(y_ptr + row * y_stride + col[None, :], round_to(out, y_ptr.dtype.element_ty), mask=(col < N)[None, :])
@@ -173,7 +173,7 @@ def _from_rstd_kernel(
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
     rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-    out = normalised(load_tile((x_ptr, x_stride), row, col, live), rstd, x_ptr.dtype.element_ty, SPEC)
+    out = normalised(load_tile((x_ptr, x_stride), row, col, live), rstd, w_ptr, x_ptr.dtype.element_ty, SPEC)
     if w_ptr is not None:
         out = out * load_gamma(w_ptr, col, in_row, SPEC)
     store_tile((y_ptr, y_stride), row, col, live, out)

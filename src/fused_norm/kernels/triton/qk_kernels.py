@@ -82,7 +82,7 @@ def _normed(
     """n, rounded to its dtype, of columns that are loaded."""
     n = x
     if SPEC is not None:
-        n = normalised(x, rstd, x_dtype, SPEC)
+        n = normalised(x, rstd, w_ptr, x_dtype, SPEC)
         if w_ptr is not None:
             n = n * _gamma_at(w_ptr, start, col, end, SPEC)
         n = round_to(n, NORMED)
@@ -92,9 +92,10 @@ def _normed(
 @triton.jit
 def _forward_tile(
     x, w_ptr, cos, sin, y, counts, tile, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr, SHAPE: tl.constexpr,
-    NORMED: tl.constexpr, SPEC: tl.constexpr, INVERSE: tl.constexpr,
+    NORMED: tl.constexpr, SPEC: tl.constexpr, ONCE: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the forward. INVERSE turns the other way and rounds once: the backward of a rotation alone."""
+    """One tile of the forward. Of a rotation alone ONCE rounds nothing but the result; INVERSE, its backward, turns the
+    other way."""
     T, LENGTH, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
@@ -107,7 +108,7 @@ def _forward_tile(
     HALF: tl.constexpr = R // 2
     WIDTH: tl.constexpr = HALF if HALVES else N
     x_dtype: tl.constexpr = x[0].dtype.element_ty
-    step_dtype: tl.constexpr = tl.float32 if INVERSE else y[0].dtype.element_ty
+    step_dtype: tl.constexpr = tl.float32 if ONCE else y[0].dtype.element_ty
     x_rows = _rows_of(x, batch, position, head)
     y_rows = _rows_of(y, batch, position, head)
 
@@ -181,6 +182,7 @@ def qk_forward_kernel(
     SPEC: tl.constexpr,
     Q_NORMED: tl.constexpr,
     K_NORMED: tl.constexpr,
+    ONCE: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
     cos, sin = (cos_ptr, cos_batch, cos_token), (sin_ptr, sin_batch, sin_token)
@@ -189,14 +191,14 @@ def qk_forward_kernel(
         q, q_y = (q_ptr, q_batch, q_token, q_head), (q_y_ptr, q_y_batch, q_y_token, q_y_head)
         q_counts = (q_T, q_LENGTH, q_H)
         _forward_tile(
-            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC, INVERSE
+            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC, ONCE, INVERSE
         )  # fmt: skip
     else:
         if k_ptr is not None:
             k, k_y = (k_ptr, k_batch, k_token, k_head), (k_y_ptr, k_y_batch, k_y_token, k_y_head)
             k_counts, tile = (k_T, k_LENGTH, k_H), program - q_programs
             _forward_tile(
-                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC, INVERSE
+                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC, ONCE, INVERSE
             )  # fmt: skip
 
 

@@ -116,27 +116,35 @@ def empty_heads(spec: NormSpec, x: Tensor, weight: Tensor | None, cos: Tensor | 
     return empty_rows_like(x, dtype) if cos is None else empty_rotated(x, cos, dtype)
 
 
-def empty_rotated(x: Tensor, cos: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The output of a rotation, not yet written, of x's dtype before it unless ``dtype`` is given."""
-    dtype = torch.promote_types(x.dtype if dtype is None else dtype, cos.dtype)
+def empty_rotated(x: Tensor, cos: Tensor, dtype: torch.dtype | None = None, *, once: bool = False) -> Tensor:
+    """The output of a rotation, not yet written, of x, or of what was made of it in ``dtype``."""
+    dtype = x.dtype if once else torch.promote_types(x.dtype if dtype is None else dtype, cos.dtype)
     # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
     return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
 
 
 def launch_qk_forward(
-    spec: NormSpec | None, inputs: Inputs, outputs: Sides, unsqueeze_dim: int, *, inverse: bool = False
+    spec: NormSpec | None,
+    inputs: Inputs,
+    outputs: Sides,
+    unsqueeze_dim: int,
+    *,
+    once: bool = False,
+    inverse: bool = False,
 ) -> None:
     """Write q and k normalised and, with cos and sin, rotated to ``outputs``.
 
-    Without a ``spec`` they are rotated alone; then ``inverse`` turns the other way and rounds once.
+    Without a ``spec`` they are rotated alone; then with ``once`` nothing but the result is rounded, and ``inverse``
+    turns the other way, and rounds once.
     """
     described = outputs if inverse else ()  # elsewhere they follow from the inputs
-    key = spec, unsqueeze_dim, inverse, _signature((*inputs, *described))
+    how = once, inverse
+    key = spec, unsqueeze_dim, how, _signature((*inputs, *described))
     planned = _planned.get(key)
     if planned is None:
         inputs, _ = _readable(inputs, unsqueeze_dim)
-        key = spec, unsqueeze_dim, inverse, _signature((*inputs, *described))
-        planned = _planned.get(key) or _remember(key, _plan_forward(spec, inputs, outputs, unsqueeze_dim, inverse))
+        key = spec, unsqueeze_dim, how, _signature((*inputs, *described))
+        planned = _planned.get(key) or _remember(key, _plan_forward(spec, inputs, outputs, unsqueeze_dim, *how))
     if planned.programs:
         launch, programs, counts, strides, _ = planned
         launch((programs, 1), (*inputs, *outputs), counts, strides, (0.0 if spec is None else spec.eps,))
@@ -236,7 +244,7 @@ def _known(layout: _Layout | None) -> _Layout:
 
 
 def _plan_forward(
-    spec: NormSpec | None, inputs: Inputs, outputs: Sides, unsqueeze_dim: int, inverse: bool = False
+    spec: NormSpec | None, inputs: Inputs, outputs: Sides, unsqueeze_dim: int, once: bool, inverse: bool
 ) -> _Planned:
     q, k, q_weight, k_weight, cos, _ = inputs
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
@@ -251,7 +259,7 @@ def _plan_forward(
     for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
         normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
         constants[f"{side}_NORMED"] = normed
-    constants["INVERSE"] = inverse
+    constants |= {"ONCE": once or inverse, "INVERSE": inverse}
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
     launch = _launch_of(qk_forward_kernel, dtypes_of(*inputs, *outputs), plan.warps, constants, fuse=cos is None)
     strides = _strides(layouts, inputs, unsqueeze_dim)

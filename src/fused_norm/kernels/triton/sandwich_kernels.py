@@ -55,18 +55,20 @@ def _sandwich_forward_kernel(
     s_dtype: tl.constexpr = s_ptr.dtype.element_ty
     x = load_tile((x_ptr, x_stride), row, col, live)
     r = load_tile((r_ptr, r_stride), row, col, live)
-    branch = normalised(x, rstd_of(x, inner_rstd_ptr, row, M, eps, x_dtype, N, SPEC), x_dtype, SPEC)
+    branch = normalised(x, rstd_of(x, inner_rstd_ptr, row, M, eps, x_dtype, N, SPEC), inner_ptr, x_dtype, SPEC)
     if inner_ptr is None:
         branch = round_to(branch, x_dtype)
     else:
         branch = branch * load_gamma(inner_ptr, col, in_row, SPEC)
-        # Two dtypes that differ promote to fp32, but for gemma's, which keeps x's.
-        if SPEC.casting == "gemma" or inner_ptr.dtype.element_ty == x_dtype:
+        # Two dtypes that differ promote to fp32, but for gemma, which keeps x's, and weight_dtype, which takes that.
+        if SPEC.casting == "weight_dtype":
+            branch = round_to(branch, inner_ptr.dtype.element_ty)
+        elif SPEC.casting == "gemma" or inner_ptr.dtype.element_ty == x_dtype:
             branch = round_to(branch, x_dtype)
     s = round_to(r + branch, s_dtype)
     store_tile((s_ptr, s_stride), row, col, live, s)
     if y_ptr is not None:
-        y = normalised(s, rstd_of(s, rstd_ptr, row, M, eps, s_dtype, N, SPEC), s_dtype, SPEC)
+        y = normalised(s, rstd_of(s, rstd_ptr, row, M, eps, s_dtype, N, SPEC), w_ptr, s_dtype, SPEC)
         if w_ptr is not None:
             y = y * load_gamma(w_ptr, col, in_row, SPEC)
         store_tile((y_ptr, y_stride), row, col, live, y)
