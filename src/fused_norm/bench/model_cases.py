@@ -117,6 +117,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "ibm-fms/Bamba-9B (4 layers)": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
     "google/flan-t5-large": {
         "d_model": 1024, "d_ff": 2816, "d_kv": 64, "num_layers": 24, "num_heads": 16, "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
     },
 })  # fmt: skip
 """Config arguments of models of further families, some cut to a few layers; the rest is their config's default."""
