@@ -199,7 +199,7 @@ def steps_of_every_way(folder: str, rank: int, ranks: int) -> dict[str, dict[str
         found[way]["stock"] = step_of(share_out(model_type))
         model = share_out(model_type)
         assert sum(isinstance(parameter, DTensor) for parameter in model.parameters()) > 10
-        sites_of = fused_norm.apply_fused_norm(model).counts
+        sites_of = fused_norm.apply_fused_norm(model, recompute="FSDP2" in way).counts
         found[way]["fused"] = {**step_of(model), "sites": sites_of}
     return found
 
