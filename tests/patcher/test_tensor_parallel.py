@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 import fused_norm
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build, tiny_config
+from fused_norm.patcher import fused_norm_module
 
 from .models import relative, sites
 from .ranks import Called, on_two_ranks
@@ -255,6 +256,24 @@ def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: Devi
         assert torch.equal(norm(x), expected)
     assert called == ["rms_norm"]
     assert norm.forward is wrapper
+
+
+def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
+    mesh: DeviceMesh, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", set())
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
+    x = distribute_tensor(torch.randn(2, 5, 72, device=device), mesh, [Shard(2)])
+    expected = norm(x)
+    fused_norm.apply_fused_norm(model)
+    with calls.by(called := Called()):
+        y = norm(x)
+    assert called == []
+    assert y.placements == expected.placements
+    assert torch.equal(y.to_local(), expected.to_local())
+    assert caplog.messages == ["LlamaRMSNorm runs its stock code: the input is placed as Shard(dim=2)"]
 
 
 def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
