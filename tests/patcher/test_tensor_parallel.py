@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -264,8 +264,8 @@ def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
     monkeypatch.setattr(fused_norm_module, "_explained", set())
     model = build("llama", seed=0, device=device)
     norm = model.model.norm
-    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
-    x = distribute_tensor(torch.randn(2, 5, 72, device=device), mesh, [Shard(2)])
+    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
+    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [Shard(2)])
     expected = norm(x)
     fused_norm.apply_fused_norm(model)
     with calls.by(called := Called()):
@@ -279,8 +279,8 @@ def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
 def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
     model = build("llama", seed=0, device=device)
     norm = model.model.norm
-    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
-    x = distribute_tensor(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
+    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
+    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
     expected = norm(x)
     fused_norm.apply_fused_norm(model)
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
