@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 import fused_norm
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build, tiny_config
+from fused_norm.patcher import fused_norm_module
 
 from .models import relative, sites
 from .ranks import Called, on_two_ranks
@@ -199,7 +200,7 @@ def steps_of_every_way(folder: str, rank: int, ranks: int) -> dict[str, dict[str
         found[way]["stock"] = step_of(share_out(model_type))
         model = share_out(model_type)
         assert sum(isinstance(parameter, DTensor) for parameter in model.parameters()) > 10
-        sites_of = fused_norm.apply_fused_norm(model).counts
+        sites_of = fused_norm.apply_fused_norm(model, recompute="FSDP2" in way).counts
         found[way]["fused"] = {**step_of(model), "sites": sites_of}
     return found
 
@@ -257,11 +258,29 @@ def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: Devi
     assert norm.forward is wrapper
 
 
+def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
+    mesh: DeviceMesh, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", set())
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
+    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [Shard(2)])
+    expected = norm(x)
+    fused_norm.apply_fused_norm(model)
+    with calls.by(called := Called()):
+        y = norm(x)
+    assert called == []
+    assert y.placements == expected.placements
+    assert torch.equal(y.to_local(), expected.to_local())
+    assert caplog.messages == ["LlamaRMSNorm runs its stock code: the input is placed as Shard(dim=2)"]
+
+
 def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
     model = build("llama", seed=0, device=device)
     norm = model.model.norm
-    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
-    x = distribute_tensor(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
+    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
+    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
     expected = norm(x)
     fused_norm.apply_fused_norm(model)
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
