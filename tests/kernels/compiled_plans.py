@@ -26,6 +26,7 @@ from fused_norm.kernels.operator import BackwardCall, Operator, norm_spec
 from fused_norm.kernels.plans import BUILT_IN, WIDEST_GATED, WIDEST_SANDWICH_BACKWARD, Device, PlanTable
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.launch import Launch, launches
 
@@ -86,6 +87,8 @@ def calls(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         q, k, angle = empty(1, 64, 32), empty(1, 64, 8), empty(1, 64)
         yield "qk", both(QK_NORM, q, k, w, w, None, None, 2)
         yield "qk rope", both(QK_NORM, q, k, w, w, angle, angle, 2)
+        yield "rope", both(ROPE, q, k, angle, angle, 2, False)
+        yield "rope once", both(ROPE, q, k, angle.float(), angle.float(), 2, True)
 
 
 def main(names: list[str]) -> int:

@@ -48,6 +48,8 @@ _STEPS = 14
 _MEANINGS: tuple[dict[str, Any], ...] = (
     {"casting": "llama"},
     {"casting": "gemma", "zero_centered": True, "eps": 1e-5},
+    {"casting": "weight_dtype"},
+    {"casting": "rounded_rstd"},
     {"casting": "none"},
 )
 _SHAPES = ((4, 8), (2, 2, 8), (1, 2, 4, 8), (1, 4, 2, 8), (1, 2, 4, 8))
@@ -263,7 +265,9 @@ class Program:
             return {"scale": pick((1.0, 1.0, 0.5, 2))}
         if operator is glu:
             return {"activation": pick(ACTIVATIONS)}
-        return {"unsqueeze_dim": pick((1, 1, 2))} if operator in (qk_norm_rope, rope) else {}
+        if operator is rope:
+            return {"unsqueeze_dim": pick((1, 1, 2)), "once": pick((False, False, True))}
+        return {"unsqueeze_dim": pick((1, 1, 2))} if operator is qk_norm_rope else {}
 
     def _like_the_last(self) -> Call:
         """The last call with other tensors of the same kind, one of them in the place of another, or another option."""

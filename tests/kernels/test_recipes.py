@@ -135,7 +135,7 @@ def test_sums_and_rotations_without_a_norm_have_no_recipe(device: str) -> None:
     observer = Observer()
     with calls.by(observer):
         OPERATORS["norm_add"](LLAMA, x, residual, weight)
-        OPERATORS["rope"](None, q, k, cos, sin, heads_dim)
+        OPERATORS["rope"](None, q, k, cos, sin, heads_dim, False)
     assert observer.recipes == [None, None]
 
 

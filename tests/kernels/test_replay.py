@@ -124,6 +124,7 @@ CASES = {
     "rope": [
         _turned(test_rope.Heads()),
         _turned(test_rope.Heads(8, BF16, FP32), "k"),
+        _turned(test_rope.RoundedOnce(16, BF16, FP32)),
         _turned_alone,
     ],
     "glu": [

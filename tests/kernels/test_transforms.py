@@ -70,9 +70,9 @@ def _cases(device: str = "cpu") -> dict[str, Case]:
         "qk_norm": Case(qk, LLAMA, (x, k, w, inner, None, None), (1,), constants=2),
         "qk_norm_rope": Case(qk, LLAMA, (x, k, w, inner, cos, sin), (1,), constants=2),
         "qk_norm_rope of a part": Case(qk, LLAMA, (x, k, w, inner, cos[..., :4], sin[..., :4]), (1,), constants=2),
-        "rope": Case(OPERATORS["rope"], None, (x, k, cos, sin), (1,), constants=2),
+        "rope": Case(OPERATORS["rope"], None, (x, k, cos, sin), (1, False), constants=2),
         "rope of a part of one": Case(
-            OPERATORS["rope"], None, (x, None, cos[..., :4], sin[..., :4]), (1,), constants=2
+            OPERATORS["rope"], None, (x, None, cos[..., :4], sin[..., :4]), (1, True), constants=2
         ),
         "glu": Case(OPERATORS["glu"], None, (x, r), ("silu",)),
         "glu by erf": Case(OPERATORS["glu"], None, (x, r), ("gelu",)),

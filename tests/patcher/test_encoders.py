@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nAudioEncoder
 
+import fused_norm
 from fused_norm.check.against_float64 import check_step
 
-from .models import counts
+from .models import counts, relative, step
 
 TOKENS = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -70,7 +72,9 @@ def model_of(model_type: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("model_type", SITES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.slow if name == "gemma3n_audio" else ()) for name in SITES]
+)
 def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str]) -> None:
     result = check_step(model_of(model_type).to(device), TOKENS.to(device), options={"strict": False})
     assert result.report.counts == SITES[model_type]
@@ -83,3 +87,22 @@ def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str
 def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device: str) -> None:
     result = check_step(model_of(model_type, torch.bfloat16).to(device), TOKENS.to(device), options={"strict": False})
     assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_of_a_wide_stream_t5s_norms_make_what_their_narrow_weights_are(narrow: torch.dtype, device: str) -> None:
+    """``from_pretrained`` keeps one projection in fp32, and with it all sums after it."""
+    stock = model_of("t5", narrow).to(device)
+    for name, module in stock.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, strict=False)
+    tokens, seen = TOKENS.to(device), []
+    norm = fused.encoder.block[1].layer[1].layer_norm
+    norm.register_forward_hook(lambda _, args, y: seen.append((args[0].dtype, y.dtype)))
+    (expected, gradients), (logits, fused_gradients) = step(stock, tokens), step(fused, tokens)
+    assert seen == [(torch.float32, narrow)]
+    assert relative(logits, expected) < torch.finfo(narrow).eps
+    worst = max(relative(fused_gradients[name], value) for name, value in gradients.items())
+    assert worst < 8 * torch.finfo(narrow).eps
