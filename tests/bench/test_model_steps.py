@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
 
+from fused_norm.bench import model_cases
 from fused_norm.bench.model_cases import ModelCase
 from fused_norm.bench.model_steps import BenchmarkedModel, prepare, relative_error
 from fused_norm.model_configs import FAMILIES
@@ -31,6 +33,32 @@ def test_a_twin_shares_weights_and_can_be_changed_alone():
     twin.forward_backward()
     step.drop_gradients()
     assert all(weight.grad is None for weight in twin.model.parameters())
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+SIZES = {"hidden_size": 64, "intermediate_size": 32}
+SEES: dict[str, Any] = {
+    "text_config": {
+        **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rope_parameters": ROPE,
+    },
+    "vision_config": {**SIZES, "num_heads": 2, "out_hidden_size": 64, "depth": 1, "fullatt_block_indexes": [0]},
+}  # fmt: skip
+T5 = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "sizes", "step"), [("qwen2_5_vl", SEES, "image"), ("t5", T5, "body")])
+def test_models_with_images_and_encoders_take_their_own_inputs(model_type, sizes, step, monkeypatch):
+    pytest.importorskip("transformers", "5.0")
+    monkeypatch.setattr(model_cases, "OTHERS", {"others/small": sizes})
+    made = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
+    stock = made.outputs_and_gradients()
+    if step == "image":
+        made.inputs["pixel_values"].add_(1.0)
+    else:
+        made.inputs["decoder_input_ids"].add_(1)
+    assert relative_error(made.outputs_and_gradients(), stock) > 1e-3
+    assert made.model.get_submodule(next(iter(made.norms))).weight.grad is None
 
 
 def test_norm_weights_are_away_from_their_initial_values():

@@ -119,7 +119,7 @@ def check_rows(
 
 def _compare(operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> RowsOfOperator:
     lead = arguments[0]
-    pick = _Tokens(arguments) if _angles(operator, arguments) else _Rows()
+    pick = _Tokens(arguments[operator.tensor_count]) if _angles(operator, arguments) else _Rows()
     whole = _as_tuple(operator.results_of(spec, *arguments))
     count = pick.count(arguments)
     parts = {(0, 1), (count - 1, 1), (count // 3, min(3, count - count // 3))}
@@ -147,8 +147,8 @@ class _Rows:
 class _Tokens:
     """Picks tokens of q, k and their angles, of four dimensions or, angles, less."""
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._dim = 3 - arguments[-1]  # the last argument says which dimension of q is that of the heads
+    def __init__(self, heads_dim: int) -> None:
+        self._dim = 3 - heads_dim
 
     def count(self, arguments: Iterable[Any]) -> int:
         """The tokens of a sequence."""
