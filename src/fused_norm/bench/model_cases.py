@@ -106,7 +106,16 @@ OTHERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
         "text_config": _TEXT_3B,
         "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048, "depth": 8, "fullatt_block_indexes": [3, 7]},
     },
-    "zai-org/GLM-4.1V-9B (4 and 8 layers)": {"text_config": {"num_hidden_layers": 4}, "vision_config": {"depth": 8}},
+    "zai-org/GLM-4.1V-9B (4 and 8 layers)": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                "mrope_section": [8, 12, 12],
+            },
+        },
+        "vision_config": {"depth": 8},
+    },
     "Qwen/Qwen3-Next (4 layers, 16 experts)": {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
     "Qwen/Qwen3.5-9B (4 layers)": {"num_hidden_layers": 4},
     "LiquidAI/LFM2-1.2B": {

@@ -152,7 +152,10 @@ def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
     try:
         patch(model=base, **{name: value for name, value in (loss | options).items() if name in takes})
     finally:
-        changed = [(modelling, name, value) for name, value in vars(modelling).items() if before.get(name) is not value]
+        now = dict(vars(modelling))
+        for name in now.keys() - before:  # Of another release of transformers: nobody there calls it.
+            delattr(modelling, name)
+        changed = [(modelling, name, now[name]) for name, value in before.items() if now[name] is not value]
         for _, name, _ in changed:
             setattr(modelling, name, before[name])
     return Patched(step.model, partial(in_force, changed))
