@@ -40,7 +40,7 @@ def test_a_launch_is_prepared_once_for_each_module_of_the_language(prepared: lis
 
 
 def test_what_was_replaced_is_put_back_after_an_error_too(prepared: list[str]) -> None:
-    before, load = interpreter._patch_lang, tl.load
+    before, load, options = interpreter._patch_lang, tl.load, interpreter.interpreter_builder.options
     x = torch.randn(40, 24)
     add_rms_norm(x, x, torch.randn(24))
     assert (interpreter._patch_lang, tl.load) == (before, load)
@@ -53,3 +53,5 @@ def test_what_was_replaced_is_put_back_after_an_error_too(prepared: list[str]) -
         with pytest.raises(interpreter.InterpreterError, match="planted"):
             add_rms_norm(x, x, torch.randn(24))
     assert (interpreter._patch_lang, tl.load) == (before, load)
+    assert interpreter.interpreter_builder.options is options
+    assert options.sanitize_overflow
