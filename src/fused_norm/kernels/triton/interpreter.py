@@ -37,9 +37,10 @@ class Turn:
         if self._patch is not None:
             self._interpreter._patch_lang = _PatchOnce(self._patch)
         builder: Any = getattr(self._interpreter, "interpreter_builder", None)
-        self._options: Any = getattr(builder, "options", None)
-        if hasattr(self._options, "sanitize_overflow"):
-            builder.options = replace(self._options, sanitize_overflow=False)
+        options: Any = getattr(builder, "options", None)
+        if hasattr(options, "sanitize_overflow"):
+            builder.options = replace(options, sanitize_overflow=False)
+        self._options = options
 
     def __exit__(self, *_: object) -> None:
         if self._patch is not None:
