@@ -106,7 +106,7 @@ class FusedBlock(nn.Module):
         for rotation in self.fused_norm_rotations:
             if (
                 rotation.is_now(rotate)
-                and not rotation.tokens_first
+                and not (rotation.tokens_first or rotation.halved)
                 and _kernel_rotates_alike(rotation.dtypes, rotation, q, k, *weights, cos, sin, heads_dim)
             ):
                 return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
@@ -140,6 +140,8 @@ class FusedBlock(nn.Module):
                 q, k = (one if one is None else one.unsqueeze(0) for one in (q, k))
             if rotation.tokens_first:
                 cos, sin = (one[None] if isinstance(one, Tensor) and one.dim() == 2 else one for one in (cos, sin))
+            if rotation.halved:
+                cos, sin = (torch.cat((one, one), dim=-1) if is_plain(one) else one for one in (cos, sin))
             for once, dtypes in enumerate((rotation.dtypes, rotation.dtypes_once)):
                 if _kernel_rotates_alike(dtypes, rotation, q, k, None, None, cos, sin, heads_dim):
                     rotated = ROPE(None, q, k, cos, sin, heads_dim, once == 1)
