@@ -67,6 +67,13 @@ class Weightless(Norm):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class OffsetInWeightDtype(Norm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight).float()).type_as(x)
+
+
 class WeightDtype(Norm):
     def forward(self, x):
         x = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
@@ -112,6 +119,7 @@ class BufferForOthers(BufferAsWeight):
         (Uncast(), NormSpec("none", eps=1e-5)),
         (UncastCentered(), NormSpec("none", zero_centered=True, eps=1e-5)),
         (Weightless(), NormSpec("llama", weighted=False, eps=1e-5)),
+        (OffsetInWeightDtype(), NormSpec("rounded_gamma", zero_centered=True, eps=1e-5)),
         (WeightDtype(), NormSpec("weight_dtype", eps=1e-5)),
         (RoundedRoot(), NormSpec("rounded_rstd", eps=1e-5)),
         (WeightlessRoundedRoot(), NormSpec("rounded_rstd", weighted=False, eps=1e-5)),
@@ -172,13 +180,6 @@ class FixedEps(Norm):
     def forward(self, x):
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-
-class OffsetInWeightDtype(Norm):
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight).float()).type_as(x)
 
 
 class Sum(Norm):
@@ -243,7 +244,6 @@ class PlainTensorNorm(Norm):
         (UncastByDivision(), "none of the known formulas"),
         (MultipliedByRoundedRoot(), "none of the known formulas"),
         (FixedEps(), "none of the known formulas"),
-        (OffsetInWeightDtype(), "none of the known formulas"),
         (Sum(), "none of the known formulas"),
         (NoisyInTraining().train(), "none of the known formulas"),
         (NoisyInTraining().eval(), "none of the known formulas"),
