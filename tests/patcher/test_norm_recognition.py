@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fused_norm
 from fused_norm.model_configs import FAMILIES, build
 from fused_norm.patcher.norm_recognition import UnrecognisedError, looks_like_norm, recognise
 from fused_norm.spec import NormSpec
@@ -277,6 +278,25 @@ def test_nn_rms_norm_with_an_eps_is_an_uncentered_gemma_norm() -> None:
     assert recognise(nn.RMSNorm(64, eps=1e-5)).spec == NormSpec("gemma", eps=1e-5)
     weightless = nn.RMSNorm(40, eps=1e-5, elementwise_affine=False)
     assert recognise(weightless).spec == NormSpec("llama", weighted=False, eps=1e-5)
+
+
+@pytest.mark.parametrize("norm", [BufferAsWeight, BufferForOthers])
+def test_a_norm_whose_weight_is_a_buffer_is_fused_and_gives_that_no_gradient(
+    norm: type[Norm], device: str, launches: list[str]
+) -> None:
+    stock = norm().to(device)
+    stock.weight.copy_(torch.linspace(-1, 2, 24))
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(nn.ModuleList([fused]))
+    x = torch.randn(3, 24, device=device)
+    results = []
+    for module in (stock, fused):
+        given = x.clone().requires_grad_()
+        y = module(given)
+        results.append((y, *torch.autograd.grad((y * x.cos()).sum(), given)))
+    assert launches == ["rms_norm"]
+    assert fused.weight.grad is None
+    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*results, strict=True))
 
 
 def test_the_real_weight_is_never_read() -> None:
