@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Casting = Literal["llama", "gemma", "weight_dtype", "rounded_rstd", "none"]
+Casting = Literal["llama", "gemma", "rounded_gamma", "weight_dtype", "rounded_rstd", "none"]
 Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
@@ -30,9 +30,10 @@ class NormSpec:
     Attributes:
         casting: where results are rounded. ``llama``: computed in fp32, rounded to the input's dtype before gamma, and
             the product has the promoted dtype of input and weight. ``gemma``: all of it in fp32, gamma included, and
-            one rounding to the input's dtype. ``weight_dtype``: as ``llama``, but rounded to the weight's dtype, which
-            the product has as well. ``rounded_rstd``: as ``llama``, but the inverse root is rounded to the input's
-            dtype too, before the row is multiplied by it. ``none``: every step is rounded to the input's dtype, and the
+            one rounding to the input's dtype. ``rounded_gamma``: as ``gemma``, but a zero-centered gamma is rounded to
+            the weight's dtype first. ``weight_dtype``: as ``llama``, but rounded to the weight's dtype, which the
+            product has as well. ``rounded_rstd``: as ``llama``, but the inverse root is rounded to the input's dtype
+            too, before the row is multiplied by it. ``none``: every step is rounded to the input's dtype, and the
             product has the promoted dtype.
         zero_centered: gamma is ``1 + weight``.
         weighted: the norm has a weight.

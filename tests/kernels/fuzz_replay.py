@@ -48,6 +48,7 @@ _STEPS = 14
 _MEANINGS: tuple[dict[str, Any], ...] = (
     {"casting": "llama"},
     {"casting": "gemma", "zero_centered": True, "eps": 1e-5},
+    {"casting": "rounded_gamma", "zero_centered": True},
     {"casting": "weight_dtype"},
     {"casting": "rounded_rstd"},
     {"casting": "none"},

@@ -58,7 +58,7 @@ class Norm:
 
     @property
     def y_dtype(self) -> torch.dtype:
-        if self.w is None or self.casting == "gemma":
+        if self.w is None or self.casting in ("gemma", "rounded_gamma"):
             return self.sum_dtype
         return self.w if self.casting == "weight_dtype" else torch.promote_types(self.sum_dtype, self.w)
 
@@ -109,6 +109,14 @@ def _stock_none(x: Tensor, weight: Tensor | None, eps: float, zero_centered: boo
     return (1.0 + weight if zero_centered else weight) * hidden_states
 
 
+def _stock_rounded_gamma(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    output = x.float()
+    output = output * torch.rsqrt(output.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        output = output * (1.0 + weight if zero_centered else weight).float()
+    return output.type_as(x)
+
+
 def _stock_weight_dtype(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
     hidden_states = x * torch.rsqrt(variance + eps)
@@ -145,6 +153,7 @@ def none_rounded_once(x: Tensor, weight: Tensor | None, eps: float, zero_centere
 _STOCK = {
     "llama": _stock_llama,
     "gemma": _stock_gemma,
+    "rounded_gamma": _stock_rounded_gamma,
     "weight_dtype": _stock_weight_dtype,
     "rounded_rstd": _stock_rounded_rstd,
     "none": _stock_none,

@@ -40,6 +40,7 @@ MEANINGS = [
     *(Norm(c, z, x=x, w=w, r=r) for c in BASE_CASTINGS for z in (False, True) for x, r, w in PAIRS),
     *(Norm(c, z, x=BF16, w=BF16, r=BF16) for c in BASE_CASTINGS for z in (False, True)),
     *(Norm(c, x=x, w=None, r=x) for c in BASE_CASTINGS for x in DTYPES),
+    Norm("rounded_gamma", True, x=FP32, w=BF16, r=BF16),
     *(Norm("weight_dtype", x=x, w=w, r=r) for x, r, w in ((BF16, BF16, FP32), (BF16, FP32, BF16), (FP32, FP16, BF16))),
     *(Norm("rounded_rstd", x=x, w=w, r=r) for x, r, w in ((BF16, BF16, None), (FP16, FP16, FP32), (BF16, FP32, FP16))),
 ]

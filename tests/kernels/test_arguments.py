@@ -181,7 +181,9 @@ def test_refuses(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_unknown_casting_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="one of llama, gemma, weight_dtype, rounded_rstd, none, not 'lama'"):
+    with pytest.raises(
+        ValueError, match="one of llama, gemma, rounded_gamma, weight_dtype, rounded_rstd, none, not 'lama'"
+    ):
         CALLS[name](casting="lama")
 
 

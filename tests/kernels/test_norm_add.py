@@ -34,6 +34,7 @@ MEANINGS = [
     *(Sandwich(c, False, BF16, r, None).opened for c in BASE_CASTINGS for r in (BF16, FP32)),
     Sandwich("weight_dtype", False, FP32, FP32, BF16).opened,
     Sandwich("rounded_rstd", False, BF16, FP32, None).opened,
+    Sandwich("rounded_gamma", True, FP32, BF16, BF16).opened,
 ]
 
 

@@ -58,6 +58,8 @@ MEANINGS = [
     *(Sandwich(c, False, BF16, BF16, None, None) for c in BASE_CASTINGS),
     *(Sandwich("weight_dtype", False, *dtypes) for dtypes in DTYPES[3:]),
     Sandwich("weight_dtype", True, BF16, BF16, None, FP32),
+    Sandwich("rounded_gamma", True, BF16, FP32, BF16, BF16),
+    Sandwich("rounded_gamma", True, FP32, BF16, BF16, FP16),
     Sandwich("rounded_rstd", False, BF16, BF16, None, BF16),
     Sandwich("rounded_rstd", True, FP16, FP32, FP16, BF16),
 ]

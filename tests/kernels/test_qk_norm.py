@@ -186,6 +186,7 @@ NORMS = [
     *(Norm(c, x=BF16, w=None) for c in ("llama", "gemma")),
     Norm("llama", x=FP32, w=FP32),
     Norm("llama", True, x=FP16, w=BF16),
+    Norm("rounded_gamma", True, x=FP32, w=BF16),
     Norm("weight_dtype", x=FP32, w=BF16),
     Norm("rounded_rstd", x=BF16, w=None),
 ]

@@ -47,6 +47,11 @@ FAMILIES = {
     "hunyuan_v1_dense": ({}, counts(norm=5, qk=4, rope=2, residual=2, mlp=2)),
     "phi3": ({"partial_rotary_factor": 0.5}, counts(norm=5, rope=2, residual=2, mlp=2)),
     "smollm3": ({"no_rope_layers": [1, 0]}, counts(norm=5, rope=2, residual=2, mlp=2)),
+    # Its angles are those of one half.
+    "gpt_oss": (
+        {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        counts(norm=5, rope=2, residual=2),
+    ),
     "stablelm": ({"partial_rotary_factor": 0.5}, counts(rope=2, mlp=2)),
     "gemma3n_text": (
         {
@@ -96,6 +101,7 @@ LAUNCHES = {
     "qwen3_next": {"rms_norm": 3, "gated_rms_norm": 1, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
     "phi3": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
     "smollm3": {"rms_norm": 3, "add_rms_norm": 2, "rope": 1, "glu": 2},
+    "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2},
     "stablelm": {"rope": 2, "glu": 2},
     # Queries and keys are rotated one at a time; the norm in front of each layer's router runs twice.
     "gemma3n_text": {"rms_norm": 20, "norm_add": 4, "rope": 4, "glu": 2},
@@ -111,7 +117,7 @@ def ids(device: str) -> torch.Tensor:
     return torch.randint(2, 64, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-_LONG = ("gemma3n_text", "glm4_moe", "hunyuan_v1_dense", "smollm3", "stablelm")
+_LONG = ("gemma3n_text", "gpt_oss", "glm4_moe", "hunyuan_v1_dense", "smollm3", "stablelm")
 
 
 @pytest.mark.parametrize(

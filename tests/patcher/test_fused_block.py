@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotation
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -331,14 +333,41 @@ def test_a_rotation_of_a_vision_tower_gives_what_stock_gives(case: str, device: 
             attention.fused_norm_rope(rotate, q, k, cos, sin, unsqueeze_dim=2)
         return
     results = []
+    compiled = torch.compile(attention.fused_norm_rope, backend="aot_eager", fullgraph=True)
+    again = compiled(rotate, q, k, cos, sin) if case == "no batch" else ()
+    launches.clear()
     for rotated in (attention.fused_norm_rope(rotate, q, k, cos, sin), rotate(q, k, cos, sin)):
         weighted = sum((one.float() * (1 + place)).sum() for place, one in enumerate(rotated))
         results.append((*rotated, *torch.autograd.grad(weighted, heads)))
     for mine, theirs in zip(*results, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(one[:2] for one in results), strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, results[1], strict=False))
     assert relative(results[0][2], results[1][2]) < 2**-8
     assert launches == ["rope"]
+
+
+def test_a_rotation_with_the_angles_of_one_half_gives_what_stock_gives(device: str, launches: list[str]) -> None:
+    _, fused = twins("llama", device)
+    b = fused.model.layers[0].self_attn
+    q, k = (torch.randn(2, heads, 5, 18, device=device).bfloat16() for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 5, 9, device=device).bfloat16()
+    with swapped_rotation(b, gpt_oss_rotation):
+        actual = b.fused_norm_rope(gpt_oss_rotation, q, k, cos, sin)
+    expected = gpt_oss_rotation(q, k, cos, sin)
+    assert launches == ["rope"]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+    with swapped_rotation(b, gpt_oss_rotation), pytest.raises(RuntimeError, match="must match the size"):
+        b.fused_norm_rope(gpt_oss_rotation, q, k, cos[..., :4], sin[..., :4])
+
+
+@contextlib.contextmanager
+def swapped_rotation(attention: nn.Module, function: Callable) -> Iterator[None]:
+    """The fused attention knows this rotation instead of its own."""
+    fused, before = type(attention), type(attention).fused_norm_rotations
+    fused.fused_norm_rotations = (recognise_rotation(function),)
+    yield
+    fused.fused_norm_rotations = before
 
 
 def test_norms_before_a_rotation_that_rounds_once_are_made_together_and_then_rotated(
@@ -349,13 +378,9 @@ def test_norms_before_a_rotation_that_rounds_once_are_made_together_and_then_rot
     b = fused.model.layers[0].self_attn
     q, k = (torch.randn(2, heads, 5, b.head_dim, device=device).bfloat16() for heads in (4, 2))
     cos, sin = torch.randn(2, 1, 5, b.head_dim, device=device)
-    rotation = recognise_rotation(olmo2_rotation)
-    type(b).fused_norm_rotations, before = (rotation,), type(b).fused_norm_rotations
-    try:
-        weights = b.q_norm.bfloat16(), b.k_norm.bfloat16()
+    weights = b.q_norm.bfloat16(), b.k_norm.bfloat16()
+    with swapped_rotation(b, olmo2_rotation):
         actual = b.fused_norm_rotated(True, b.q_norm, b.k_norm, olmo2_rotation, q, k, cos, sin)
-    finally:
-        type(b).fused_norm_rotations = before
     assert launches == ["qk_norm", "rope"]
     with fused_norm.disabled():
         expected = olmo2_rotation(weights[0](q), weights[1](k), cos, sin)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fused_norm
 from fused_norm.model_configs import FAMILIES, build
 from fused_norm.patcher.norm_recognition import UnrecognisedError, looks_like_norm, recognise
 from fused_norm.spec import NormSpec
@@ -67,6 +68,13 @@ class Weightless(Norm):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class OffsetInWeightDtype(Norm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight).float()).type_as(x)
+
+
 class WeightDtype(Norm):
     def forward(self, x):
         x = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
@@ -112,6 +120,7 @@ class BufferForOthers(BufferAsWeight):
         (Uncast(), NormSpec("none", eps=1e-5)),
         (UncastCentered(), NormSpec("none", zero_centered=True, eps=1e-5)),
         (Weightless(), NormSpec("llama", weighted=False, eps=1e-5)),
+        (OffsetInWeightDtype(), NormSpec("rounded_gamma", zero_centered=True, eps=1e-5)),
         (WeightDtype(), NormSpec("weight_dtype", eps=1e-5)),
         (RoundedRoot(), NormSpec("rounded_rstd", eps=1e-5)),
         (WeightlessRoundedRoot(), NormSpec("rounded_rstd", weighted=False, eps=1e-5)),
@@ -172,13 +181,6 @@ class FixedEps(Norm):
     def forward(self, x):
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-
-class OffsetInWeightDtype(Norm):
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight).float()).type_as(x)
 
 
 class Sum(Norm):
@@ -243,7 +245,6 @@ class PlainTensorNorm(Norm):
         (UncastByDivision(), "none of the known formulas"),
         (MultipliedByRoundedRoot(), "none of the known formulas"),
         (FixedEps(), "none of the known formulas"),
-        (OffsetInWeightDtype(), "none of the known formulas"),
         (Sum(), "none of the known formulas"),
         (NoisyInTraining().train(), "none of the known formulas"),
         (NoisyInTraining().eval(), "none of the known formulas"),
@@ -277,6 +278,25 @@ def test_nn_rms_norm_with_an_eps_is_an_uncentered_gemma_norm() -> None:
     assert recognise(nn.RMSNorm(64, eps=1e-5)).spec == NormSpec("gemma", eps=1e-5)
     weightless = nn.RMSNorm(40, eps=1e-5, elementwise_affine=False)
     assert recognise(weightless).spec == NormSpec("llama", weighted=False, eps=1e-5)
+
+
+@pytest.mark.parametrize("norm", [BufferAsWeight, BufferForOthers])
+def test_a_norm_whose_weight_is_a_buffer_is_fused_and_gives_that_no_gradient(
+    norm: type[Norm], device: str, launches: list[str]
+) -> None:
+    stock = norm().to(device)
+    stock.weight.copy_(torch.linspace(-1, 2, 24))
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(nn.ModuleList([fused]))
+    x = torch.randn(3, 24, device=device)
+    results = []
+    for module in (stock, fused):
+        given = x.clone().requires_grad_()
+        y = module(given)
+        results.append((y, *torch.autograd.grad((y * x.cos()).sum(), given)))
+    assert launches == ["rms_norm"]
+    assert fused.weight.grad is None
+    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*results, strict=True))
 
 
 def test_the_real_weight_is_never_read() -> None:

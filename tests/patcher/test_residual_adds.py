@@ -551,6 +551,29 @@ class Missed(Recorder):
         return self.act(a)
 
 
+def scaled_add(a, b):
+    scale = 0.5
+    return a * scale + b
+
+
+def product(a, b):
+    a = a + b
+    return a * b
+
+
+class MadeElsewhere(Recorder):
+    def forward(self, a, b):
+        a = scaled_add(a, b)
+        a = self.norm(a)
+        b = product(a, b)
+        return self.other(b) * a
+
+
+def test_a_sum_that_a_function_returns_is_found() -> None:
+    assert patterns_of(MadeElsewhere).adds == ()
+    assert [(one.norm, one.source) for one in patterns_of(MadeElsewhere).missed] == [("norm", "scaled_add(a, b)")]
+
+
 def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
     missed = [(one.norm, one.source, one.conditions) for one in patterns_of(Missed).missed]
     assert missed == [

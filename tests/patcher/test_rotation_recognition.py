@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_one_half
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as full
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
@@ -44,6 +45,14 @@ def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> No
     assert (FP32, FP32) in rotation.dtypes
     assert (BF16, FP32) in rotation.dtypes_once
     assert not rotation.tokens_first
+
+
+def test_a_rotation_may_have_the_angles_of_one_half() -> None:
+    rotation = recognise_rotation(of_one_half)
+    assert rotation.halved
+    assert not rotation.partial
+    assert rotation.dtypes == recognise_rotation(full).dtypes
+    assert not recognise_rotation(full).halved
 
 
 def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> None:

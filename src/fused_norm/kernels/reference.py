@@ -39,6 +39,8 @@ def rms_norm(
         return x_hat.to(dtype)
     if spec.casting == "gemma":
         return (x_hat * gamma(weight.to(wide), spec.zero_centered)).to(dtype)
+    if spec.casting == "rounded_gamma":
+        return (x_hat * gamma(weight, spec.zero_centered).to(wide)).to(dtype)
     if spec.casting != "weight_dtype":
         x_hat = x_hat.to(dtype)
     elif weight.dtype.itemsize == 2:

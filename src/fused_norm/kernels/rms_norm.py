@@ -92,8 +92,8 @@ def rms_norm(
         mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest known.
 
     Returns:
-        y, of x's shape and memory order. Its dtype is x's under ``gemma``, the weight's under ``weight_dtype``, else
-        what x and weight promote to.
+        y, of x's shape and memory order. Its dtype is x's under ``gemma`` and ``rounded_gamma``, the weight's under
+        ``weight_dtype``, else what x and weight promote to.
 
     Raises:
         TypeError: for a dtype that is not floating point.

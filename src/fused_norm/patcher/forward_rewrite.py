@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .activation_recognition import Activation
-from .forward_source import SourceError, compiled, definition_of, global_of, self_name
+from .forward_source import SourceError, compiled, definition_of, global_of, returns_sum, self_name
 from .gates import Gate, GateRewrite, PlacedGate, find_gates, fuse_gate
 from .norm_recognition import UnrecognisedError
 from .query_key_norms import Pair, PairRewrite, PlacedPair, find_pairs, fuse_pair
@@ -65,7 +65,9 @@ def _patterns_of(layer: Any, forward: Callable[..., Any]) -> Patterns | SourceEr
     places = _places_in(definition, own)
     return Patterns(
         adds=tuple(place.add for place in places.adds),
-        missed=tuple(find_missed_adds(definition, places.adds, own)),
+        missed=tuple(
+            find_missed_adds(definition, places.adds, own, lambda name: returns_sum(function.__globals__.get(name)))
+        ),
         pairs=tuple(place.pair for place in places.pairs),
         rotations=tuple(place.rotation for place in places.rotations),
         gates=tuple(place.gate for place in places.gates),

@@ -106,7 +106,7 @@ class FusedBlock(nn.Module):
         for rotation in self.fused_norm_rotations:
             if (
                 rotation.is_now(rotate)
-                and not rotation.tokens_first
+                and not (rotation.tokens_first or rotation.halved)
                 and _kernel_rotates_alike(rotation.dtypes, rotation, q, k, *weights, cos, sin, heads_dim)
             ):
                 return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
@@ -127,25 +127,28 @@ class FusedBlock(nn.Module):
         self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, named: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
         """q and k rotated by the kernel; None where it may not take them."""
-        rotation = next((one for one in self.fused_norm_rotations if one.is_now(rotate)), None)
-        if rotation is None or (rotation.tokens_first and named):
-            return None
+        for rotation in self.fused_norm_rotations:
+            if rotation.is_now(rotate) and not (rotation.tokens_first and named):
+                return self._rotated_as(rotation, q, k, cos, sin, named.get("unsqueeze_dim", 1))
+        return None
+
+    def _rotated_as(
+        self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any
+    ) -> tuple[Tensor, Tensor | None] | None:
         reason = obstacle(q, None, None, None) if k is None else _pair_obstacle("q and k", q, k)
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
             reason = "q and k differ in width"
         if reason is None:
-            heads_dim = 2 if rotation.tokens_first else named.get("unsqueeze_dim", 1)
-            without_batch = rotation.tokens_first and q.dim() == 3
-            if without_batch:
-                q, k = (one if one is None else one.unsqueeze(0) for one in (q, k))
+            heads = q, k
             if rotation.tokens_first:
-                cos, sin = (one[None] if isinstance(one, Tensor) and one.dim() == 2 else one for one in (cos, sin))
-            for once, dtypes in enumerate((rotation.dtypes, rotation.dtypes_once)):
-                if _kernel_rotates_alike(dtypes, rotation, q, k, None, None, cos, sin, heads_dim):
-                    rotated = ROPE(None, q, k, cos, sin, heads_dim, once == 1)
-                    if not without_batch:
-                        return rotated
-                    return rotated[0].squeeze(0), None if k is None else rotated[1].squeeze(0)
+                heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
+                cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
+            if rotation.halved and is_plain(cos) and is_plain(sin):
+                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+            for dtypes, once in ((rotation.dtypes, False), (rotation.dtypes_once, True)):
+                if _kernel_rotates_alike(dtypes, rotation, *heads, None, None, cos, sin, heads_dim):
+                    q_out, k_out = ROPE(None, *heads, cos, sin, heads_dim, once)
+                    return _as_given(q_out, q), None if k is None else _as_given(k_out, k)
             reason = f"{name_of(rotation.function)} is called with other shapes or dtypes than the kernel takes"
         if reason:
             explain(self.fused_norm_origin, reason)
@@ -207,6 +210,16 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
         s = NORM_ADD(spec, x, residual, inner_weight)
         return norm(s), s
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
+
+
+def _with_batch(x: Any, without: int) -> Any:
+    """A tensor of so many dimensions with one of the batch in front; anything else as it is."""
+    return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() == without else x
+
+
+def _as_given(x: Tensor, given: Tensor) -> Tensor:
+    """``x`` without the dimension of the batch that ``given`` had not."""
+    return x if x.dim() == given.dim() else x.squeeze(0)
 
 
 def _qk_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:

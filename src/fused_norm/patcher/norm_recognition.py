@@ -191,7 +191,8 @@ def _candidates(module: nn.Module, eps: float) -> Iterator[NormSpec]:
         yield from (NormSpec(casting, weighted=False, eps=eps) for casting in _WEIGHTLESS_CASTINGS)
     if _held_weight(module) is not None:
         for casting, zero_centered in itertools.product(CASTINGS, (False, True)):
-            yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
+            if zero_centered or casting != "rounded_gamma":  # there is nothing to round, and it is gemma
+                yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
 
 
 def _gated_candidates(module: nn.Module, eps: float) -> Iterator[GatedNormSpec]:

@@ -128,7 +128,7 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     """Put the fused call in the add's place."""
     branch, inner, keywords = place.branch, None, []
     stock, dropout = place.statement.value, []
-    assert stock is not None, "it is an add"
+    assert stock is not None
     if rewrite.inner and place.inner_call is not None:
         call, normed = place.inner_call, place.normed
         if rewrite.dropout and place.before is not None:

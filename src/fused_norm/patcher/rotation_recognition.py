@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class Rotation:
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
+        halved: its cos and sin are those of one half of a head, which both halves share.
     """
 
     function: Any
@@ -42,6 +43,7 @@ class Rotation:
     dtypes_once: tuple[DtypePair, ...]
     partial: bool
     tokens_first: bool
+    halved: bool
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
@@ -80,23 +82,30 @@ def _runs_its_own_forward(module: nn.Module) -> bool:
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
+class _Form(NamedTuple):
+    """How a function is given heads and angles, as in ``Rotation``."""
+
+    tokens_first: bool = False
+    halved: bool = False
+
+
 @cache
 def _recognise(function: Any, tensors: int) -> Rotation | None:
     # No hook is to see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
-    for tokens_first in (False, True):
+    for form in (_Form(), _Form(tokens_first=True), _Form(halved=True)):
         found: tuple[list[DtypePair], list[DtypePair]] = [], []
         for pair in _PAIRS:
-            once = next((one for one in (False, True) if _agrees(rotate, tensors, pair, tokens_first, one)), None)
+            once = next((one for one in (False, True) if _agrees(rotate, tensors, pair, form, one)), None)
             if once is not None:
                 found[once].append(pair)
         if _PAIRS[0] in found[0]:  # a function that computes in fp64 would show nowhere else
             partial_too = all(
-                _agrees(rotate, tensors, pair, tokens_first, once == 1, _ROTARY)
+                _agrees(rotate, tensors, pair, form, once == 1, _ROTARY)
                 for once, pairs in enumerate(found)
                 for pair in pairs
             )
-            return Rotation(function, tuple(found[0]), tuple(found[1]), partial_too, tokens_first)
+            return Rotation(function, tuple(found[0]), tuple(found[1]), partial_too, form.tokens_first, form.halved)
     return None
 
 
@@ -104,7 +113,7 @@ def _agrees(
     function: Callable[..., Any],
     tensors: int,
     dtypes: DtypePair,
-    tokens_first: bool,
+    form: _Form,
     once: bool,
     rotary: int = _WIDTH,
 ) -> bool:
@@ -117,15 +126,18 @@ def _agrees(
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
         heads = [random(2, number, _TOKENS, _WIDTH).to(dtypes[0]) for number in (_HEADS, 1)[:tensors]]
         angles = [random(2, _TOKENS, rotary).to(dtypes[1]) for _ in range(2)]
+        if form.halved:
+            angles = [angle[..., : rotary // 2].repeat(1, 1, 2) for angle in angles]
         turned = [x.transpose(1, 2) for x in heads]
         calls: list[tuple[list[Tensor], list[Tensor], int, dict[str, int]]]
         calls = [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
-        if tokens_first:
+        if form.tokens_first:
             alike = [angle[0] for angle in angles]
             calls = [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
         for given, (cos, sin), heads_dim, named in calls:
+            width = rotary // 2 if form.halved else rotary
             try:
-                rotated = function(*given, cos, sin, **named)
+                rotated = function(*given, cos[..., :width], sin[..., :width], **named)
             except Exception:  # a foreign function may raise anything
                 return False
             if tensors == 1:

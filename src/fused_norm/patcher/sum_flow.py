@@ -7,6 +7,7 @@ and has a row that says so.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .residual_adds import PlacedAdd, called_norm, norm_call
@@ -17,8 +18,8 @@ _SAME_TENSOR = ("contiguous", "to")
 Conditions = tuple[tuple[str, bool], ...]
 """Attributes of the module, and what their truth has to be."""
 
-Sums = frozenset[tuple[ast.BinOp | ast.AugAssign, Conditions]]
-"""Adds, each with the conditions under which it is made."""
+Sums = frozenset[tuple[ast.BinOp | ast.AugAssign | ast.Call, Conditions]]
+"""Adds, or calls of functions that add, each with the conditions under which it is made."""
 
 Names = dict[str, Sums]
 
@@ -38,9 +39,14 @@ class MissedAdd:
     conditions: Conditions
 
 
-def find_missed_adds(definition: ast.FunctionDef, places: list[PlacedAdd], self_name: str) -> list[MissedAdd]:
-    """The adds that reach a norm and are not fused with it where all of ``places`` are fused, each one once."""
-    flow = _Flow(self_name)
+def find_missed_adds(
+    definition: ast.FunctionDef, places: list[PlacedAdd], self_name: str, adds: Callable[[str], bool]
+) -> list[MissedAdd]:
+    """The adds that reach a norm and are not fused with it where all of ``places`` are fused, each one once.
+
+    ``adds``: whether the function that a global name stands for returns a sum.
+    """
+    flow = _Flow(self_name, adds)
     flow.run(definition.body, {})
     fused = {
         place.use.call: {id(node) for node in ast.walk(place.statement)} for place in places if place.use is not None
@@ -61,9 +67,9 @@ class _Flow:
         calls: of each call of an attribute of the module, the sums that its argument may be, and the conditions.
     """
 
-    def __init__(self, self_name: str) -> None:
+    def __init__(self, self_name: str, adds: Callable[[str], bool]) -> None:
         self.calls: dict[ast.Call, tuple[Sums, Conditions]] = {}
-        self._own = self_name
+        self._own, self._adds = self_name, adds
         self._conditions: Conditions = ()
 
     def run(self, body: list[ast.stmt], names: Names) -> Names:
@@ -134,6 +140,8 @@ class _Flow:
                 return frozenset([(node, self._conditions)])
             case ast.IfExp():
                 return inside[1] | inside[2]
+            case ast.Call(func=ast.Name(id=name)) if self._adds(name):
+                return frozenset([(node, self._conditions)])
             case ast.Call(func=ast.Attribute(attr=method)) if method in _SAME_TENSOR:
                 assert isinstance(node.func, ast.Attribute)
                 return self._value(node.func.value, names)

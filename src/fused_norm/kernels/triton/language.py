@@ -74,13 +74,13 @@ def rstd_of(s, rstd_ptr, row, M, eps, dtype: tl.constexpr, N: tl.constexpr, SPEC
 
 @triton.jit
 def normalised(s, rstd, w_ptr, dtype: tl.constexpr, SPEC: tl.constexpr):
-    """x_hat, which only gemma leaves unrounded. ``dtype`` is that of s; of the weight only its dtype counts."""
+    """x_hat, which gemmas leave unrounded. ``dtype`` is that of s; of the weight only its dtype counts."""
     if SPEC.casting == "rounded_rstd":
         rstd = round_to(rstd, dtype)
     x_hat = s * rstd
     if SPEC.casting == "weight_dtype" and w_ptr is not None:
         x_hat = round_to(x_hat, w_ptr.dtype.element_ty)
-    elif SPEC.casting != "gemma":
+    elif SPEC.casting != "gemma" and SPEC.casting != "rounded_gamma":
         x_hat = round_to(x_hat, dtype)
     return x_hat
 

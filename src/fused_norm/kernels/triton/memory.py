@@ -77,7 +77,7 @@ def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 def norm_dtype(spec: NormSpec, dtype: torch.dtype, weight: Tensor | None) -> torch.dtype:
     """The dtype of a norm's output for an input of ``dtype``."""
-    if weight is None or spec.casting == "gemma":
+    if weight is None or spec.casting in ("gemma", "rounded_gamma"):
         return dtype
     return weight.dtype if spec.casting == "weight_dtype" else promoted(dtype, weight.dtype)
 

@@ -60,10 +60,10 @@ def _sandwich_forward_kernel(
         branch = round_to(branch, x_dtype)
     else:
         branch = branch * load_gamma(inner_ptr, col, in_row, SPEC)
-        # Two dtypes that differ promote to fp32, but for gemma, which keeps x's, and weight_dtype, which takes that.
+        # Two dtypes that differ promote to fp32, but for gemmas, which keep x's, and weight_dtype, which takes that.
         if SPEC.casting == "weight_dtype":
             branch = round_to(branch, inner_ptr.dtype.element_ty)
-        elif SPEC.casting == "gemma" or inner_ptr.dtype.element_ty == x_dtype:
+        elif SPEC.casting == "gemma" or SPEC.casting == "rounded_gamma" or inner_ptr.dtype.element_ty == x_dtype:
             branch = round_to(branch, x_dtype)
     s = round_to(r + branch, s_dtype)
     store_tile((s_ptr, s_stride), row, col, live, s)
