@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
+from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
@@ -39,10 +40,10 @@ from .planting import (
 SOUND = "none"
 """Stands for no mutation: the fused twin as it is, for as many steps as those with faults. It must be green."""
 
-_NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM)
+_NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
 _EVERY = (*_NORMED, ROPE, GLU)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
-_WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM)  # norm_add has that of rms_norm
+_WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)  # norm_add has that of rms_norm
 _EVERY_BACKWARD = (*_WITH_BACKWARD, ROPE, GLU)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
