@@ -26,9 +26,7 @@ def job(name: str) -> dict:
 def test_each_job_has_a_result_whatever_another_one_does(tmp_path: Path) -> None:
     names = ["dies", "first", "raises", "sleeps", "swells", "last"]
     seen: list[str] = []
-    results = sweep(
-        job, names, tmp_path, jobs=3, seconds=2, gigabytes=2, done=lambda name, result: seen.append(name)
-    )
+    results = sweep(job, names, tmp_path, jobs=3, seconds=2, gigabytes=2, done=lambda name, result: seen.append(name))
     assert list(results) == names
     assert sorted(seen) == sorted(names)
     assert results["first"] == {"name": "first"}

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=positive, metavar="S", help="time of a type (120; 900 with --run)")
     parser.add_argument("--memory", type=positive, default=12, metavar="GB", help="memory of a process (12)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the summary, transformers-VERSION.json, there")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="keep the results by type there, and use those there")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="keep the results by type there, and use those there"
+    )
     parser.add_argument("--stored", type=Path, metavar="FILE", help="a stored summary instead of a sweep")
     parser.add_argument(
         "--against",
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what changed since a stored summary (default: that of the newest release in the folder of --out)",
     )
-    parser.add_argument("--table", type=Path, metavar="PAGE", help="write the tables of all summaries in --out to a page")
+    parser.add_argument(
+        "--table", type=Path, metavar="PAGE", help="write the tables of all summaries in --out to a page"
+    )
     parser.add_argument("--run", action="store_true", help="compare outputs and gradients of small models with stock")
 
 

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 _DEPTH = 3
 
 
+def rotates(module: nn.Module) -> bool:
+    """Return whether the forward of a module, or a method that it calls, calls a function that is a half rotation."""
+    cls: Any = type(module)
+    return _rotates(cls)
+
+
 @cache
-def rotates_by_halves(cls: type[nn.Module]) -> bool:
-    """Return whether the forward of a class, or a method that it calls, calls a function that is a half rotation."""
-    forward = getattr(cls, "forward", None)
-    if not isinstance(forward, FunctionType) or cls.__module__.startswith("torch."):
-        forward = inspect.unwrap(forward) if callable(forward) and not cls.__module__.startswith("torch.") else None
-    return forward is not None and any(_is_half_rotation(one) for one in _called(cls, inspect.unwrap(forward), set()))
+def _rotates(cls: Any) -> bool:
+    forward = inspect.unwrap(cls.forward)
+    return not cls.__module__.startswith("torch.") and any(map(_is_half_rotation, _called(cls, forward, set())))
 
 
 def _called(cls: type[nn.Module], function: Any, seen: set[Any]) -> Iterator[FunctionType]:

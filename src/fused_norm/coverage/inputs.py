@@ -72,7 +72,18 @@ def _values(name: str, config: Any) -> Iterator[Any]:
     elif name.startswith("pixel") or "image" in name:
         yield from (one for one in _images(config, random))
     elif "features" in name or "spectrogram" in name:
-        bins = _first(config, "num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "num_mel_channels", "input_size") or 80
+        bins = (
+            _first(
+                config,
+                "num_mel_bins",
+                "input_feat_per_channel",
+                "n_mels",
+                "feature_size",
+                "num_mel_channels",
+                "input_size",
+            )
+            or 80
+        )
         longest = 2 * (_first(config, "max_source_positions") or _FRAMES)
         yield random(_BATCH, bins, min(longest, 3000))
         yield random(_BATCH, _FRAMES, bins)

@@ -40,9 +40,22 @@ _STAGES = ("stage_names", "out_features", "_out_features", "out_indices", "_out_
 _NOT_CHANGED = ("id2label", "label2id", "task_specific_params", "quantization_config")
 
 
+_COMPLETED: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "emu3": {"vocabulary_map": {"<image>": 4}},
+}
+"""Values without which a type's default config has no model."""
+
+
 def model_types() -> list[str]:
     """The names of all model types that have a config."""
     return sorted(CONFIG_MAPPING.keys())
+
+
+def default_config(model_type: str) -> Any:
+    """The default config of a type, with what it lacks."""
+    return CONFIG_MAPPING[model_type](**_COMPLETED.get(model_type, {}))
 
 
 def model_class_of(config: Any) -> Any:
@@ -111,7 +124,9 @@ def _add_sections(values: dict[str, Any]) -> None:
         half = int(width * (rope.get("partial_rotary_factor") or one.get("partial_rotary_factor") or 1)) // 2
         side = 3 * half // 8
         name = "rope_parameters" if "rope_parameters" in one else "rope_scaling"
-        one[name] = {"rope_type": "default", "type": "default"} | rope | {"mrope_section": [side, side, half - 2 * side]}
+        one[name] = (
+            {"rope_type": "default", "type": "default"} | rope | {"mrope_section": [side, side, half - 2 * side]}
+        )
 
 
 def _shrunk(values: Mapping[str, Any], layers: int, divisor: int, tokens: dict[int, int]) -> dict[str, Any]:
@@ -120,14 +135,14 @@ def _shrunk(values: Mapping[str, Any], layers: int, divisor: int, tokens: dict[i
     if len(stages) - 1 in lengths and len(stages) > layers + 1:  # a stage for each layer: to be named anew
         values = {name: value for name, value in values.items() if name not in _STAGES}
     return {
-        name: value if name in _NOT_CHANGED or not isinstance(name, str) else _shrunk_value(name, value, lengths, layers, divisor, tokens)
+        name: value
+        if name in _NOT_CHANGED or not isinstance(name, str)
+        else _shrunk_value(name, value, lengths, layers, divisor, tokens)
         for name, value in values.items()
     }
 
 
-def _shrunk_value(
-    name: str, value: Any, lengths: set[int], layers: int, divisor: int, tokens: dict[int, int]
-) -> Any:
+def _shrunk_value(name: str, value: Any, lengths: set[int], layers: int, divisor: int, tokens: dict[int, int]) -> Any:
     if isinstance(value, dict):
         if value and all(str(key).isdigit() for key in value):  # of layers by their numbers
             return {key: one for key, one in value.items() if int(key) < layers}

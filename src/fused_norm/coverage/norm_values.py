@@ -1,4 +1,4 @@
-"""What a module normalises, told by its results on random numbers: a count that owes nothing to the patcher's formulas."""
+"""What a module normalises, told by its results on random numbers and not by the patcher's formulas."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 Normalises = Literal["rms", "gated", "layer", "length", "other"]
-"""``rms``: rows, or groups in them, by the root of the mean of squares. ``gated``: the same, and a second tensor counts.
-``layer``: a mean is subtracted. ``length``: by the norm of rows. ``other``: results do not depend on the input's scale.
-"""
+"""``rms``: rows, or groups in them, by the root of the mean of squares. ``gated``: the same, and a second tensor has an
+influence. ``layer``: a mean is subtracted. ``length``: by the norm of rows. ``other``: results do not depend on the
+input's scale."""
 
 _SUBTRACTING = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _MOST = 2**20  # Numbers in a weight: more are those of an embedding.

@@ -1,4 +1,4 @@
-"""A step of a model type's small model, fused against stock, with inputs of any kind, by the error rule of ``check``."""
+"""A step of a model type's small model, fused against stock, with inputs of any kind: the rule is that of ``check``."""
 
 from __future__ import annotations
 

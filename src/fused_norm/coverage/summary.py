@@ -108,7 +108,8 @@ def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
     """A line for every class and type that came, went or changed from one summary to the other.
 
     Args:
-        only: the model types that ``new`` is of, all where there is none; of a few types it cannot be told what is gone.
+        old, new: the two.
+        only: the model types that ``new`` is of, all where there is none; of a few it cannot be told what is gone.
     """
     lines = []
     for name in sorted(new.classes.keys() | (() if only else old.classes.keys())):
@@ -180,7 +181,9 @@ def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
         for kind, cls, reason, number in row.get("kept", ()):
             numbers[kind, cls, reason] += number
             types[kind, cls, reason] += 1
-    return sorted(((number, types[what], *what) for what, number in numbers.items()), key=lambda one: (-one[0], one[2:]))
+    return sorted(
+        ((number, types[what], *what) for what, number in numbers.items()), key=lambda one: (-one[0], one[2:])
+    )
 
 
 def page_with_tables(page: str, summaries: Sequence[Summary]) -> str:

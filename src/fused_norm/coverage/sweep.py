@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [name for name in model_types if not (folder / f"{name}.json").exists()]
     forks = multiprocessing.get_context("fork")
-    running: dict[str, tuple[BaseProcess, float]] = {}
+    running: dict[str, tuple[ForkProcess, float]] = {}
     waiting.reverse()
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -1,4 +1,4 @@
-"""What a model is seen to do while it runs: which norms take the sum of an add, and which modules multiply by a gate."""
+"""What a model does while it runs: which norms take the sum of an add, and which modules multiply by a gate."""
 
 from __future__ import annotations
 
@@ -74,12 +74,14 @@ class TracedSums(TorchDispatchMode):
         if path in self._holders:
             self.called.add(path)
             x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-            if x is not None and self._calls:
-                _, version, call = self._sums.get(_place(x), (None, None, None))
-                if call is not None and call is self._calls[-1] and version == x._version:
-                    if call[0] == self._holders[path]:
-                        self.fed.add(path)
+            if x is not None and self._calls and self._is_sum_of(x, self._calls[-1], self._holders[path]):
+                self.fed.add(path)
         self._calls.append((path, object()))
+
+    def _is_sum_of(self, x: Tensor, call: Call, holder: str) -> bool:
+        """Return whether ``call`` is one of the module at ``holder``, and made a tensor, as it is now, by an add."""
+        _, version, made_in = self._sums.get(_place(x), (None, None, None))
+        return made_in is call and version == x._version and call[0] == holder
 
     def _leave(self, is_activation: bool, result: Any) -> None:
         if self._calls:
@@ -93,7 +95,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 @functools.cache
-def _activates(cls: type[nn.Module]) -> bool:
+def _activates(cls: Any) -> bool:
     x = torch.linspace(-3, 3, 64, device="cpu")
     try:
         y = cls()(x)
@@ -105,4 +107,5 @@ def _activates(cls: type[nn.Module]) -> bool:
 
 def _is_activation(module: nn.Module) -> bool:
     """Return whether a module without parameters computes the SiLU or a GELU."""
-    return not module._parameters and not module._modules and not module._buffers and _activates(type(module))
+    cls: Any = type(module)
+    return not module._parameters and not module._modules and not module._buffers and _activates(cls)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from .forward_hashes import forward_hash, name_of
-from .half_rotations import rotates_by_halves
+from .half_rotations import rotates
 from .inputs import Inputs, inputs_of
-from .model_types import build, model_class_of, rotates_in_sections, small_configs
+from .model_types import build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
 from .traced_sums import TracedSums
 
@@ -90,7 +90,7 @@ def count(model_type: str) -> TypeCount:
         "norm": norms,
         "gated": {path for path, kind in kinds.items() if kind == "gated"},
         "qk": {path for path in norms if _QK.search(path.rpartition(".")[2])},
-        "rope": {path for path, module in modules.items() if rotates_by_halves(type(module))},
+        "rope": {path for path, module in modules.items() if rotates(module)},
     }
     _add_classes(result, kinds, modules, wanted["rope"])
     if any(wanted.values()):
@@ -117,7 +117,7 @@ def whole_model(model_type: str) -> tuple[nn.Module, Any]:
         UnbuiltError: there is none.
     """
     try:
-        config = CONFIG_MAPPING[model_type]()
+        config = default_config(model_type)
         model_class = model_class_of(config)
         if model_class is None:
             raise UnbuiltError("a part of other models")
@@ -197,8 +197,10 @@ def with_random_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run(model: nn.Module, layers: int, divisor: int) -> tuple[SmallModel, str | None]:
+def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]:
     """Run a small model, and those of its parts by themselves of which it leaves norms out."""
+    if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped product wants widths of its own
     norms = {path: module for path, module in model.named_modules() if normalises(module) == "rms"}
     traced = TracedSums(model, norms.keys())
     runs: list[tuple[str, Inputs]] = []
@@ -245,8 +247,9 @@ def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:
         if site.path in found.traced.called and site.path not in found.traced.fed
     )
     result.unfounded = sorted((*what, number) for what, number in extra.items())
-    for path in gated:
-        result.classes.setdefault(name_of(type(modules[path])), f"mlp {forward_hash(type(modules[path]))}")
+    products: set[Any] = {type(modules[path]) for path in gated}
+    for cls in products:
+        result.classes.setdefault(name_of(cls), f"mlp {forward_hash(cls)}")
 
 
 def _settle(result: TypeCount, kind: str, paths: Iterable[str], report: PatchReport, modules: Any) -> None:
@@ -286,7 +289,8 @@ def _add_classes(result: TypeCount, kinds: dict[str, Normalises], modules: Any, 
         ("layer", [modules[path.rpartition(".")[0]] for path, kind in kinds.items() if kind in ("rms", "gated")]),
     ]
     for role, found in groups:
-        for cls in {type(module) for module in found}:
+        classes: set[Any] = {type(module) for module in found}
+        for cls in classes:
             if not cls.__module__.startswith("torch."):
                 result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")
 
