@@ -13,6 +13,7 @@ from torch import nn
 Inputs = dict[str, Any]
 
 _BATCH, _TOKENS, _FRAMES = 2, 12, 64
+_LARGEST_IMAGE = 512
 _MOST = 24
 
 
@@ -116,8 +117,8 @@ def _images(config: Any, random: Any) -> Iterator[Any]:
     size, patch = _first(vision, "image_size"), _first(vision, "patch_size")
     size = size[0] if isinstance(size, (list, tuple)) else size
     patch = patch[0] if isinstance(patch, (list, tuple)) else patch
-    sizes = [] if type(patch) is not int else [4 * patch, 8 * patch]
-    for side in dict.fromkeys([*([size] if type(size) is int else []), *sizes, 64]):
+    sizes = [] if type(patch) is not int else [4 * patch]
+    for side in dict.fromkeys([*sizes, *([size] if type(size) is int and size <= _LARGEST_IMAGE else []), 64]):
         yield random(_BATCH, channels, side, side)
         yield random(1, 2, channels, side, side)
     if type(patch) is int:

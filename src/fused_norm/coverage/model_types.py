@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -44,6 +44,14 @@ _COMPLETED: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 4}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "emu3": {"vocabulary_map": {"<image>": 4}},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl_text": {"head_dim": 128},
+    "idefics3": {"pad_token_id": 0},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "smolvlm": {"pad_token_id": 0},
 }
 """Values without which a type's default config has no model."""
 
@@ -89,7 +97,7 @@ def _source(module: ModuleType) -> str:
         return ""
 
 
-def small_configs(config: Any, *, sections: bool) -> Iterator[tuple[int, int, Any]]:
+def small_configs(config: Any, *, sections: bool, divisors: Sequence[int] = (4, 2, 1)) -> Iterator[tuple[int, int, Any]]:
     """Configs like this one with fewer layers, narrower, and with few tokens and experts; the smallest first.
 
     Every width is divided by the same number, so that what fits together in the config fits in these too.
@@ -97,11 +105,12 @@ def small_configs(config: Any, *, sections: bool) -> Iterator[tuple[int, int, An
     Args:
         config: that of the whole model.
         sections: the model rotates in sections.
+        divisors: of the widths, the first choice first.
 
     Yields:
         The number of layers, the divisor of widths, and the config.
     """
-    for divisor in (4, 2, 1):
+    for divisor in divisors:
         for layers in (2, 3, 4, 6, 8, 12):
             values = _shrunk(config.to_dict(), layers, divisor, {})
             if sections:

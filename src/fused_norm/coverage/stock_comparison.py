@@ -53,7 +53,9 @@ def compare(model_type: str, dtypes: tuple[torch.dtype, ...] = (torch.float32, t
     signatures = signatures_of(whole, {path for path, kind in judged(whole).items() if kind in ("rms", "gated")})
     sections = rotates_in_sections(whole)
     del whole
-    found, why = small_model(model_class_of(config), config, signatures, sections=sections, most=_MOST_PARAMETERS)
+    found, why = small_model(
+        model_class_of(config), config, signatures, sections=sections, most=_MOST_PARAMETERS, divisors=(8, 4, 2, 1)
+    )
     if found is None or not found.runs:
         raise UnbuiltError(f"does not run: {why}")
     results: dict[str, Any] = {}

@@ -108,7 +108,8 @@ def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
     """A line for every class and type that came, went or changed from one summary to the other.
 
     Args:
-        old, new: the two.
+        old: the earlier one.
+        new: the later one.
         only: the model types that ``new`` is of, all where there is none; of a few it cannot be told what is gone.
     """
     lines = []
