@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fused_norm import cli
-from fused_norm.coverage.summary import Summary, changes, gaps, page_with_tables, stored, summarise
+from fused_norm.coverage.summary import PART, Summary, changes, gaps, page_with_tables, stored, summarise
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "benchmarks" / "coverage"
@@ -26,7 +26,8 @@ FOUND = {
 }
 NOTHING = FOUND | {"found": {}, "fused": {}, "kept": [], "classes": {}}
 WHOLE = FOUND | {"fused": FOUND["found"], "kept": [], "classes": {"two.TwoNorm": "norm 33333333"}, "why_not_run": None}
-RESULTS = {"one": FOUND, "two": WHOLE, "bare": NOTHING, "broken": {"failed": "TypeError: 3"}}
+FAILED = {"broken": {"failed": "TypeError: 3"}, "tower": {"failed": PART}}
+RESULTS = {"one": FOUND, "two": WHOLE, "bare": NOTHING, **FAILED}
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def test_a_stored_summary_comes_back_and_has_a_line_for_each_type(summary: Summa
     assert sum('"norm": [5, 5]' in line for line in path.read_text(encoding="utf-8").splitlines()) == 2
     assert summary.without == ["bare"]
     assert summary.unbuilt == {"broken": "TypeError: 3"}
+    assert summary.parts == ["tower"]
     assert summary.types["one"]["not run"] == [1, "ValueError: no"]
 
 

@@ -154,7 +154,8 @@ def _print(summary: Summary) -> None:
     for kind, (found, fused, types) in summary.totals().items():
         share = f"{100 * fused / found:5.1f} %" if found else "      -"
         print(f"  {KINDS[kind]:<16} {fused:>6} of {found:>6} fused  {share}  in {types} model types")
-    print(f"  {len(summary.without)} model types have none of these, and {len(summary.unbuilt)} were not built")
+    bare, parts, unbuilt = len(summary.without), len(summary.parts), len(summary.unbuilt)
+    print(f"  {bare} model types have none of these, {parts} are parts of others alone, and {unbuilt} were not built")
     print("\nkept, by number:")
     for number, types, kind, cls, reason in gaps(summary):
         print(f"  {number:>5} {KINDS[kind]:<16} {cls} ({types} types): {reason}")

@@ -97,7 +97,9 @@ def _source(module: ModuleType) -> str:
         return ""
 
 
-def small_configs(config: Any, *, sections: bool, divisors: Sequence[int] = (4, 2, 1)) -> Iterator[tuple[int, int, Any]]:
+def small_configs(
+    config: Any, *, sections: bool, divisors: Sequence[int] = (4, 2, 1)
+) -> Iterator[tuple[int, int, Any]]:
     """Configs like this one with fewer layers, narrower, and with few tokens and experts; the smallest first.
 
     Every width is divided by the same number, so that what fits together in the config fits in these too.

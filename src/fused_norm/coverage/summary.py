@@ -20,6 +20,9 @@ KINDS = {
 }
 """What is counted, and what it is called in a table."""
 
+PART = "a part of other models"
+"""Why no model is built of a type that no auto class knows."""
+
 START, END = "<!-- coverage -->", "<!-- end of coverage -->"
 
 
@@ -32,13 +35,15 @@ class Summary:
         types: by model type; of each kind of ``KINDS`` that it has ``[found, fused]``, under ``kept`` rows of kind,
             class, reason and number, and under ``not run`` how many norms of the small model did not run, and why.
         without: types that have nothing of what is counted.
-        unbuilt: types of which no model was built, and why.
+        parts: types that are parts of other models and have no class of their own in the auto classes.
+        unbuilt: other types of which no model was built, and why.
         classes: by class, its role and the hash of its forward.
     """
 
     transformers: str
     types: dict[str, dict[str, Any]] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
     unbuilt: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
 
@@ -57,7 +62,7 @@ class Summary:
             rows = sorted(getattr(self, name).items())
             inside = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rows)
             lines.append(f'"{name}": {{\n{inside}\n}},')
-        lines += [f'"without": {json.dumps(sorted(self.without))}', "}"]
+        lines += [f'"without": {json.dumps(sorted(self.without))},', f'"parts": {json.dumps(sorted(self.parts))}', "}"]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     @classmethod
@@ -79,7 +84,10 @@ def summarise(release: str, results: Mapping[str, Mapping[str, Any]]) -> Summary
     summary = Summary(release)
     for name, result in results.items():
         if "failed" in result:
-            summary.unbuilt[name] = result["failed"]
+            if result["failed"] == PART:
+                summary.parts.append(name)
+            else:
+                summary.unbuilt[name] = result["failed"]
             continue
         summary.classes |= result["classes"]
         found, fused = result["found"], result["fused"]
@@ -144,6 +152,7 @@ def totals_table(summaries: Sequence[Summary]) -> str:
         rows.append([what, *(_share(*one[kind]) for one in totals)])
     rows.append(["model types with any of these", *(str(len(one.types)) for one in summaries)])
     rows.append(["model types with none", *(str(len(one.without)) for one in summaries)])
+    rows.append(["parts of other types alone", *(str(len(one.parts)) for one in summaries)])
     rows.append(["not built", *(str(len(one.unbuilt)) for one in summaries)])
     return _markdown(rows)
 

@@ -18,6 +18,7 @@ from .half_rotations import rotates
 from .inputs import Inputs, inputs_of
 from .model_types import build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
+from .summary import PART
 from .traced_sums import TracedSums
 
 KINDS = ("norm", "gated", "qk", "rope", "residual", "mlp")
@@ -120,7 +121,7 @@ def whole_model(model_type: str) -> tuple[nn.Module, Any]:
         config = default_config(model_type)
         model_class = model_class_of(config)
         if model_class is None:
-            raise UnbuiltError("a part of other models")
+            raise UnbuiltError(PART)
         return build(model_class, config, "meta"), config
     except UnbuiltError:
         raise
