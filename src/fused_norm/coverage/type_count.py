@@ -230,9 +230,9 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
             except Exception as error:  # of whatever kind a foreign model raises
                 why = why or in_a_line(error)
                 continue
-            runs.append((path, given))
-            if inside <= traced.called or len(traced.called) > before:
-                break
+            if not path or len(traced.called) > before:
+                runs.append((path, given))
+            break
     traced.remove()
     if set(norms) <= traced.called:
         why = None
