@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
 from fused_norm.coverage.sweep import sweep
 
 
@@ -26,14 +24,14 @@ def job(name: str) -> dict:
 def test_each_job_has_a_result_whatever_another_one_does(tmp_path: Path) -> None:
     names = ["dies", "first", "raises", "sleeps", "swells", "last"]
     seen: list[str] = []
-    results = sweep(job, names, tmp_path, jobs=3, seconds=2, gigabytes=2, done=lambda name, result: seen.append(name))
+    results = sweep(job, names, tmp_path, jobs=3, seconds=1, gigabytes=2, done=lambda name, result: seen.append(name))
     assert list(results) == names
     assert sorted(seen) == sorted(names)
     assert results["first"] == {"name": "first"}
     assert results["last"] == {"name": "last"}
     assert results["raises"] == {"failed": "ValueError: of no use"}
     assert results["dies"] == {"failed": "the process ended with code 3"}
-    assert results["sleeps"] == {"failed": "not done after 2 s"}
+    assert results["sleeps"] == {"failed": "not done after 1 s"}
     assert results["swells"]["failed"].startswith("MemoryError")
 
 
@@ -42,13 +40,11 @@ def test_a_result_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     assert sweep(job, ["raises"], tmp_path) == {"raises": {"name": "from before"}}
 
 
-@pytest.mark.parametrize("jobs", [1, 4])
-def test_no_more_processes_run_than_are_allowed(jobs: int, tmp_path: Path) -> None:
+def test_no_more_processes_run_than_are_allowed(tmp_path: Path) -> None:
     def note(name: str) -> dict:
         began = time.time()
-        time.sleep(0.2)
+        time.sleep(0.1)
         return {"began": began, "ended": time.time()}
 
-    results = sweep(note, [str(number) for number in range(5)], tmp_path, jobs=jobs).values()
-    most = max(sum(other["began"] <= one["began"] < other["ended"] for other in results) for one in results)
-    assert most <= jobs
+    results = sweep(note, [str(number) for number in range(4)], tmp_path, jobs=2).values()
+    assert max(sum(other["began"] <= one["began"] < other["ended"] for other in results) for one in results) <= 2

@@ -40,6 +40,9 @@ _STAGES = ("stage_names", "out_features", "_out_features", "out_indices", "_out_
 _NOT_CHANGED = ("id2label", "label2id", "task_specific_params", "quantization_config")
 
 
+MOST_LAYERS = 12
+"""Of a small model."""
+
 _COMPLETED: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 4}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -113,7 +116,7 @@ def small_configs(
         The number of layers, the divisor of widths, and the config.
     """
     for divisor in divisors:
-        for layers in (2, 3, 4, 6, 8, 12):
+        for layers in (2, 3, 4, 6, 8, MOST_LAYERS):
             values = _shrunk(config.to_dict(), layers, divisor, {})
             if sections:
                 _add_sections(values)
@@ -155,7 +158,7 @@ def _shrunk(values: Mapping[str, Any], layers: int, divisor: int, tokens: dict[i
 
 def _shrunk_value(name: str, value: Any, lengths: set[int], layers: int, divisor: int, tokens: dict[int, int]) -> Any:
     if isinstance(value, dict):
-        if value and all(str(key).isdigit() for key in value):  # of layers by their numbers
+        if name == "per_layer_config":
             return {key: one for key, one in value.items() if int(key) < layers}
         return _shrunk(value, layers, divisor, tokens)
     if isinstance(value, (list, tuple)) and value:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..check.against_float64 import UncheckableError, check_step
 from .inputs import Inputs
-from .model_types import model_class_of, rotates_in_sections
-from .type_count import UnbuiltError, in_a_line, judged, signatures_of, small_model, whole_model
+from .type_count import UnbuiltError, in_a_line, small_model, whole_model
 
 _WORST = 3
 _MOST_PARAMETERS = 100_000_000
@@ -50,12 +49,7 @@ def compare(model_type: str, dtypes: tuple[torch.dtype, ...] = (torch.float32, t
         UnbuiltError: no model of the type can be built from its default config.
     """
     whole, config = whole_model(model_type)
-    signatures = signatures_of(whole, {path for path, kind in judged(whole).items() if kind in ("rms", "gated")})
-    sections = rotates_in_sections(whole)
-    del whole
-    found, why = small_model(
-        model_class_of(config), config, signatures, sections=sections, most=_MOST_PARAMETERS, divisors=(8, 4, 2, 1)
-    )
+    found, why = small_model(whole, config, most=_MOST_PARAMETERS, divisors=(8, 4, 2, 1))
     if found is None or not found.runs:
         raise UnbuiltError(f"does not run: {why}")
     results: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from ..patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from .forward_hashes import forward_hash, name_of
 from .half_rotations import rotates
 from .inputs import Inputs, inputs_of
-from .model_types import build, default_config, model_class_of, rotates_in_sections, small_configs
+from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
 from .summary import PART
 from .traced_sums import TracedSums
@@ -101,11 +101,8 @@ def count(model_type: str) -> TypeCount:
     else:
         result.found = dict.fromkeys(wanted, 0)
         result.fused = dict.fromkeys(wanted, 0)
-    signatures = signatures_of(whole, norms)
-    sections = rotates_in_sections(whole)
-    del whole, modules
     if norms or wanted["rope"]:
-        found, result.why_not_run = small_model(model_class_of(config), config, signatures, sections=sections)
+        found, result.why_not_run = small_model(whole, config)
         if found is not None:
             _count_in_small_model(result, found)
     return result
@@ -135,28 +132,21 @@ def judged(model: nn.Module) -> dict[str, Normalises]:
     return {path: kind for path, kind in found if kind is not None}
 
 
-def signatures_of(model: nn.Module, norms: Iterable[str]) -> set[Any]:
-    """The kinds of places where a model has norms: class of the norm, class of the holder, attribute."""
+def parts_of(model: nn.Module) -> set[Any]:
+    """What a model consists of: its classes, and the kinds of places of its norms, by class, holder and attribute."""
     modules = dict(model.named_modules())
-    return {_signature(path, modules) for path in norms}
+    places = {_place(path, modules) for path, kind in judged(model).items() if kind in ("rms", "gated")}
+    return places | {type(module).__name__ for module in modules.values()}
 
 
 def small_model(
-    model_class: Any,
-    config: Any,
-    signatures: set[Any],
-    *,
-    sections: bool,
-    most: int = 600_000_000,
-    divisors: Sequence[int] = (4, 2, 1),
+    whole: nn.Module, config: Any, *, most: int = 600_000_000, divisors: Sequence[int] = (4, 2, 1)
 ) -> tuple[SmallModel | None, str | None]:
-    """The smallest model that runs and has norms in all kinds of places where the whole model has them.
+    """The smallest model that runs and consists of all that the whole model consists of.
 
     Args:
-        model_class: the class of the whole model.
+        whole: on the meta device.
         config: that of the whole model.
-        signatures: the kinds of places.
-        sections: the model rotates in sections.
         most: parameters that it may have.
         divisors: of the widths, the first choice first.
 
@@ -166,6 +156,7 @@ def small_model(
     best: SmallModel | None = None
     why: str | None = "no smaller config builds"
     tried = set()
+    model_class, wanted, sections = type(whole), parts_of(whole), rotates_in_sections(whole)
     for layers, divisor, smaller in small_configs(config, sections=sections, divisors=divisors):
         try:
             empty = build(model_class, smaller, "meta")
@@ -175,10 +166,7 @@ def small_model(
         if sum(one.numel() for one in empty.parameters()) > most:
             why = "it is too large to run" if best is None else why
             continue
-        norms = [path for path, kind in judged(empty).items() if kind in ("rms", "gated")]
-        if not signatures <= signatures_of(empty, norms) and layers < 12:
-            continue
-        if divisor in tried:
+        if divisor in tried or (not wanted <= parts_of(empty) and layers < MOST_LAYERS):
             continue
         tried.add(divisor)
         try:
@@ -286,7 +274,7 @@ def _holder(path: str, modules: Any) -> str:
     return name_of(type(modules[re.sub(r"\.?[^.]+(\.\d+)?$", "", path)]))
 
 
-def _signature(path: str, modules: Any) -> Any:
+def _place(path: str, modules: Any) -> Any:
     return type(modules[path]).__name__, _holder(path, modules), _name(path)
 
 
