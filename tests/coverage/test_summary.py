@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
 
 from fused_norm import cli
+from fused_norm.cli import coverage_command
 from fused_norm.coverage.summary import PART, Summary, changes, gaps, page_with_tables, stored, summarise
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +121,31 @@ def test_the_command_compares_summaries_and_writes_the_page(
     page.write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
     assert cli.main(["coverage", "--table", str(page), "--out", str(tmp_path)]) == 0
     assert "| transformers 5.9.0 | transformers 5.10.0 |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = coverage_command._count
+    monkeypatch.setattr(coverage_command, "_count", lambda name: os._exit(5) if name == "mistral" else count(name))
+    assert cli.main(["coverage", "mistral", "llama", "bert", "--out", str(tmp_path)]) == 0
+    (path,) = stored(tmp_path).values()
+    found = Summary.load(path)
+    assert found.types["llama"]["norm"] == [65, 65]
+    assert found.without == ["bert"]
+    assert found.unbuilt == {"mistral": "the process ended with code 5"}
+    before = tmp_path / "before.json"
+    found.classes["llama.LlamaDecoderLayer"] = "layer 00000000"
+    del found.classes["llama.LlamaRMSNorm"]
+    found.save(before)
+    capsys.readouterr()
+    assert cli.main(["coverage", "llama", "--against", str(before)]) == 1
+    said = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
+    assert said == [
+        "  layer llama.LlamaDecoderLayer: its forward is written otherwise",
+        "  norm llama.LlamaRMSNorm: new",
+    ]
 
 
 @pytest.mark.parametrize(
