@@ -18,7 +18,7 @@ _MOST_PARAMETERS = 100_000_000
 
 
 class WithInputs(nn.Module):
-    """A model that is given the same inputs at every call, and whose loss is a sum of its outputs with random weights.
+    """A model that is given the same inputs at every call, and whose loss is a sum of squares of its outputs.
 
     So the check of a step, which is of language models, can be made of any model.
     """
@@ -33,8 +33,8 @@ class WithInputs(nn.Module):
         generator = torch.Generator().manual_seed(3)
         loss = torch.zeros((), dtype=torch.float32)
         for one in outputs:
-            weights = torch.randn(one.shape, generator=generator).to(one.dtype)
-            loss = loss + (one * weights).float().mean()
+            weights = _cast(torch.rand(one.shape, generator=generator), one.dtype)
+            loss = loss + (one * weights).float().square().mean()  # a sum in which nothing cancels out
         return SimpleNamespace(logits=torch.cat([one.flatten().float() for one in outputs]), loss=loss)
 
 
@@ -81,8 +81,9 @@ def _compared(part: nn.Module, given: Inputs) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Numbers that are the same in every dtype."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.bfloat16().to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         return {name: _cast(one, dtype) for name, one in value.items()}
     return tuple(_cast(one, dtype) for one in value) if isinstance(value, (list, tuple)) else value
