@@ -75,6 +75,11 @@ class RMSNorm(Weighted):
         return self.weight * x
 
 
+class Clip(nn.Module):
+    def forward(self, x):
+        return x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+
 class Softmax(nn.Module):
     def forward(self, x):
         return x.softmax(-1)
@@ -95,7 +100,7 @@ class Signs(nn.Module):
         (Length(), "length"),
         (Subtracting(), "layer"),
         (nn.LayerNorm(WIDTH), "layer"),
-        *((module, None) for module in (RMSNorm(), Softmax(), Signs(), nn.SiLU(), nn.Linear(WIDTH, WIDTH))),
+        *((module, None) for module in (RMSNorm(), Clip(), Softmax(), Signs(), nn.SiLU(), nn.Linear(WIDTH, WIDTH))),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else str(one),
 )

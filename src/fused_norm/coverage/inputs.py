@@ -39,11 +39,7 @@ def inputs_of(module: nn.Module) -> Iterator[Inputs]:
         choices = [list(_values(name, config)) for name in dict.fromkeys(wanted)]
         for values in itertools.islice(itertools.product(*choices), _MOST):
             given = dict(zip(dict.fromkeys(wanted), values, strict=True))
-            yield _with_masks(given, parameters)
-
-
-def _with_masks(given: Inputs, parameters: Any) -> Inputs:
-    return given | ({"use_cache": False} if "use_cache" in parameters else {})
+            yield given | ({"use_cache": False} if "use_cache" in parameters else {})
 
 
 def _values(name: str, config: Any) -> Iterator[Any]:

@@ -144,7 +144,7 @@ def _add_sections(values: dict[str, Any]) -> None:
 
 
 def _shrunk(values: Mapping[str, Any], layers: int, divisor: int, tokens: dict[int, int]) -> dict[str, Any]:
-    lengths = {value for name, value in values.items() if _LAYERS.search(name) and type(value) is int}
+    lengths = {value for name, value in values.items() if type(value) is int and _LAYERS.search(str(name))}
     stages = values.get("stage_names") or ()
     if len(stages) - 1 in lengths and len(stages) > layers + 1:  # a stage for each layer: to be named anew
         values = {name: value for name, value in values.items() if name not in _STAGES}

@@ -100,6 +100,8 @@ def _of_one_tensor(twin: nn.Module, x: Tensor) -> Normalises | None:
     y = _call(twin, x)
     if not _alike(_call(twin, 4 * x), y) or _alike(_call(twin, x.flip(1)), y) or _alike(y, x.sign()):
         return None
+    if _alike(_call(twin, x / 1000), x / 1000):  # it leaves short rows as they are, as what clips lengths does
+        return None
     if _alike(_call(twin, x + 20), y):
         return "layer"
     width = x.shape[-1]

@@ -98,6 +98,7 @@ def count(model_type: str) -> TypeCount:
         report = apply_fused_norm(whole, strict=False)
         for kind, paths in wanted.items():
             _settle(result, kind, paths, report, modules)
+        remove_fused_norm(whole)
     else:
         result.found = dict.fromkeys(wanted, 0)
         result.fused = dict.fromkeys(wanted, 0)
