@@ -60,7 +60,8 @@ class TracedSums(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         operator = func.overloadpacket
         if operator in _ADDS and self._calls and all(getattr(one, "shape", None) == result.shape for one in args[:2]):
-            self._sums[_place(result)] = result, result._version, self._calls[-1]
+            in_place = operator is torch.ops.aten.add_  # which counts as a change only when it has returned
+            self._sums[_place(result)] = result, result._version + in_place, self._calls[-1]
         elif operator in _ACTIVATIONS:
             self._activated[_place(result)] = result
         elif operator is torch.ops.aten.mul and self._calls:
