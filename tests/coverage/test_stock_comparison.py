@@ -34,11 +34,9 @@ def test_a_model_with_other_inputs_has_outputs_and_a_loss_in_its_dtype() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["t5gemma", "lfm2", "siglip2", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["t5gemma", "lfm2", "qwen2_5_vl"])
 def test_small_models_are_within_their_budgets(model_type: str) -> None:
-    results = compare(model_type)
-    assert set(results.values()) <= {"ok", "nothing fused"}
-    assert ("ok" in results.values()) == (model_type != "siglip2")
+    assert set(compare(model_type).values()) == {"ok"}
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
                 runs.append((path, given))
             break
     traced.remove()
-    if set(norms) <= traced.called:
+    if runs and set(norms) <= traced.called:
         why = None
     return SmallModel(model, layers, divisor, runs, traced, norms), why
 
