@@ -99,6 +99,7 @@ def _sweep(args: argparse.Namespace) -> Summary:
 
 def _each(job: Callable[[str], Mapping[str, Any]], args: argparse.Namespace, seconds: int) -> dict[str, Any]:
     """Do a job for each type that is asked for."""
+    import transformers
     from tqdm import tqdm
 
     # Before the processes fork, so that each of them has it.
@@ -111,7 +112,9 @@ def _each(job: Callable[[str], Mapping[str, Any]], args: argparse.Namespace, sec
         raise UsageError(f"transformers has no model type {', '.join(unknown)}")
     names: Sequence[str] = args.types or known
     with tempfile.TemporaryDirectory() as temporary, tqdm(total=len(names), unit="type", disable=None) as bar:
-        folder = Path(temporary) if args.resume is None else results_folder(args.resume)
+        # Results of another release, or of the other job, are not to be taken for these.
+        kind = f"{'run' if args.run else 'count'}-{transformers.__version__}"
+        folder = Path(temporary) if args.resume is None else results_folder(args.resume / kind)
         return sweep(
             job,
             names,

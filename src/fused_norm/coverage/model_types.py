@@ -25,6 +25,8 @@ _FIRST = (
 )
 """The mappings in which a type's class is looked up first: those of the classes with the most parts."""
 
+# What a field of a config means, by its name. The names in configs are many, and these are most of them: where one is
+# missed, the small config has no model, and the next larger one is tried.
 _LAYERS = re.compile(r"(^|_)(num|n)_(\w+_)?(layers?|blocks?)$|^(\w+_)?layers$|(^|_)depth$|^n_layer$")
 _EXPERTS = re.compile(r"(^|_)(num|n)_(\w+_)?experts?$|^moe_num_experts$|^zero_expert_num$")
 _CHOSEN = re.compile(r"experts_per_tok|^(?!index).*top_?k|moe_k$")
@@ -38,7 +40,6 @@ _TOKEN = re.compile(r"token_(id|index|ids)$")
 _VOCABULARY = 512
 _STAGES = ("stage_names", "out_features", "_out_features", "out_indices", "_out_indices")
 _NOT_CHANGED = ("id2label", "label2id", "task_specific_params", "quantization_config")
-
 
 MOST_LAYERS = 12
 """Of a small model."""
