@@ -13,7 +13,7 @@ import pytest
 import fused_norm
 
 PACKAGE = Path(fused_norm.__file__).parent
-MEASURING = ("bench", "check", "cli", "convergence")
+MEASURING = ("bench", "check", "cli", "convergence", "coverage")
 """What commands alone import; above them is what everyone does."""
 PEERS = ("liger_kernel", "matplotlib", "quack")
 

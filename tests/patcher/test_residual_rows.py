@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-import re
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 import fused_norm
 from fused_norm.check.against_float64 import check_step
+from fused_norm.coverage.traced_sums import TracedSums
 from fused_norm.model_configs import FAMILIES, build
 from fused_norm.spec import Kind
 
@@ -277,38 +275,6 @@ def test_an_add_that_cannot_be_fused_has_a_row_and_what_feeds_no_rms_norm_has_no
     assert {site.path: site.cause for site in off.kept if site.kind == "residual"} == dict.fromkeys(expected, "option")
 
 
-class Sums(TorchDispatchMode):
-    """A record of the norms whose input is the sum of an add that the module which holds them made in the same call."""
-
-    def __init__(self, model: nn.Module, norms: set[str]) -> None:
-        super().__init__()
-        self.fed: set[str] = set()
-        self._holders = {path: re.sub(r"\.[^.]+(\.\d+)?$", "", path) for path in norms}  # some are in lists
-        self._calls: list[tuple[str, object]] = []
-        self._made: dict[tuple[int, torch.Size], tuple[torch.Tensor, tuple[str, object]]] = {}
-        for path, module in model.named_modules():
-            enter = functools.partial(self._enter, path)
-            module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
-            module.register_forward_hook(lambda *_: self._leave())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and self._calls:
-            self._made[result.data_ptr(), result.shape] = result, self._calls[-1]  # kept, and so its address is
-        return result
-
-    def _enter(self, path: str, args: tuple, kwargs: dict) -> None:
-        if path in self._holders:
-            x, *_ = *args, *kwargs.values()
-            _, call = self._made.get((x.data_ptr(), x.shape), (None, None))
-            if call is not None and call == self._calls[-1] and call[0] == self._holders[path]:
-                self.fed.add(path)
-        self._calls.append((path, object()))
-
-    def _leave(self) -> None:
-        self._calls.pop()
-
-
 QUICK = ("llama", "lfm2", "qwen2_5_vl")
 COUNTED = ("gemma2", "gemma3n_text", "glm4", "glm4v", "granite", "longcat_flash", "olmo2", "qwen3_next")
 
@@ -319,7 +285,7 @@ def test_rows_are_those_of_the_adds_that_are_seen_to_feed_a_norm(model_type: str
     report = fused_norm.apply_fused_norm(model, strict=False)
     fused_norm.remove_fused_norm(model)
     rows = (*report.fused, *report.kept)
-    sums = Sums(model, {site.path for site in rows if site.kind == "norm" and site.spec is not None})
+    sums = TracedSums(model, {site.path for site in rows if site.kind == "norm" and site.spec is not None})
     with torch.no_grad(), sums:
         model(input_ids=ids("cpu"), use_cache=False)
     assert sums.fed == {site.path for site in rows if site.kind == "residual"}

@@ -22,6 +22,7 @@ _COMMANDS = {
     "run": "run an unchanged script with every model it loads fused",
     "demo": "train tiny models, stock and fused, and plot both curves",
     "bench": "kernels, host time and whole models, side by side with their peers",
+    "coverage": "what all model types of transformers have, and what of it is fused",
     "env": "versions and devices, to paste into a bug report",
 }
 

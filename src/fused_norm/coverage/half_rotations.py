@@ -1,0 +1,110 @@
+"""Which classes rotate queries and keys by halves: told by the functions that a forward calls, and their results."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_DEPTH = 3
+
+
+def rotates(module: nn.Module) -> bool:
+    """Return whether the forward of a module, or a method that it calls, calls a function that is a half rotation."""
+    cls: Any = type(module)
+    return _rotates(cls)
+
+
+@cache
+def _rotates(cls: Any) -> bool:
+    forward = inspect.unwrap(cls.forward)
+    return not cls.__module__.startswith("torch.") and any(map(_is_half_rotation, _called(cls, forward, set())))
+
+
+def _called(cls: type[nn.Module], function: Any, seen: set[Any]) -> Iterator[FunctionType]:
+    """The functions that a function of a class, and methods of the class that it calls, may call by name."""
+    if not isinstance(function, FunctionType) or function in seen:
+        return
+    seen.add(function)
+    for name in _names(function.__code__):
+        held = function.__globals__.get(name)
+        if isinstance(held, FunctionType):
+            yield held
+        method = inspect.getattr_static(cls, name, None)
+        if name != "forward" and not hasattr(nn.Module, name):
+            yield from _called(cls, method, seen)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names(one)
+
+
+@cache
+def _is_half_rotation(function: FunctionType) -> bool:
+    """By values where it can be called with cos and sin; else where it calls, somewhere, a function ``rotate_half``."""
+    names = list(inspect.signature(function).parameters)
+    if not any("cos" in name for name in names) or not any("sin" in name for name in names):
+        return False
+    results = [_rotated(function, *way) for way in itertools.product((1, 2), (2, 3), (4, 3), (1.0, 0.5))]
+    tried = [one for one in results if one is not None]
+    if tried:
+        return any(tried)
+    return _reaches_half(function, _DEPTH)
+
+
+def _reaches_half(function: FunctionType, depth: int) -> bool:
+    held = [function.__globals__.get(name) for name in _names(function.__code__)]
+    functions = [one for one in held if isinstance(one, FunctionType)]
+    return any(_swaps_halves(one) or (depth > 0 and _reaches_half(one, depth - 1)) for one in functions)
+
+
+@cache
+def _swaps_halves(function: FunctionType) -> bool:
+    try:
+        x = torch.arange(1.0, 9.0)[None]
+        return len(inspect.signature(function).parameters) == 1 and torch.equal(
+            function(x), torch.cat([-x[:, 4:], x[:, :4]], -1)
+        )
+    except Exception:  # a foreign function may raise anything
+        return False
+
+
+def _rotated(function: FunctionType, tensors: int, cos_dims: int, dims: int, share: float) -> bool | None:
+    """Whether it rotates so many tensors of these dimensions by halves; None where it cannot be called so."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    width = int(8 * share)
+    with torch.device("cpu"), torch.no_grad():
+        heads = [random(*(3, 2, 8) if dims == 3 else (1, 2, 3, 8)) for _ in range(tensors)]
+        cos, sin = random(3, width), random(3, width)
+        given = [one[None] if cos_dims == 3 else one for one in (cos, sin)]
+        try:
+            rotated = function(*heads, *given)
+        except Exception:  # a foreign function may raise anything
+            return None
+    rotated = rotated if isinstance(rotated, tuple) else (rotated,)
+    if len(rotated) != tensors or not all(isinstance(one, Tensor) for one in rotated):
+        return None
+    if share < 1:
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    if dims == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    for x, actual in zip(heads, rotated, strict=True):
+        if actual.shape != x.shape:
+            return None
+        expected = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+        if not torch.allclose(actual.to(x.dtype), expected, atol=1e-5):
+            return False
+    return True

@@ -1,0 +1,222 @@
+"""The summary of a sweep: stored, one line a type, compared with that of another release, and shown as tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "norm": "norms",
+    "gated": "gated norms",
+    "qk": "q and k norms",
+    "residual": "residual adds",
+    "rope": "half rotations",
+    "mlp": "gated products",
+}
+"""What is counted, and what it is called in a table."""
+
+PART = "a part of other models"
+"""Why no model is built of a type that no auto class knows."""
+
+START, END = "<!-- coverage -->", "<!-- end of coverage -->"
+
+
+@dataclass
+class Summary:
+    """What a sweep found in one release of transformers.
+
+    Attributes:
+        transformers: the release.
+        types: by model type; of each kind of ``KINDS`` that it has ``[found, fused]``, under ``kept`` rows of kind,
+            class, reason and number, and under ``not run`` how many norms of the small model did not run, and why.
+        without: types that have nothing of what is counted.
+        parts: types that are parts of other models and have no class of their own in the auto classes.
+        unbuilt: other types of which no model was built, and why.
+        classes: by class, its role and the hash of its forward.
+    """
+
+    transformers: str
+    types: dict[str, dict[str, Any]] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    unbuilt: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+
+    def totals(self) -> dict[str, tuple[int, int, int]]:
+        """Of each kind how many were found, how many of these are fused, and the number of types with any."""
+        sums = {}
+        for kind in KINDS:
+            pairs = [one[kind] for one in self.types.values() if kind in one]
+            sums[kind] = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), len(pairs)
+        return sums
+
+    def save(self, path: Path) -> None:
+        """Write the summary, sorted, one line for each type and class."""
+        lines = ["{", f'"transformers": {json.dumps(self.transformers)},']
+        for name in ("types", "unbuilt", "classes"):
+            rows = sorted(getattr(self, name).items())
+            inside = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rows)
+            lines.append(f'"{name}": {{\n{inside}\n}},')
+        lines += [f'"without": {json.dumps(sorted(self.without))},', f'"parts": {json.dumps(sorted(self.parts))}', "}"]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Summary:
+        """Read a summary.
+
+        Raises:
+            OSError, ValueError: there is none in this file.
+        """
+        values = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"{path} holds no summary of a sweep") from error
+
+
+def summarise(release: str, results: Mapping[str, Mapping[str, Any]]) -> Summary:
+    """The summary of the results of a sweep, by type."""
+    summary = Summary(release)
+    for name, result in results.items():
+        if "failed" in result:
+            if result["failed"] == PART:
+                summary.parts.append(name)
+            else:
+                summary.unbuilt[name] = result["failed"]
+            continue
+        summary.classes |= result["classes"]
+        found, fused = result["found"], result["fused"]
+        row: dict[str, Any] = {kind: [found[kind], fused[kind]] for kind in KINDS if found.get(kind)}
+        if not row:
+            summary.without.append(name)
+            continue
+        if result["kept"]:
+            row["kept"] = [list(one) for one in result["kept"]]
+        if result["unfounded"]:
+            row["unfounded"] = [list(one) for one in result["unfounded"]]
+        ran, there = result["norms_run"]
+        if result["why_not_run"]:
+            row["not run"] = [there - ran if result["layers"] else "all", result["why_not_run"]]
+        summary.types[name] = row
+    return summary
+
+
+def stored(folder: Path) -> dict[str, Path]:
+    """The summaries in a folder by release, oldest first."""
+    found = {path.stem.removeprefix("transformers-"): path for path in folder.glob("transformers-*.json")}
+    return dict(sorted(found.items(), key=lambda one: [int(part) for part in re.findall(r"\d+", one[0])]))
+
+
+def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
+    """A line for every class and type that came, went or changed from one summary to the other.
+
+    Args:
+        old: the earlier one.
+        new: the later one.
+        only: the model types that ``new`` is of, all where there is none; of a few it cannot be told what is gone.
+    """
+    lines = []
+    for name in sorted(new.classes.keys() | (() if only else old.classes.keys())):
+        before, now = old.classes.get(name), new.classes.get(name)
+        role = (now or before or "").partition(" ")[0]
+        if before is None:
+            lines.append(f"{role} {name}: new")
+        elif now is None:
+            lines.append(f"{role} {name}: gone")
+        elif before.partition(" ")[2] != now.partition(" ")[2]:
+            lines.append(f"{role} {name}: its forward is written otherwise")
+    for name in sorted(only or old.types.keys() | new.types.keys()):
+        rows = [_counts(one.types.get(name)) for one in (old, new)]
+        if rows[0] != rows[1]:
+            lines.append(f"type {name}: {rows[0]} -> {rows[1]}")
+    return lines
+
+
+def _counts(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "absent"
+    return ", ".join(f"{row[kind][1]} of {row[kind][0]} {what}" for kind, what in KINDS.items() if kind in row)
+
+
+def totals_table(summaries: Sequence[Summary]) -> str:
+    """A table of what was found and fused, a column for each release."""
+    heads = [f"transformers {one.transformers}" for one in summaries]
+    rows = [["", *heads], ["---", *["---"] * len(heads)]]
+    totals = [one.totals() for one in summaries]
+    for kind, what in KINDS.items():
+        rows.append([what, *(_share(*one[kind]) for one in totals)])
+    rows.append(["model types with any of these", *(str(len(one.types)) for one in summaries)])
+    rows.append(["model types with none", *(str(len(one.without)) for one in summaries)])
+    rows.append(["parts of other types alone", *(str(len(one.parts)) for one in summaries)])
+    rows.append(["not built", *(str(len(one.unbuilt)) for one in summaries)])
+    return _markdown(rows)
+
+
+def _share(found: int, fused: int, types: int) -> str:
+    if not found:
+        return "none"
+    return f"{fused} of {found} ({100 * fused / found:.1f} %), {types} types"
+
+
+def kept_table(summary: Summary) -> str:
+    """The model types of which something counted is kept: what is fused, and what is not and why."""
+    rows = [["model type", "fused", "kept"], ["---", "---", "---"]]
+    for name, row in sorted(summary.types.items()):
+        if "kept" not in row:
+            continue
+        kept = "; ".join(
+            f"{number} {KINDS[kind]} ({cls.partition('.')[2]}): {reason}"
+            for kind, cls, reason, number in row["kept"]
+            if kind != "qk"
+        )
+        rows.append([f"`{name}`", _counts(row), kept.replace("|", "\\|").replace("<", "&lt;")])
+    return _markdown(rows)
+
+
+def complete_types(summary: Summary) -> list[str]:
+    """The model types of which all that is counted is fused."""
+    return sorted(name for name, row in summary.types.items() if "kept" not in row)
+
+
+def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
+    """What is kept: number, number of types, kind, class and reason; the largest number first."""
+    numbers: Counter[tuple[str, str, str]] = Counter()
+    types: Counter[tuple[str, str, str]] = Counter()
+    for row in summary.types.values():
+        for kind, cls, reason, number in row.get("kept", ()):
+            numbers[kind, cls, reason] += number
+            types[kind, cls, reason] += 1
+    return sorted(
+        ((number, types[what], *what) for what, number in numbers.items()), key=lambda one: (-one[0], one[2:])
+    )
+
+
+def page_with_tables(page: str, summaries: Sequence[Summary]) -> str:
+    """The text of a page with the tables of these summaries, oldest first, between its two marks.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the page has no {START} with {END} behind it")
+    newest = summaries[-1]
+    names = ", ".join(f"`{name}`" for name in complete_types(newest))
+    parts = [
+        totals_table(summaries),
+        f"All that is counted is fused, in transformers {newest.transformers}, in these {len(complete_types(newest))} "
+        f"model types:\n\n{names}.",
+        "In these something is kept:",
+        kept_table(newest),
+    ]
+    return f"{before}{start}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}"
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
