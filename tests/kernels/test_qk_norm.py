@@ -523,7 +523,7 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
     q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
     cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))
     inputs, outputs = (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
-    forward = qk_launch._plan_forward(NormSpec("llama"), inputs, outputs, 1)
+    forward = qk_launch._plan_forward(NormSpec("llama"), inputs, outputs, 1, False, False)
     backward = qk_launch._plan_backward(NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
     for planned in (forward, backward):
         shape = planned.launch._constants["SHAPE"]
