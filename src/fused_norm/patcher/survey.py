@@ -55,6 +55,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     for path, module in norms.items():
         norm_sites[path], change = _survey_norm(path, module, options)
         changes += change
+        if options.casting_at(path) is not None and isinstance(norm_sites[path].spec, GatedNormSpec):
+            raise FusedNormError(f"casting gives {path} other rounding points, which a norm with a gate does not take")
         if options.casting_at(path) is not None and norm_sites[path].reason is not None:
             raise FusedNormError(
                 f"casting gives {path} other rounding points, but it stays stock: {norm_sites[path].reason}"
