@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotation
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention as Qwen2VisionAttention
@@ -488,3 +488,20 @@ def test_halves_of_one_tensor_that_are_no_halves_are_the_error_that_they_are_in_
     assert relative(fused(x), Packed()(x)) < 1e-6
     with pytest.raises(RuntimeError, match="must match the size"):
         fused(x[:, :9])
+
+
+class CallsItsParent(LlamaAttention):
+    """Rotates q and k, and closes over its class."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **named):
+        assert apply_rotary_pos_emb
+        return super().forward(hidden_states, position_embeddings, attention_mask, **named)
+
+
+def test_an_attention_whose_forward_calls_its_parents_has_a_row() -> None:
+    model = build("llama", seed=0)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = CallsItsParent
+    rotations = [site for site in fused_norm.apply_fused_norm(model, strict=False).kept if site.kind == "rope"]
+    assert {site.reason for site in rotations} == {"its forward closes over __class__"}
+    assert len(rotations) == len(model.model.layers)

@@ -102,6 +102,8 @@ class BlockSurvey:
         kinds: list[Kind] = ["residual"] if self._is_layer else []
         if owner:
             kinds += self._kinds_of_what_was(wrapped=replaced)
+        elif _names_rotation(self._origin, self._origin.forward):
+            kinds.append("rope")
         cause: Cause = "owner" if owner else "formula"
         return [
             Site(self.path, kind, self._origin.__name__, reason=why, cause=cause)
