@@ -79,7 +79,7 @@ def _swaps_halves(function: FunctionType) -> bool:
 
 
 def _rotated(function: FunctionType, tensors: int, cos_dims: int, dims: int, share: float) -> bool | None:
-    """Whether it rotates so many tensors of these dimensions by halves; None where it cannot be called so."""
+    """Return whether it rotates so many tensors of these dimensions by halves; None where it cannot be called so."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

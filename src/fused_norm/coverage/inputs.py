@@ -43,7 +43,7 @@ def inputs_of(module: nn.Module) -> Iterator[Inputs]:
 
 
 def _values(name: str, config: Any) -> Iterator[Any]:
-    """What an argument of this name may be."""
+    """The values that an argument of this name may have."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

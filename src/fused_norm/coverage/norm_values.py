@@ -1,4 +1,4 @@
-"""What a module normalises, told by its results on random numbers and not by the patcher's formulas."""
+"""The kinds of norms, told by its results on random numbers and not by the patcher's formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _known: dict[Any, Normalises | None] = {}
 
 
 def normalises(module: nn.Module) -> Normalises | None:
-    """What a module normalises; None for one that does not, that has modules inside, or that cannot be tried."""
+    """Return the kind of norm that a module is; None for no norm, one that holds modules, or that cannot be tried."""
     if isinstance(module, _SUBTRACTING):
         return "layer"
     tensors = {**module._parameters, **module._buffers}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..check.against_float64 import UncheckableError, check_step
 from .inputs import Inputs
-from .type_count import UnbuiltError, in_a_line, small_model, whole_model
+from .sweep import in_a_line
+from .type_count import UnbuiltError, small_model, whole_model
 
 _WORST = 3
 _MOST_PARAMETERS = 100_000_000

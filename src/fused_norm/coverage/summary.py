@@ -18,17 +18,17 @@ KINDS = {
     "rope": "half rotations",
     "mlp": "gated products",
 }
-"""What is counted, and what it is called in a table."""
+"""The kinds that are counted, and their names in a table."""
 
 PART = "a part of other models"
-"""Why no model is built of a type that no auto class knows."""
+"""The reason why no model is built of a type that no auto class knows."""
 
 START, END = "<!-- coverage -->", "<!-- end of coverage -->"
 
 
 @dataclass
 class Summary:
-    """What a sweep found in one release of transformers.
+    """The counts of a sweep over all model types of one release of transformers.
 
     Attributes:
         transformers: the release.
@@ -184,7 +184,7 @@ def complete_types(summary: Summary) -> list[str]:
 
 
 def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
-    """What is kept: number, number of types, kind, class and reason; the largest number first."""
+    """List what is kept: number, number of types, kind, class and reason; the largest number first."""
     numbers: Counter[tuple[str, str, str]] = Counter()
     types: Counter[tuple[str, str, str]] = Counter()
     for row in summary.types.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,10 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+_SHOWN = 160
+
 Job = Callable[[str], Mapping[str, Any]]
-"""What is done for a model type; what it returns can be written as JSON."""
+"""A function that is run for a model type, and returns what can be written as JSON."""
 
 _GIGABYTE = 2**30
 _POLL = 0.05
@@ -84,7 +87,7 @@ def _do(job: Job, name: str, folder: Path, gigabytes: float) -> None:
     try:
         result = job(name)
     except Exception as error:  # of whatever kind a foreign model raises
-        result = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:160]}
+        result = {"failed": in_a_line(error)}
     _write(folder / f"{name}.json", result)
 
 
@@ -97,3 +100,9 @@ def _write(path: Path, result: Mapping[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return the class and the message of an error, cut to a line and without the paths of this machine."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r" from '/[^']*'?", "", line)[:_SHOWN]

@@ -1,4 +1,4 @@
-"""What a model does while it runs: which norms take the sum of an add, and which modules multiply by a gate."""
+"""A record of a model that runs: which norms take the sum of an add, and which modules multiply by a gate."""
 
 from __future__ import annotations
 

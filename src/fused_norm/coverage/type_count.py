@@ -19,14 +19,15 @@ from .inputs import Inputs, inputs_of
 from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
 from .summary import PART
+from .sweep import in_a_line
 from .traced_sums import TracedSums
 
 KINDS = ("norm", "gated", "qk", "rope", "residual", "mlp")
-"""What is counted: norms without a gate, norms with one, those of the former that are called q or k norms, attentions
-that rotate by halves, adds that feed a norm in the same forward, products with a gate."""
+"""The kinds that are counted: norms without a gate, norms with one, those of the former that are called q or k norms,
+attentions that rotate by halves, adds that feed a norm in the same forward, products with a gate."""
 
-_QK = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")
 _SHOWN = 160
+_QK = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")
 
 
 class UnbuiltError(Exception):
@@ -35,7 +36,7 @@ class UnbuiltError(Exception):
 
 @dataclass
 class TypeCount:
-    """What a model type has, and what of it is fused.
+    """The counts of one model type: all that it has, and the fused part of it.
 
     Attributes:
         model: the class of the whole model.
@@ -128,13 +129,13 @@ def whole_model(model_type: str) -> tuple[nn.Module, Any]:
 
 
 def judged(model: nn.Module) -> dict[str, Normalises]:
-    """What the modules of a model normalise, by path; of those that do."""
+    """Return the modules that normalise, by path, with the kind of each."""
     found = ((path, normalises(module)) for path, module in model.named_modules())
     return {path: kind for path, kind in found if kind is not None}
 
 
 def parts_of(model: nn.Module) -> set[Any]:
-    """What a model consists of: its classes, and the kinds of places of its norms, by class, holder and attribute."""
+    """Return a model's parts: its classes, and the kinds of places of its norms, by class, holder and attribute."""
     modules = dict(model.named_modules())
     places = {_place(path, modules) for path, kind in judged(model).items() if kind in ("rms", "gated")}
     return places | {type(module).__name__ for module in modules.values()}
@@ -292,8 +293,3 @@ def _add_classes(result: TypeCount, kinds: dict[str, Normalises], modules: Any, 
         for cls in classes:
             if not cls.__module__.startswith("torch."):
                 result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")
-
-
-def in_a_line(error: BaseException) -> str:
-    """The class and the message of an error, cut to a line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]

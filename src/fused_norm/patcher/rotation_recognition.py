@@ -83,7 +83,7 @@ def _runs_its_own_forward(module: nn.Module) -> bool:
 
 
 class _Form(NamedTuple):
-    """How a function is given heads and angles, as in ``Rotation``."""
+    """The form in which a function takes heads and angles, as in ``Rotation``."""
 
     tokens_first: bool = False
     halved: bool = False
