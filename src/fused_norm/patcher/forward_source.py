@@ -8,7 +8,7 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -34,8 +34,8 @@ def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType
         SourceError: where the source cannot be read, or is not the code that runs.
     """
     function, wrappers = _unwrap(layer.forward)
-    if function.__code__.co_freevars:
-        raise SourceError(f"its forward closes over {', '.join(function.__code__.co_freevars)}")
+    if outer := [name for name in function.__code__.co_freevars if name != "__class__"]:
+        raise SourceError(f"its forward closes over {', '.join(outer)}")
     try:
         lines, _ = inspect.findsource(function)
         tree = ast.parse("".join(lines))
@@ -74,7 +74,15 @@ def compiled(
         raise SourceError(f"its source does not run again: {type(error).__name__}: {error}") from error
     forward = vars(namespace[around])[definition.name]
     forward.__qualname__ = function.__qualname__
+    own, stock = (_cells_of(one).get("__class__") for one in (_unwrap(forward)[0], function))
+    if own is not None and stock is not None:
+        own.cell_contents = stock.cell_contents  # the class that super() means
     return forward
+
+
+def _cells_of(function: FunctionType) -> dict[str, CellType]:
+    """The variables of functions and classes around it that a function uses."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def _decorators_of(
