@@ -90,8 +90,8 @@ def one_fault_of_each_form():
     """Each way to go wrong once where code is not compiled, the operators in turns: by family, the names of faults."""
     forms = {}
     for name, mutation in MUTATIONS.items():
-        if mutation.execution == "eager":
-            operator, _, form = name.partition("-")
+        operator, _, form = name.partition("-")
+        if mutation.execution == "eager" and operator != "gated_rms_norm":  # which no family of the suite has
             forms.setdefault(form, []).append(operator)
     chosen = {"granite": [], "gemma3_text": []}
     for turn, (form, operators) in enumerate(forms.items()):

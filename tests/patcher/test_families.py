@@ -64,7 +64,7 @@ FAMILIES = {
             "activation_sparsity_pattern": [0.9, 0.0],
             "intermediate_size": [96, 96],
         },
-        counts(norm=18, qk=4, rope=4, sandwich=4, mlp=2),
+        counts(norm=18, qk=4, rope=4, sandwich=6, mlp=2),
     ),
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": (
@@ -104,7 +104,7 @@ LAUNCHES = {
     "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2},
     "stablelm": {"rope": 2, "glu": 2},
     # Queries and keys are rotated one at a time; the norm in front of each layer's router runs twice.
-    "gemma3n_text": {"rms_norm": 20, "norm_add": 4, "rope": 4, "glu": 2},
+    "gemma3n_text": {"rms_norm": 18, "norm_add": 6, "rope": 4, "glu": 2},
     "lfm2": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1},
 }
 
