@@ -181,7 +181,7 @@ def falls_back(*names: str, answer: str | None = "") -> Planting:
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state = PlantedFault()
 
-        def declines(*arguments: Any) -> str | None:
+        def declines(*arguments: Any, **named: Any) -> str | None:
             state.calls, state.share = state.calls + 1, 1.0
             return answer
 
