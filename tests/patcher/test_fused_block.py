@@ -512,3 +512,18 @@ def test_an_attention_that_may_call_its_parents_forward_is_fused(leaves_it: bool
     report = fused_norm.apply_fused_norm(fused)
     assert sum(site.kind == "rope" for site in report.fused) == len(fused.model.layers)
     assert_trains_as_stock(stock, fused, tokens())
+
+
+def test_an_attention_whose_source_cannot_be_rewritten_has_a_row() -> None:
+    stock_rotation = apply_rotary_pos_emb
+
+    class UsesAVariable(LlamaAttention):
+        def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **named):
+            assert stock_rotation is apply_rotary_pos_emb
+            return LlamaAttention.forward(self, hidden_states, position_embeddings, attention_mask, **named)
+
+    model = build("llama", seed=0)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = UsesAVariable
+    rotations = [site for site in fused_norm.apply_fused_norm(model, strict=False).kept if site.kind == "rope"]
+    assert [site.reason for site in rotations] == ["its forward closes over stock_rotation"] * len(model.model.layers)

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from ..kernels import MODES
 from .features import BASE
 from .model_variants import UNLIKE_STOCK
-from .operator_cases import DIRECTIONS, Direction
+from .operator_cases import DIRECTIONS, Direction, OperatorName
 from .providers import FUSED, PROVIDERS
 from .results import FeatureResult, KernelResult, Results, StepResult
 from .timing import Timing
 
-_GROUPS = (
-    "norm",
-    "gemma",
-    "add",
-    "post",
-    "sandwich",
-    "qk",
-    "rope",
-    "rotate",
-    "swiglu",
-    "geglu",
-    "gated",
-    "gate-first",
-    "fp8",
-    "fp8-add",
-    "fp8-columns",
-)
+_GROUPS = ("norm", "gemma", *get_args(OperatorName)[1:])
 _DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
 """Bytes per second of the memory of a GPU, as its maker gives them."""
 

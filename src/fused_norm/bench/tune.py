@@ -107,7 +107,7 @@ class Tuned:
 
     @property
     def kept(self) -> bool:
-        """Whether the row goes into the file: it is faster than the rules and says something else.
+        """Return whether the row goes into the file: it is faster than the rules and says something else.
 
         A row of ``forward`` always does, because by the rules the forwards of a width need not share one row.
         """

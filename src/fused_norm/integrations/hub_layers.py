@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 def _meaning_of(module: nn.Module) -> Recognised | None:
-    """What a module's class computes with its attributes; None where that is not known."""
+    """Return the spec that a module's class computes with its attributes; None where that is not known."""
     try:
         return _meanings[module]
     except KeyError:

@@ -21,7 +21,7 @@ _FILES = (
     "patcher/norm_recognition.py",
     "integrations/hub_layers.py",
 )
-"""What the layer needs besides the kernels."""
+"""The files that the layer needs besides the kernels."""
 
 _NOT_OF_KERNELS = ("fp8", "replay", "__pycache__")
 """Replay is left out because a kernel from the hub should not call a C++ compiler."""

@@ -270,7 +270,7 @@ def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
 
 
 def _cell_of_forward(module: nn.Module) -> CellType | None:
-    """What holds the forward of a module's class for the function that tensor parallelism has put in its place.
+    """Return the cell with the forward of a module's class, for the function that tensor parallelism calls instead.
 
     None without such a function: transformers has them since 5.17, for norms whose rows are cut between devices.
     """

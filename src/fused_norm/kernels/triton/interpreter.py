@@ -73,7 +73,7 @@ class _PatchOnce:
 
 
 class _Scope:
-    """What the interpreter calls when it puts back what it has replaced."""
+    """An object that puts back what was replaced when the interpreter calls ``restore``."""
 
     def __init__(self, restore: Callable[[], None] = lambda: None) -> None:
         self.restore = restore
