@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -229,6 +233,50 @@ def test_a_model_on_two_ranks_is_fused_and_trains_as_on_one(way: str, steps: lis
             if way == "transformers" and not TAKES_PLANS and ("q_norm" in name or "k_norm" in name):
                 value = stock["values"][name]  # transformers 4 leaves their gradients with each rank's heads alone
             assert relative(fused["values"][name], value) < 1e-4, name
+
+
+def step_of_shared_sequences(folder: str, rank: int, ranks: int) -> dict[str, tuple[Tensor, Counter[str]]]:
+    """All gradients of a step, and what it calls: by one process in fp32, and stock and fused with half the tokens."""
+    mesh = init_device_mesh("cuda", (ranks,))
+    found = {}
+    for which, dtype in {"alone": torch.float32, "stock": torch.bfloat16, "fused": torch.bfloat16}.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().train()
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(without_mask, with_kwargs=True)
+        if which == "fused":
+            assert fused_norm.apply_fused_norm(model).counts == sites("qwen3")
+        ids = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+        positions = torch.arange(64, device="cuda")[None].repeat(2, 1)
+        with contextlib.ExitStack() as shared:
+            shared.enter_context(calls.by(called := Called()))
+            if which != "alone":
+                shared.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+                shared.enter_context(context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]))
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            logits.float().logsumexp(-1).sum().backward()
+        gradient = torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
+        if which != "alone":
+            dist.all_reduce(gradient)
+        found[which] = gradient.cpu(), Counter(called)
+    return found
+
+
+def without_mask(module: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+    """A hook as accelerate has them: attention over several devices is causal, and takes no mask."""
+    return args, {**named, "attention_mask": None, "is_causal": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_GPUS, reason="attention over several devices needs two GPUs")
+def test_context_parallel_steps_are_fused_and_as_near_to_one_process(tmp_path: Path) -> None:
+    build(tiny_config("qwen3", **SIZES), seed=0).save_pretrained(tmp_path / "model")
+    for rank in on_two_ranks(partial(step_of_shared_sequences, str(tmp_path / "model")), tmp_path, "nccl"):
+        (alone, _), (stock, by_stock), (fused, by_fused) = (rank[which] for which in ("alone", "stock", "fused"))
+        assert by_stock == {}
+        assert by_fused == {"add_rms_norm": 2, "rms_norm": 3, "qk_norm": 2, "glu": 2}
+        assert relative(stock, alone) < 0.02
+        assert relative(fused, alone) < 1.2 * relative(stock, alone)
 
 
 @pytest.fixture
