@@ -79,9 +79,9 @@ class Recorder:
         self.calls.append(f"may postpone {q_norm.__name__} {k_norm.__name__}")
         return self.may_postpone
 
-    def fused_norm_rope(self, rotate, q, k, cos, sin, **named):
+    def fused_norm_rope(self, rotate, q, k, cos, sin, *further, **named):
         self.calls.append("rope")
-        return rotate(q, k, cos, sin, **named)
+        return rotate(q, k, cos, sin, *further, **named)
 
     def fused_norm_rope_one(self, rotate, x, cos, sin, **named):
         self.calls.append("rope one")
@@ -162,7 +162,7 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
     )
     pairs = (PairRewrite(i, bool(pair.rotate)) for i, pair in enumerate(patterns.pairs))
     fed = {pair.rotate is not None and index for index, pair in enumerate(patterns.pairs)}
-    alone = (RotationRewrite(i) for i, one in enumerate(patterns.rotations) if one.tensors and one.pair not in fed)
+    alone = (RotationRewrite(i) for i, one in enumerate(patterns.rotations) if one.arguments and one.pair not in fed)
     products = {gate.product: i for i, gate in reversed(list(enumerate(patterns.gates))) if "act" in gate.act}
     gates = (GateRewrite(i, recognise_activation(nn.SiLU())) for i in products.values())
     return (*adds, *pairs, *alone, *gates)

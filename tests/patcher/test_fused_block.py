@@ -23,6 +23,7 @@ from fused_norm.model_configs import build
 from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 from .models import assert_trains_as_stock, relative, sites, step, tokens, twins
+from .rotary import of_a_table, of_sections, with_positions
 
 
 def reads(module: nn.Module, args: tuple, output: object) -> None:
@@ -361,11 +362,59 @@ def test_a_rotation_with_the_angles_of_one_half_gives_what_stock_gives(device: s
         b.fused_norm_rope(gpt_oss_rotation, q, k, cos[..., :4], sin[..., :4])
 
 
+FURTHER = {
+    with_positions: ((2, 5, 18), [None, torch.tensor(1)]),
+    of_a_table: ((9, 18), [torch.tensor([[3, 4, 0, 8, 1], [0, 1, 2, 3, 4]])]),
+    of_sections: ((3, 2, 5, 12), [[1, 2, 3], (4, 1, 1)]),
+}
+"""Rotations with one argument more, the shapes of their angles, and what is given for it."""
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize("rotation", FURTHER)
+def test_a_rotation_with_one_argument_more_gives_what_stock_gives(
+    rotation: Callable, heads_dim: int, device: str, launches: list[str]
+) -> None:
+    _, fused = twins("llama", device)
+    attention = fused.model.layers[0].self_attn
+    q, k = (torch.randn(2, 5, heads, 18, device=device).bfloat16().transpose(1, 3 - heads_dim) for heads in (4, 2))
+    shape, given = FURTHER[rotation]
+    cos, sin = torch.randn(2, *shape, device=device).bfloat16()
+    named = {"unsqueeze_dim": 2} if heads_dim == 2 else {}
+    for one in given:
+        one = one.to(device) if isinstance(one, torch.Tensor) else one
+        with swapped_rotation(attention, rotation, 5):
+            actual = attention.fused_norm_rope(rotation, q, k, cos, sin, one, **named)
+        expected = rotation(q, k, cos, sin, one, **named)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+    assert launches == ["rope"] * len(given)
+
+
+def of_an_old_table(q, k, cos, sin, positions, unsqueeze_dim=1):
+    """Known with a table of two dimensions, and as it once was in transformers called with one of four."""
+    return of_a_table(q, k, cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1]), positions, unsqueeze_dim)
+
+
+def test_a_table_of_other_dimensions_is_left_to_the_function(device: str, launches: list[str]) -> None:
+    _, fused = twins("llama", device)
+    attention = fused.model.layers[0].self_attn
+    q, k = (torch.randn(2, heads, 5, 18, device=device) for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 1, 9, 18, device=device)
+    positions = torch.arange(5, device=device)[None]
+    with swapped_rotation(attention, of_an_old_table, 5):
+        actual = attention.fused_norm_rope(of_an_old_table, q, k, cos, sin, positions)
+        assert launches == []
+        attention.fused_norm_rope(of_an_old_table, q, k, cos[0, 0], sin[0, 0], positions.expand(2, -1))
+    assert launches == ["rope"]
+    expected = of_an_old_table(q, k, cos, sin, positions)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
 @contextlib.contextmanager
-def swapped_rotation(attention: nn.Module, function: Callable) -> Iterator[None]:
+def swapped_rotation(attention: nn.Module, function: Callable, arguments: int = 4) -> Iterator[None]:
     """The fused attention knows this rotation instead of its own."""
     fused, before = type(attention), type(attention).fused_norm_rotations
-    fused.fused_norm_rotations = (recognise_rotation(function),)
+    fused.fused_norm_rotations = (recognise_rotation(function, arguments),)
     yield
     fused.fused_norm_rotations = before
 

@@ -17,7 +17,7 @@ from fused_norm.model_configs import FAMILIES, build
 from fused_norm.spec import Kind
 
 from . import test_families
-from .models import EXPERTS_ARE_MLPS, relative, step
+from .models import relative, step
 
 START, END, IMAGE, VIDEO = 60, 61, 62, 63
 SIZES = {name: value for name, value in test_families.SIZES.items() if name != "head_dim"}
@@ -75,11 +75,9 @@ TEXT_ALONE = {
     },
 }
 STACK = SIZES | {"num_hidden_layers": 1, "head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}
-QWEN_ROTATIONS = 2 if EXPERTS_ARE_MLPS else 4
-"""Two of the tower; transformers 4 rotates the text by a function of its own."""
 SITES: dict[str, dict[Kind, int]] = {
     # A block of the tower has two norms, and so has a layer of the text; there are two more.
-    "qwen2_5_vl": {"norm": 10, "residual": 4, "sandwich": 0, "rope": QWEN_ROTATIONS},
+    "qwen2_5_vl": {"norm": 10, "residual": 4, "sandwich": 0, "rope": 4},
     # A layer of the text has four norms; the tower has two besides those of its blocks, and alone turns halves.
     "glm4v": {"norm": 15, "residual": 4, "sandwich": 4, "rope": 2},
     # Four norms of layers and four of attentions in each, and one at the end.
@@ -90,7 +88,7 @@ SITES: dict[str, dict[Kind, int]] = {
     "t5gemma": {"norm": 12, "residual": 3, "sandwich": 5},
 }
 LAUNCHES = {
-    "qwen2_5_vl": {"add_rms_norm": 4, "rope": QWEN_ROTATIONS},
+    "qwen2_5_vl": {"add_rms_norm": 4, "rope": 4},
     "glm4v": {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 2},
     "longcat_flash": {"add_rms_norm": 6},
     # Two of the three layers are given nothing to add.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
-from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_one_half
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as halved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as full
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
@@ -15,14 +15,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from fused_norm.patcher.forward_rewrite import rotation_of
 from fused_norm.patcher.norm_recognition import UnrecognisedError
+from fused_norm.patcher.rotation_angles import (
+    at_positions,
+    by_sections,
+    of_each_element,
+    of_one_half,
+    without_positions,
+)
 from fused_norm.patcher.rotation_recognition import recognise_rotation
 
+from .rotary import half, of_a_table, of_sections, rotates, with_positions
+
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def half(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
 
 
 def test_the_half_rotation_is_known_in_every_dtype() -> None:
@@ -48,11 +52,11 @@ def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> No
 
 
 def test_a_rotation_may_have_the_angles_of_one_half() -> None:
-    rotation = recognise_rotation(of_one_half)
-    assert rotation.halved
+    rotation = recognise_rotation(halved)
+    assert rotation.angles is of_one_half
     assert not rotation.partial
     assert rotation.dtypes == recognise_rotation(full).dtypes
-    assert not recognise_rotation(full).halved
+    assert recognise_rotation(full).angles is of_each_element
 
 
 def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> None:
@@ -79,6 +83,38 @@ def test_rounding_once_is_told_from_rounding_each_step() -> None:
     assert not set(rotation.dtypes) & set(rotation.dtypes_once)
 
 
+def of_other_sections(q, k, cos, sin, sections, unsqueeze_dim=1):
+    return of_sections(q, k, cos, sin, sections, unsqueeze_dim, order=(1, 0, 2))
+
+
+def of_the_next_positions(q, k, cos, sin, positions, unsqueeze_dim=1):
+    return rotates(q, k, cos.roll(-1, 0)[positions], sin.roll(-1, 0)[positions], unsqueeze_dim)
+
+
+def with_sin_at_its_place(q, k, cos, sin, positions, unsqueeze_dim=1):
+    return rotates(q, k, cos[positions], sin[: q.shape[-2]].expand(2, -1, -1), unsqueeze_dim)
+
+
+@pytest.mark.parametrize(
+    ("function", "angles"),
+    [(of_a_table, at_positions), (of_sections, by_sections), (with_positions, without_positions)],
+)
+def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
+    rotation = recognise_rotation(function, 5)
+    assert rotation.angles is angles
+    assert rotation.arguments == 5
+    assert rotation.partial == (function is of_sections)
+    assert rotation.dtypes == recognise_rotation(full).dtypes
+
+
+@pytest.mark.parametrize("function", [of_other_sections, of_the_next_positions, with_sin_at_its_place, full])
+def test_other_angles_are_refused(function) -> None:
+    with pytest.raises(
+        UnrecognisedError, match="does not compute the half rotation of q and k, called with 5 arguments"
+    ):
+        recognise_rotation(function, 5)
+
+
 def backwards(q, k, cos, sin, unsqueeze_dim=1):
     return full(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim)
 
@@ -95,10 +131,6 @@ def listed(q, k, cos, sin, unsqueeze_dim=1):
     return list(full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim))
 
 
-def five(q, k, cos, sin, ids, unsqueeze_dim=1):
-    return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-
 def deaf_to_a_batch(q, k, cos, sin):
     return vision(q, k, cos[0], sin[0]) if cos.dim() == 3 else vision(q, k, cos, sin)
 
@@ -107,7 +139,7 @@ def other_angles_without_a_batch(q, k, cos, sin):
     return vision(q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin)
 
 
-OTHERS = [interleaved, backwards, only_q, deaf, listed, five, fp64_inside]
+OTHERS = [interleaved, backwards, only_q, deaf, listed, with_positions, fp64_inside]
 OTHER_TOWERS = [deaf_to_a_batch, other_angles_without_a_batch]
 
 
@@ -122,11 +154,6 @@ class AsModule(nn.Module):
 
     def forward(self, *args, **named):
         return rotates(*args, **named)
-
-
-def rotates(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + half(q) * sin, k * cos + half(k) * sin
 
 
 def test_a_module_that_rotates_is_known_while_its_call_is_its_own_forward() -> None:

@@ -64,11 +64,17 @@ class OneByOne(Recorder):
         return q, k
 
 
+class AtPositions(Recorder):
+    def forward(self, q, k, angles):
+        q, k = rotate(q, k, angles[0], angles[1], self.factor)
+        return q, k
+
+
 class Otherwise(Recorder):
     def forward(self, q, k, angles):
         q, k = rotate(q, k, angles[0], sin=angles[1])
         q, k = rotate(q, k, *angles, 2)
-        return rotate(q, k, angles[0], angles[1], 2)
+        return rotate(q, k, angles[0], angles[1], 2, *())
 
 
 class NoRotation(Recorder):
@@ -80,17 +86,18 @@ class NoRotation(Recorder):
 @pytest.mark.parametrize(
     ("attention", "rotations", "calls"),
     [
-        (Llama, [("rotate", 2)], ["rope"]),
-        (UnderAnIf, [("rotate", 2)], ["may postpone q_norm k_norm", "pair", "rope"]),
-        (NormsAfter, [("rotate", 2)], ["rope", "may postpone q_norm k_norm", "pair"]),
-        (PartsOfHeads, [("rotate", 2)], ["rope"]),
-        (OneByOne, [("rotate_one", 1), ("rotate_one", 1)], ["rope one", "rope one"]),
+        (Llama, [("rotate", 4)], ["rope"]),
+        (UnderAnIf, [("rotate", 4)], ["may postpone q_norm k_norm", "pair", "rope"]),
+        (NormsAfter, [("rotate", 4)], ["rope", "may postpone q_norm k_norm", "pair"]),
+        (PartsOfHeads, [("rotate", 4)], ["rope"]),
+        (AtPositions, [("rotate", 5)], ["rope"]),
+        (OneByOne, [("rotate_one", 3), ("rotate_one", 3)], ["rope one", "rope one"]),
         (Otherwise, [("rotate", 0)] * 3, []),
         (NoRotation, [], []),
     ],
 )
 def test_rotations_become_fused_calls_and_every_value_stays(attention, rotations, calls) -> None:
-    assert [(one.rotate, one.tensors) for one in patterns_of(attention).rotations] == rotations
+    assert [(one.rotate, one.arguments) for one in patterns_of(attention).rotations] == rotations
     assert run(attention, Heads(2), Heads(3), (5, 7)) == calls
 
 
@@ -103,7 +110,7 @@ class Qwen3(Recorder):
 
 
 def test_what_takes_the_results_of_a_pair_of_norms_is_a_rotation_under_any_name() -> None:
-    assert patterns_of(Qwen3).rotations == (RotationCall("embed", 2, 0),)
+    assert patterns_of(Qwen3).rotations == (RotationCall("embed", 4, 0),)
     assert run(Qwen3, Heads(2), Heads(3), (5, 7)) == ["may postpone q_norm k_norm", "rotated"]
     assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(RotationRewrite(0),)) == ["rope"]
 
@@ -120,12 +127,12 @@ def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [
-        (LlamaAttention, [("apply_rotary_pos_emb", 2, None)]),
-        (PhiAttention, [("apply_rotary_pos_emb", 2, None)]),
-        (Qwen3Attention, [("apply_rotary_pos_emb", 2, 0)]),
-        (Exaone4Attention, [("apply_rotary_pos_emb", 2, None)]),
-        (Gemma3nTextAttention, [("apply_rotary_pos_emb", 1, None)] * 2),
-        (DeepseekV3Attention, [("apply_rotary_pos_emb_interleave", 2, None), ("apply_rotary_pos_emb", 2, None)]),
+        (LlamaAttention, [("apply_rotary_pos_emb", 4, None)]),
+        (PhiAttention, [("apply_rotary_pos_emb", 4, None)]),
+        (Qwen3Attention, [("apply_rotary_pos_emb", 4, 0)]),
+        (Exaone4Attention, [("apply_rotary_pos_emb", 4, None)]),
+        (Gemma3nTextAttention, [("apply_rotary_pos_emb", 3, None)] * 2),
+        (DeepseekV3Attention, [("apply_rotary_pos_emb_interleave", 4, None), ("apply_rotary_pos_emb", 4, None)]),
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:

@@ -185,18 +185,18 @@ class BlockSurvey:
     def _survey_rotation(self, index: int, rotation: RotationCall) -> Site:
         """The row of a rotation by itself."""
         row = self._own_row("rope", RotationRewrite(index) in self._done)
-        if row.reason is None and not rotation.tensors:
+        if row.reason is None and not rotation.arguments:
             return replace(row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="formula")
         if row.reason is None:
-            row = self._recognised(row, rotation.rotate, rotation.tensors)
+            row = self._recognised(row, rotation.rotate, rotation.arguments)
         if row.reason is None:
             self._rewrites.append(RotationRewrite(index))
         return row
 
-    def _recognised(self, row: Site, rotate: str, tensors: int = 2) -> Site:
+    def _recognised(self, row: Site, rotate: str, arguments: int = 4) -> Site:
         """``row``, or one that says why the function called by this name cannot be fused."""
         try:
-            rotation_of(self._origin, rotate, tensors)
+            rotation_of(self._origin, rotate, arguments)
         except UnrecognisedError as error:
             owner = _owner_of(global_of(self._origin, rotate), self._origin)
             reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"

@@ -93,14 +93,14 @@ def _places_in(definition: ast.FunctionDef, self_name: str) -> _Places:
     )
 
 
-def rotation_of(layer: Any, name: str, tensors: int = 2) -> Rotation:
-    """The rotation of so many tensors that a forward calls by this global name.
+def rotation_of(layer: Any, name: str, arguments: int = 4) -> Rotation:
+    """The rotation that a forward calls by this global name, with so many arguments.
 
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
         UnrecognisedError: where the name stands for something else.
     """
-    return recognise_rotation(global_of(layer, name), tensors)
+    return recognise_rotation(global_of(layer, name), arguments)
 
 
 def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
@@ -109,13 +109,14 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
     calls = []
     for rewrite in rewrites:
         if isinstance(rewrite, RotationRewrite):
-            calls.append((patterns.rotations[rewrite.index].rotate, patterns.rotations[rewrite.index].tensors))
+            call = patterns.rotations[rewrite.index]
+            calls.append((call.rotate, call.arguments))
         elif isinstance(rewrite, PairRewrite) and rewrite.rotate:
-            calls.append((patterns.pairs[rewrite.index].rotate or "", 2))
+            calls.append((patterns.pairs[rewrite.index].rotate or "", 4))
     found = []
-    for name, tensors in dict.fromkeys(calls):
+    for name, arguments in dict.fromkeys(calls):
         with contextlib.suppress(UnrecognisedError):
-            found.append(rotation_of(layer, name, tensors))
+            found.append(rotation_of(layer, name, arguments))
     return tuple(found)
 
 

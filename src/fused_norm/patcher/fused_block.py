@@ -34,6 +34,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
+from .rotation_angles import of_each_element
 from .rotation_recognition import DtypePair, Rotation, name_of
 
 
@@ -106,45 +107,48 @@ class FusedBlock(nn.Module):
         for rotation in self.fused_norm_rotations:
             if (
                 rotation.is_now(rotate)
-                and not (rotation.tokens_first or rotation.halved)
+                and (rotation.angles, rotation.tokens_first) == (of_each_element, False)
                 and _kernel_rotates_alike(rotation.dtypes, rotation, q, k, *weights, cos, sin, heads_dim)
             ):
                 return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
         q, k = QK_NORM(spec, q, k, *weights, None, None, 1)
         return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
 
-    def fused_norm_rope(self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any) -> tuple[Any, Any]:
-        """``rotate(q, k, cos, sin)``."""
-        rotated = self._rotated(rotate, q, k, cos, sin, named)
-        return rotate(q, k, cos, sin, **named) if rotated is None else rotated
+    def fused_norm_rope(
+        self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, *further: Any, **named: Any
+    ) -> tuple[Any, Any]:
+        """``rotate(q, k, cos, sin, *further)``."""
+        rotated = self._rotated(rotate, q, k, cos, sin, further, named)
+        return rotate(q, k, cos, sin, *further, **named) if rotated is None else rotated
 
     def fused_norm_rope_one(self, rotate: Any, x: Any, cos: Any, sin: Any, **named: Any) -> Any:
         """``rotate(x, cos, sin)``."""
-        rotated = self._rotated(rotate, x, None, cos, sin, named)
+        rotated = self._rotated(rotate, x, None, cos, sin, (), named)
         return rotate(x, cos, sin, **named) if rotated is None else rotated[0]
 
     def _rotated(
-        self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, named: dict[str, Any]
+        self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, further: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
         """q and k rotated by the kernel; None where it may not take them."""
+        arguments = (3 if k is None else 4) + len(further)
         for rotation in self.fused_norm_rotations:
-            if rotation.is_now(rotate) and not (rotation.tokens_first and named):
-                return self._rotated_as(rotation, q, k, cos, sin, named.get("unsqueeze_dim", 1))
+            if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
+                return self._rotated_as(rotation, q, k, cos, sin, further, named.get("unsqueeze_dim", 1))
         return None
 
     def _rotated_as(
-        self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, heads_dim: Any
+        self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, further: tuple[Any, ...], heads_dim: Any
     ) -> tuple[Tensor, Tensor | None] | None:
         reason = obstacle(q, None, None, None) if k is None else _pair_obstacle("q and k", q, k)
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
             reason = "q and k differ in width"
         if reason is None:
             heads = q, k
+            if is_plain(cos) and is_plain(sin):
+                cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
             if rotation.tokens_first:
                 heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
                 cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
-            if rotation.halved and is_plain(cos) and is_plain(sin):
-                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
             for dtypes, once in ((rotation.dtypes, False), (rotation.dtypes_once, True)):
                 if _kernel_rotates_alike(dtypes, rotation, *heads, None, None, cos, sin, heads_dim):
                     q_out, k_out = ROPE(None, *heads, cos, sin, heads_dim, once)

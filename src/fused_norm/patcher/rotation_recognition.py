@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +14,38 @@ from torch import Tensor, nn
 from ..kernels import reference
 from .fused_norm_module import has_hooks
 from .norm_recognition import UnrecognisedError
+from .rotation_angles import FORMS, AngleForm, Sample, of_each_element, samples
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
-_HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 3, 16, 8
-
+_BATCH, _HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 2, 3, 16, 8
 
 DtypePair = tuple[torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A function ``rotate(q, k, cos, sin, unsqueeze_dim=1)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
+    """A function ``rotate(q, k, cos, sin)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
 
     Attributes:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
+        arguments: how many it takes by position: 3, 4, or 5 where something comes after sin that tells the angles.
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
         dtypes_once: further pairs, for which it computes in fp32 and rounds nothing but the result.
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
-        halved: its cos and sin are those of one half of a head, which both halves share.
+        angles: the form of its cos and sin.
     """
 
     function: Any
+    arguments: int
     dtypes: tuple[DtypePair, ...]
     dtypes_once: tuple[DtypePair, ...]
     partial: bool
     tokens_first: bool
-    halved: bool
+    angles: AngleForm
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
@@ -52,17 +54,17 @@ class Rotation:
         )
 
 
-def recognise_rotation(function: Any, tensors: int = 2) -> Rotation:
-    """Return what is known of a rotary embedding that computes the half rotation of so many tensors, one or two.
+def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
+    """Return what is known of a rotary embedding that computes the half rotation, called with so many arguments.
 
     Raises:
         UnrecognisedError: where it is another function than the half rotation.
     """
     if not isinstance(function, FunctionType) and not _is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-    rotation = _recognise(function, tensors)
+    rotation = _recognise(function, arguments)
     if rotation is None:
-        what = "q and k" if tensors == 2 else "one tensor"
+        what = {3: "one tensor", 4: "q and k"}.get(arguments, f"q and k, called with {arguments} arguments")
         raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}")
     return rotation
 
@@ -82,69 +84,64 @@ def _runs_its_own_forward(module: nn.Module) -> bool:
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
-class _Form(NamedTuple):
-    """The form in which a function takes heads and angles, as in ``Rotation``."""
-
-    tokens_first: bool = False
-    halved: bool = False
-
-
 @cache
-def _recognise(function: Any, tensors: int) -> Rotation | None:
+def _recognise(function: Any, arguments: int) -> Rotation | None:
     # No hook is to see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
-    for form in (_Form(), _Form(tokens_first=True), _Form(halved=True)):
+    tensors = min(arguments - 2, 2)
+    forms = [(form, False) for form in FORMS[arguments - 2 - tensors]]
+    if arguments <= 4:
+        forms.append((of_each_element, True))
+    for form, tokens_first in forms:
         found: tuple[list[DtypePair], list[DtypePair]] = [], []
+        agrees = partial(_agrees, rotate, tensors, form, tokens_first)
         for pair in _PAIRS:
-            once = next((one for one in (False, True) if _agrees(rotate, tensors, pair, form, one)), None)
+            once = next((one for one in (False, True) if agrees(pair, one)), None)
             if once is not None:
                 found[once].append(pair)
         if _PAIRS[0] in found[0]:  # a function that computes in fp64 would show nowhere else
-            partial_too = all(
-                _agrees(rotate, tensors, pair, form, once == 1, _ROTARY)
-                for once, pairs in enumerate(found)
-                for pair in pairs
-            )
-            return Rotation(function, tuple(found[0]), tuple(found[1]), partial_too, form.tokens_first, form.halved)
+            partial_too = all(agrees(pair, once == 1, _ROTARY) for once, pairs in enumerate(found) for pair in pairs)
+            return Rotation(function, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
     return None
 
 
 def _agrees(
     function: Callable[..., Any],
     tensors: int,
+    form: AngleForm,
+    tokens_first: bool,
     dtypes: DtypePair,
-    form: _Form,
     once: bool,
     rotary: int = _WIDTH,
 ) -> bool:
     """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has."""
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
+    def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        heads = [random(2, number, _TOKENS, _WIDTH).to(dtypes[0]) for number in (_HEADS, 1)[:tensors]]
-        angles = [random(2, _TOKENS, rotary).to(dtypes[1]) for _ in range(2)]
-        if form.halved:
-            angles = [angle[..., : rotary // 2].repeat(1, 1, 2) for angle in angles]
+        heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
         turned = [x.transpose(1, 2) for x in heads]
-        calls: list[tuple[list[Tensor], list[Tensor], int, dict[str, int]]]
-        calls = [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
-        if form.tokens_first:
-            alike = [angle[0] for angle in angles]
-            calls = [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
-        for given, (cos, sin), heads_dim, named in calls:
-            width = rotary // 2 if form.halved else rotary
+        calls: list[tuple[list[Tensor], Sample, int, dict[str, int]]] = []
+        for cos, sin, further in samples(form, _BATCH, _TOKENS, rotary, random):
+            angles = cos, sin, further
+            if tokens_first:
+                alike = cos[0], sin[0], further
+                calls += [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
+            else:
+                calls += [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
+        for given, (cos, sin, further), heads_dim, named in calls:
             try:
-                rotated = function(*given, cos[..., :width], sin[..., :width], **named)
+                rotated = function(*given, cos, sin, *further, **named)
             except Exception:  # a foreign function may raise anything
                 return False
             if tensors == 1:
                 rotated = (rotated,)
             if not isinstance(rotated, tuple) or len(rotated) != tensors:
                 return False
-            expected = [reference.rope(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim), once) for x in given]
+            cos, sin = (form(one, *further).unsqueeze(heads_dim) for one in (cos, sin))
+            expected = [reference.rope(x, cos, sin, once) for x in given]
             for actual, wanted in zip(rotated, expected, strict=True):
                 if not isinstance(actual, Tensor) or actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
                     return False

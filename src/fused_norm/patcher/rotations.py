@@ -3,11 +3,13 @@
 In the forward of an attention,
 
     query, key = rotate(query, key, cos, sin)
+    query, key = rotate(query, key, cos, sin, positions)
     query = rotate(query, cos, sin, unsqueeze_dim=2)
 
 become, whatever the names are and wherever the calls stand,
 
     query, key = self.fused_norm_rope(rotate, query, key, cos, sin)
+    query, key = self.fused_norm_rope(rotate, query, key, cos, sin, positions)
     query = self.fused_norm_rope_one(rotate, query, cos, sin, unsqueeze_dim=2)
 
 Every argument is computed where it was, and what ``rotate`` stands for is looked up at each call.
@@ -25,8 +27,8 @@ from .query_key_norms import PlacedPair
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
 
-_TENSORS = {4: 2, 3: 1}
-"""The number of positional arguments, and that of the tensors to rotate among them: cos and sin come last."""
+_ARGUMENTS = (3, 4, 5)
+"""How many may be there: one tensor to rotate or two, cos, sin, and what else tells the angles of two."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,12 @@ class RotationCall:
 
     Attributes:
         rotate: the global name of the function.
-        tensors: how many tensors it rotates, which come before cos and sin; 0 where it takes other arguments.
+        arguments: how many it is called with by position; 0 where it takes others than can be fused.
         pair: the number of the pair of q and k norms whose results it takes next, None without one.
     """
 
     rotate: str
-    tensors: int
+    arguments: int
     pair: int | None
 
 
@@ -67,19 +69,19 @@ def find_rotations(definition: ast.FunctionDef, pairs: Sequence[PlacedPair]) -> 
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         pair = after.get(id(node))
-        if pair is not None or (ROTATION_NAME.search(node.func.id) and len(node.args) >= min(_TENSORS)):
-            found.append(PlacedRotation(RotationCall(node.func.id, _tensors(node), pair), node))
+        if pair is not None or (ROTATION_NAME.search(node.func.id) and len(node.args) >= min(_ARGUMENTS)):
+            found.append(PlacedRotation(RotationCall(node.func.id, _arguments(node), pair), node))
     return found
 
 
 def fuse_rotation(place: PlacedRotation, self_name: str) -> None:
     """Put the fused call in the rotation's place."""
-    method = "fused_norm_rope" if place.rotation.tensors == 2 else "fused_norm_rope_one"
+    method = "fused_norm_rope_one" if place.rotation.arguments == 3 else "fused_norm_rope"
     place.call.args.insert(0, place.call.func)
     place.call.func = ast.Attribute(ast.Name(self_name, ast.Load()), method, ast.Load())
 
 
-def _tensors(call: ast.Call) -> int:
+def _arguments(call: ast.Call) -> int:
     plain = not any(isinstance(argument, ast.Starred) for argument in call.args)
     plain = plain and all(keyword.arg == "unsqueeze_dim" for keyword in call.keywords)
-    return _TENSORS.get(len(call.args), 0) if plain else 0
+    return len(call.args) if plain and len(call.args) in _ARGUMENTS else 0

@@ -1,0 +1,76 @@
+"""The forms in which rotary embeddings take cos and sin, and what makes of each the cos and sin of every element.
+
+A form is a function ``form(angles, *further)``: of cos, or of sin, and of what the rotary embedding takes after sin, it
+makes [batch, tokens, width], which is unsqueezed at the dimension of the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AngleForm = Callable[..., Tensor]
+Random = Callable[..., Tensor]
+Sample = tuple[Tensor, Tensor, tuple[Any, ...]]
+"""cos, sin, and what comes after them."""
+
+_TABLE = 7
+
+
+def of_each_element(angles: Tensor) -> Tensor:
+    """[batch, tokens, width] as it is."""
+    return angles
+
+
+def of_one_half(angles: Tensor) -> Tensor:
+    """[batch, tokens, width / 2], which both halves of a head share."""
+    return torch.cat((angles, angles), dim=-1)
+
+
+def at_positions(angles: Tensor, positions: Any) -> Tensor:
+    """The rows of a table [length, width] at positions [batch, tokens]."""
+    return angles[positions] if angles.dim() == 2 else angles
+
+
+def by_sections(angles: Tensor, sections: Any) -> Tensor:
+    """Sections of [3, batch, tokens, width], which are those of time, height and width by turns (Qwen2-VL)."""
+    if angles.dim() != 4:
+        return angles
+    parts = angles.split(sections * 2, dim=-1)
+    return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
+
+
+def without_positions(angles: Tensor, positions: Any) -> Tensor:
+    """[batch, tokens, width] as it is; positions are taken, and not used."""
+    return angles
+
+
+FORMS: dict[int, tuple[AngleForm, ...]] = {
+    0: (of_each_element, of_one_half),
+    1: (at_positions, by_sections, without_positions),
+}
+"""By the number of arguments after sin."""
+
+
+def samples(form: AngleForm, batch: int, tokens: int, width: int, random: Random) -> Iterator[Sample]:
+    """What tells a form from every other, for a head or a first part of it of this width.
+
+    ``random(*shape)`` gives numbers.
+    """
+    positions = torch.arange(batch * tokens).view(batch, tokens) * 3 % _TABLE
+    half = width // 2
+    cases: dict[AngleForm, tuple[tuple[int, ...], list[Any]]] = {
+        at_positions: ((_TABLE, width), [positions]),
+        by_sections: ((3, batch, tokens, width), [[half - 2, 1, 1], [1, 2, half - 3]]),
+        without_positions: ((batch, tokens, width), [positions, None]),
+    }
+    if form in cases:
+        shape, further = cases[form]
+        for one in further:
+            yield random(*shape), random(*shape), (one,)
+    else:
+        shape = (batch, tokens, half if form is of_one_half else width)
+        yield random(*shape), random(*shape), ()
