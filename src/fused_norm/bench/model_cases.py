@@ -162,8 +162,8 @@ CASES: tuple[ModelCase, ...] = (
     ModelCase("qwen3_next", "Qwen/Qwen3-Next (4 layers, 16 experts)", 2, 2048),
     ModelCase("qwen3_5_text", "Qwen/Qwen3.5-9B (4 layers)", 2, 2048),
     ModelCase("lfm2", "LiquidAI/LFM2-1.2B", 4, 4096),
-    ModelCase("mamba2", "mistralai/Mamba-Codestral-7B (8 layers)", 1, 2048),
-    ModelCase("bamba", "ibm-fms/Bamba-9B (4 layers)", 1, 2048),
+    ModelCase("mamba2", "mistralai/Mamba-Codestral-7B (8 layers)", 1, 512),
+    ModelCase("bamba", "ibm-fms/Bamba-9B (4 layers)", 1, 512),
     ModelCase("t5", "google/flan-t5-large", 8, 512),
 )
 
