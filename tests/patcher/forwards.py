@@ -163,7 +163,8 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
     pairs = (PairRewrite(i, bool(pair.rotate)) for i, pair in enumerate(patterns.pairs))
     fed = {pair.rotate is not None and index for index, pair in enumerate(patterns.pairs)}
     alone = (RotationRewrite(i) for i, one in enumerate(patterns.rotations) if one.arguments and one.pair not in fed)
-    products = {gate.product: i for i, gate in reversed(list(enumerate(patterns.gates))) if "act" in gate.act}
+    acts = [(i, gate) for i, gate in enumerate(patterns.gates) if "act" in gate.act or gate.is_function]
+    products = {gate.product: i for i, gate in reversed(acts)}
     gates = (GateRewrite(i, recognise_activation(nn.SiLU())) for i in products.values())
     return (*adds, *pairs, *alone, *gates)
 

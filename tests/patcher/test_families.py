@@ -69,7 +69,7 @@ FAMILIES = {
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": (
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        counts(norm=5, qk=2, rope=1, residual=2),
+        counts(norm=5, qk=2, rope=1, residual=2, mlp=2),
     ),
     "qwen3_next": (
         {
@@ -105,7 +105,7 @@ LAUNCHES = {
     "stablelm": {"rope": 2, "glu": 2},
     # Queries and keys are rotated one at a time; the norm in front of each layer's router runs twice.
     "gemma3n_text": {"rms_norm": 18, "norm_add": 6, "rope": 4, "glu": 2},
-    "lfm2": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1},
+    "lfm2": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
 }
 
 

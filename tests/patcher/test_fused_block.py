@@ -505,6 +505,28 @@ def test_an_activation_that_is_a_function_is_fused(act: Callable, device: str, l
     assert torch.equal(fused(x), fused.up(x) * torch.relu(fused.up(-x)))
 
 
+def test_an_activation_that_is_called_by_a_global_name_is_fused_while_it_is_the_same(
+    device: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(6, 10), nn.Linear(6, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(self.gate(x)) * self.up(x)
+
+    stock = Gated().to(device)
+    fused = copy.deepcopy(stock)
+    assert [site.activation for site in fused_norm.apply_fused_norm(fused).fused] == ["silu"]
+    x = torch.randn(3, 6, device=device)
+    assert relative(fused(x), stock(x)) < 1e-6
+    assert launches == ["glu"]
+    monkeypatch.setattr(nn.functional, "silu", torch.relu)
+    assert torch.equal(fused(x), stock(x))
+    assert launches == ["glu"]
+
+
 def test_an_mlp_without_a_gate_has_no_row() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

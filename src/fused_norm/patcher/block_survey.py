@@ -30,7 +30,7 @@ from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
 from .forward_source import SourceError, WrappedError, global_of, names_in
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
-from .gates import Gate, GateRewrite
+from .gates import ACTIVATION_FUNCTION, Gate, GateRewrite
 from .norm_recognition import UnrecognisedError, looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .query_key_norms import QK_NAME, Pair, PairRewrite
@@ -211,7 +211,7 @@ class BlockSurvey:
             if known is not None and known.activation is not None:
                 continue
             row = self._own_row("mlp", any(isinstance(one, GateRewrite) and one.index == index for one in self._done))
-            act = getattr(self.module, gate.act, None)
+            act = global_of(self._origin, gate.act) if gate.is_function else getattr(self.module, gate.act, None)
             if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
                 row = replace(row, reason="hooks or other code stand on its activation", cause="owner")
             try:
@@ -349,7 +349,9 @@ def _names_rotation(origin: Any, forward: Callable[..., Any]) -> bool:
 
 
 def _names_activation(module: nn.Module) -> bool:
-    """Return whether the forward of a module uses the name of an activation that it holds."""
+    """Return whether the forward of a module uses the name of an activation that it holds, or of a function."""
+    if any(ACTIVATION_FUNCTION.search(name) for name in names_in(stock_class(module))):
+        return True
     functions = (FunctionType, BuiltinFunctionType)
     held: list[tuple[str, Any]] = [
         (name, child) for name, child in vars(module).items() if isinstance(child, functions)

@@ -8,7 +8,7 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -145,13 +145,17 @@ def names_in(layer: Any) -> frozenset[str]:
 
 
 def global_of(layer: Any, name: str) -> Any:
-    """What a global name stands for in a forward; None where it stands for nothing.
+    """What a global name, or ``module.name``, stands for in a forward; None where it stands for nothing.
 
     Raises:
         SourceError: where the forward is no function.
     """
     function, _ = _unwrap(layer.forward)
-    return function.__globals__.get(name)
+    first, *rest = name.split(".")
+    found = function.__globals__.get(first)
+    for part in rest:
+        found = getattr(found, part, None) if isinstance(found, ModuleType) else None
+    return found
 
 
 def returns_sum(value: Any) -> bool:

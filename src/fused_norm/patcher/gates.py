@@ -10,8 +10,9 @@ becomes, whatever the names are,
     return self.down(self.fused_norm_gate(
         activation, self.act, gate=self.fused_norm_unless(activation, self.act, self.gate(x)), up=self.up(x)))
 
-The activation may stand in a statement of its own, ahead of the product. Where hooks or other code must see its call,
-``activation`` is None and everything happens in the original order. Halves of one tensor stay together:
+The activation may be a function such as ``F.silu``, and it may stand in a statement of its own, ahead of the product.
+Where hooks or other code must see its call, ``activation`` is None and everything happens in the original order. Halves
+of one tensor stay together:
 
     gate, up = self.gate_up(x).chunk(2, dim=-1)
     hidden = up * self.act(gate)
@@ -25,11 +26,15 @@ becomes
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .activation_recognition import Activation
 from .statements import bodies, call_of_own, called_attribute, edits_in_place, make_call, mentions, replace
+
+ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
+"""Part of the names of functions that are taken for activations, where the module holds none."""
 
 _ACTIVATION = "_fused_norm_activation"
 _PACKED = "_fused_norm_packed"
@@ -40,11 +45,13 @@ class Gate:
     """A product of something with what may be an activation.
 
     Attributes:
-        act: the attribute that is called for the one factor.
+        act: the attribute that is called for the one factor, or the function, such as ``F.silu``.
+        is_function: it is a function, by its global name.
         product: its number; both factors of a product may be calls of attributes.
     """
 
     act: str
+    is_function: bool
     product: int
 
 
@@ -87,7 +94,7 @@ def find_gates(definition: ast.FunctionDef, self_name: str) -> list[PlacedGate]:
         for statement in body:
             for product in _products(statement):
                 places = [
-                    PlacedGate(Gate(called_attribute(call), products), body, statement, product, factor, call, at, None)
+                    PlacedGate(_gate(call, products, self_name), body, statement, product, factor, call, at, None)
                     for factor, other in ((product.left, product.right), (product.right, product.left))
                     if not _is_constant(other, self_name)
                     for call, at in _activation(factor, definition, body, statement, self_name)
@@ -97,6 +104,12 @@ def find_gates(definition: ast.FunctionDef, self_name: str) -> list[PlacedGate]:
                 found += places
                 products += bool(places)
     return found
+
+
+def _gate(call: ast.Call, product: int, self_name: str) -> Gate:
+    if call_of_own(call, self_name) is not None:
+        return Gate(called_attribute(call), False, product)
+    return Gate(ast.unparse(call.func), True, product)
 
 
 def fuse_gate(place: PlacedGate, rewrite: GateRewrite, self_name: str) -> None:
@@ -140,7 +153,9 @@ def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
 
 
 def _is_constant(factor: ast.expr, self_name: str) -> bool:
-    """Return whether a factor is a number or an attribute of the module, which scales and is no tensor of its own."""
+    """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
+    if isinstance(factor, ast.Name):
+        return "mask" in factor.id
     if isinstance(factor, ast.Attribute):
         return isinstance(factor.value, ast.Name) and factor.value.id == self_name
     return isinstance(factor, (ast.Constant, ast.UnaryOp))
@@ -149,8 +164,8 @@ def _is_constant(factor: ast.expr, self_name: str) -> bool:
 def _activation(
     factor: ast.expr, definition: ast.FunctionDef, body: list[ast.stmt], statement: ast.stmt, self_name: str
 ) -> Iterator[tuple[ast.Call, ast.stmt]]:
-    """``self.<act>(argument)`` and its statement, where it is the factor or all that the factor's name stands for."""
-    call = call_of_own(factor, self_name)
+    """``<activation>(argument)`` and its statement, where it is the factor or all that the factor's name stands for."""
+    call = _activation_call(factor, definition, self_name)
     if call is not None:
         yield call, statement
     if not isinstance(factor, ast.Name) or _loads(definition, factor.id) != [factor]:
@@ -160,9 +175,27 @@ def _activation(
     for index, earlier in enumerate(body[:position]):
         if not isinstance(earlier, ast.Assign) or stores != earlier.targets:
             continue
-        call = call_of_own(earlier.value, self_name)
+        call = _activation_call(earlier.value, definition, self_name)
         if call is not None and not any(edits_in_place(between) for between in body[index + 1 : position + 1]):
             yield call, earlier
+
+
+def _activation_call(node: ast.expr, definition: ast.FunctionDef, self_name: str) -> ast.Call | None:
+    """``node`` where it is ``self.<name>(argument)``, or ``<function>(argument)`` by the name of an activation."""
+    call = call_of_own(node, self_name)
+    if call is not None or not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+        return call
+    root = node.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name) or isinstance(node.args[0], ast.Starred) or _is_local(definition, root.id):
+        return None
+    return node if ACTIVATION_FUNCTION.search(ast.unparse(node.func).rpartition(".")[2]) else None
+
+
+def _is_local(definition: ast.FunctionDef, name: str) -> bool:
+    given = [node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)]
+    return name in given or any(_is_store(node, name) for node in ast.walk(definition))
 
 
 def _halves(place: PlacedGate, definition: ast.FunctionDef) -> ast.Assign | None:

@@ -37,7 +37,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     """
     modules = dict(model.named_modules())
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
-    blocks = {path: module for path, module in modules.items() if may_rotate_or_gate(module)}
+    blocks = {path: module for path, module in modules.items() if path not in norms and may_rotate_or_gate(module)}
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
         if not any(named.selects(path, module) for path, module in (norms | blocks).items()):
