@@ -110,7 +110,7 @@ def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
 @pytest.mark.parametrize("function", [of_other_sections, of_the_next_positions, with_sin_at_its_place])
 def test_other_angles_are_refused(function) -> None:
     with pytest.raises(
-        UnrecognisedError, match="does not compute the half rotation of q and k, called with 5 arguments"
+        UnrecognisedError, match="does not compute the half rotation of q and k"
     ):
         recognise_rotation(function, 5)
 

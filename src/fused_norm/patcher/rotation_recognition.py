@@ -64,7 +64,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
     rotation = _recognise(function, arguments)
     if rotation is None:
-        what = {3: "one tensor", 4: "q and k"}.get(arguments, f"q and k, called with {arguments} arguments")
+        what = "one tensor" if arguments == 3 else "q and k"
         raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}")
     return rotation
 
