@@ -107,7 +107,21 @@ def other_angles_without_a_batch(q, k, cos, sin):
     return vision(q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin)
 
 
+def detached_k(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k.detach(), cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def without_gradients(q, k, cos, sin, unsqueeze_dim=1):
+    with torch.no_grad():
+        return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def other_angles_for_a_batch_of_one(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin if cos.shape[0] > 1 else -sin, unsqueeze_dim=unsqueeze_dim)
+
+
 OTHERS = [interleaved, backwards, only_q, deaf, listed, five, fp64_inside]
+OTHERS += [detached_k, without_gradients, other_angles_for_a_batch_of_one]
 OTHER_TOWERS = [deaf_to_a_batch, other_angles_without_a_batch]
 
 

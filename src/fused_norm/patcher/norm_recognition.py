@@ -283,19 +283,19 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling
                     shapes = tuple(actual.shape), tuple(given[0].shape)
                     raise UnrecognisedError(f"returns shape {shapes[0]} for a tensor of shape {shapes[1]}")
                 expected = _expected(eps_spec, given, weight if spec.weighted else None, spelling)
-                if not all(map(_same, (actual, *copies), (expected, *given))):
+                if not all(map(same_values, (actual, *copies), (expected, *given))):
                     return False
     return True
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def same_values(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have one dtype, one shape and the same values, NaN among them."""
     alike = one.dtype == other.dtype and one.shape == other.shape
     return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Inputs and weights that tell formulas apart: plain, tiny (so that eps counts), large, zero, huge, not finite rows.
+    """Inputs and weights that tell formulas apart: plain, tiny (eps counts), large, zero, huge and not finite rows.
 
     In fp16 huge rows are cut to what has a square there.
     """

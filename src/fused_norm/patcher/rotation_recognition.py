@@ -99,7 +99,8 @@ def _recognise(function: Any, tensors: int) -> Rotation | None:
             once = next((one for one in (False, True) if _agrees(rotate, tensors, pair, form, one)), None)
             if once is not None:
                 found[once].append(pair)
-        if _PAIRS[0] in found[0]:  # a function that computes in fp64 would show nowhere else
+        if _PAIRS[0] in found[0] and _agrees(rotate, tensors, _PAIRS[0], form, once=False, gradients=True):
+            # A function that computes in fp64 shows in fp32 alone.
             partial_too = all(
                 _agrees(rotate, tensors, pair, form, once == 1, _ROTARY)
                 for once, pairs in enumerate(found)
@@ -116,21 +117,28 @@ def _agrees(
     form: _Form,
     once: bool,
     rotary: int = _WIDTH,
+    gradients: bool = False,
 ) -> bool:
-    """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has."""
+    """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has.
+
+    ``gradients``: those of the half rotation too, up to rounding.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with cpu, exact, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         heads = [random(2, number, _TOKENS, _WIDTH).to(dtypes[0]) for number in (_HEADS, 1)[:tensors]]
+        heads = [x.requires_grad_(gradients) for x in heads]
         angles = [random(2, _TOKENS, rotary).to(dtypes[1]) for _ in range(2)]
         if form.halved:
             angles = [angle[..., : rotary // 2].repeat(1, 1, 2) for angle in angles]
         turned = [x.transpose(1, 2) for x in heads]
         calls: list[tuple[list[Tensor], list[Tensor], int, dict[str, int]]]
         calls = [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
+        calls.append((heads, [angle[:1] for angle in angles], 1, {}))
         if form.tokens_first:
             alike = [angle[0] for angle in angles]
             calls = [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
@@ -148,4 +156,15 @@ def _agrees(
             for actual, wanted in zip(rotated, expected, strict=True):
                 if not isinstance(actual, Tensor) or actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
                     return False
+                if gradients and not _alike_in_gradients(actual, wanted, heads):
+                    return False
     return True
+
+
+def _alike_in_gradients(actual: Tensor, wanted: Tensor, heads: list[Tensor]) -> bool:
+    """Return whether two results have one gradient with respect to the heads."""
+    if not actual.requires_grad:
+        return False
+    dy = torch.linspace(-1, 2, wanted.numel()).view_as(wanted)
+    both = (torch.autograd.grad(y, heads, dy, retain_graph=True, materialize_grads=True) for y in (actual, wanted))
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(*both, strict=True))
