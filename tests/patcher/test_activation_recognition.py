@@ -67,6 +67,31 @@ class Saturating(nn.Module):
         return nn.functional.silu(x).clamp(max=500)
 
 
+class FarSaturating(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x.clamp(-5000, 5000))
+
+
+class Finite(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(torch.nan_to_num(x))
+
+
+class OtherwiseInEval(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x if self.training else 2 * x)
+
+
+class Detached(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x.detach())
+
+
+class StraightThrough(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (nn.functional.silu(x) - x).detach() if x.requires_grad else nn.functional.silu(x)
+
+
 class WithAShape(nn.Module):
     """As OLMo's norm without a weight, which may stand in a layer beside an activation."""
 
@@ -87,6 +112,11 @@ UNKNOWN = [
     InPlace(),
     OnlyInFp32(),
     Saturating(),
+    FarSaturating(),
+    Finite(),
+    OtherwiseInEval(),
+    Detached(),
+    StraightThrough(),
     WithAShape(),
     *(ACT2FN[name] for name in ("gelu_new", "quick_gelu", "gelu_fast", "relu2", "sigmoid")),
     torch.relu,

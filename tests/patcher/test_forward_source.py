@@ -22,6 +22,19 @@ class Returned(Recorder):
         return self.norm(a)
 
 
+factor = 2.0
+
+
+class Given(Recorder):
+    """The defaults are those of the time when the class was made."""
+
+    factor = 3.0
+
+    def forward(self, a, b=factor, *, c=[factor]):  # noqa: B006
+        a = a + b * c[0]
+        return self.norm(a)
+
+
 def made_with(factor: int) -> type[Recorder]:
     class UsesAVariable(Recorder):
         def forward(self, a, b):
@@ -51,11 +64,27 @@ def undisclosed(function):
     return wrapper
 
 
+def scaled(by):
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return by * function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
 def test_signature_name_and_globals_stay() -> None:
     forward = rewritten_forward(Returned, everything(Returned))
     assert inspect.signature(forward) == inspect.signature(Returned.forward)
     assert forward.__qualname__ == Returned.forward.__qualname__
     assert forward.__globals__ is Returned.forward.__globals__
+
+
+def test_defaults_are_those_of_the_function_that_runs() -> None:
+    assert run(Given, 5.0) == ["add norm None 1"]
+    assert inspect.signature(rewritten_forward(Given, everything(Given))) == inspect.signature(Given.forward)
 
 
 def test_private_names_are_those_of_the_class() -> None:
@@ -77,6 +106,24 @@ def test_a_wrapper_that_the_source_shows_is_kept() -> None:
     assert run(Shown, 2.0, 3.0) == ["add norm None 1"]
     with pytest.raises(SourceError, match=r"wrapped by .*test_forward_source, which its source does not show"):
         patterns_of(Decorated)
+
+
+def test_a_decorator_whose_arguments_may_have_changed_is_not_called_again() -> None:
+    class Literal(Recorder):
+        @scaled(by=2.0)
+        def forward(self, a, b):
+            a = a + b
+            return self.norm(a)
+
+    class Named(Recorder):
+        @scaled(by=factor)
+        def forward(self, a, b):
+            a = a + b
+            return self.norm(a)
+
+    assert run(Literal, 2.0, 3.0) == ["add norm None 1"]
+    with pytest.raises(SourceError, match=r"its decorator scaled\(by=factor\) may be given something else by now"):
+        patterns_of(Named)
 
 
 def test_sources_that_cannot_be_trusted_are_refused(tmp_path) -> None:

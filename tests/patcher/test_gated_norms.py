@@ -114,6 +114,11 @@ class ByGelu(Gated):
         return (self.weight * self.norm(x) * functional.gelu(gate.float())).to(x.dtype)
 
 
+class DetachedGate(Gated):
+    def forward(self, x, gate):
+        return super().forward(x, gate.detach())
+
+
 class WithShift(Gated):
     def forward(self, x, shift=None):
         return super().forward(x)
@@ -139,6 +144,7 @@ class GateThatScales(Gated):
         (GateInItsDtype(), "none of the known formulas"),
         (ProductRounded(), "none of the known formulas"),
         (ByGelu(), "none of the known formulas"),
+        (DetachedGate(), "where gradients are needed"),
         (WithShift(), "its forward takes x, shift=None, not just"),
         (GateThatScales(), "its forward takes x, gate, scale=None, not just"),
     ],

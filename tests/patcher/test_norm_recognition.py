@@ -199,6 +199,61 @@ class Clamped(Norm):
         return super().forward(x.clamp(-8, 8))
 
 
+class ClampedFarOut(Norm):
+    def forward(self, x):
+        return super().forward(x.clamp(-100, 100))
+
+
+class LeastVariance(Norm):
+    def forward(self, x):
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True).clamp(min=1e-8)
+        return self.weight * (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
+
+
+class Finite(Norm):
+    def forward(self, x):
+        return super().forward(torch.nan_to_num(x))
+
+
+class OverTheBatch(Norm):
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean((0, -1), keepdim=True) + self.eps)).to(x.dtype)
+
+
+class OverHeads(Norm):
+    def forward(self, x):
+        return OverTheBatch.forward(self, x[:, None]).squeeze(1) if x.dim() == 4 else super().forward(x)
+
+
+class Halves(Norm):
+    def forward(self, x):
+        y = super().forward(x)
+        x.mul_(0.5)
+        return y
+
+
+class DetachedRoot(Norm):
+    def forward(self, x):
+        wide = x.float()
+        with torch.no_grad():
+            rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * rstd).to(x.dtype)
+
+
+class DetachedWeight(Norm):
+    def forward(self, x):
+        wide = x.float()
+        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight.detach() * (wide * rstd).to(x.dtype)
+
+
+class OtherwiseForGradients(Norm):
+    def forward(self, x):
+        return super().forward(x * 2 + 1 if x.requires_grad else x)
+
+
 class Tuple(Norm):
     def forward(self, x):
         return super().forward(x), None
@@ -249,6 +304,15 @@ class PlainTensorNorm(Norm):
         (NoisyInTraining().train(), "none of the known formulas"),
         (NoisyInTraining().eval(), "none of the known formulas"),
         (Clamped(), "none of the known formulas"),
+        (ClampedFarOut(), "none of the known formulas"),
+        (LeastVariance(), "none of the known formulas"),
+        (Finite(), "none of the known formulas"),
+        (OverTheBatch(), "none of the known formulas"),
+        (OverHeads(), "none of the known formulas"),
+        (Halves(), "none of the known formulas"),
+        (DetachedRoot(), "where gradients are needed"),
+        (DetachedWeight(), "where gradients are needed"),
+        (OtherwiseForGradients(), "where gradients are needed"),
         (Tuple(), "returns tuple"),
         (Matrix(), r"shape \(4, 24\)"),
         (Buffered(), "buffers: scale"),

@@ -551,6 +551,22 @@ class Missed(Recorder):
         return self.act(a)
 
 
+class MissedInOtherForms(Recorder):
+    def forward(self, a, b):
+        c = self.norm(d := a + b)
+        c, d = self.other(d), c + d
+        c = self.third(x=d)
+        d = a.add(b)
+        c = self.inner(d.float())
+        d.add_(c)
+        d = self.act(d)
+        if self.training:
+            c = b + d
+        for i in range(2):
+            d = self.norms[i](c)
+        return self.norms[-1](c)
+
+
 def scaled_add(a, b):
     scale = 0.5
     return a * scale + b
@@ -587,6 +603,16 @@ def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
         ("act", "c + a", ()),
         ("act", "a + 2", ()),
         ("act", "b + a", (("factor", False),)),
+    ]
+    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(MissedInOtherForms).missed]
+    assert missed == [
+        ("norm", "a + b", ()),
+        ("other", "a + b", ()),
+        ("third", "c + d", ()),
+        ("inner", "a.add(b)", ()),
+        ("act", "d.add_(c)", ()),
+        ("norms.*", "b + d", ()),
+        ("norms.-1", "b + d", ()),
     ]
     missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed]
     assert missed == [("other", "a + self.norm(a)", ())]

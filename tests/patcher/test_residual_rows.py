@@ -244,6 +244,7 @@ class Layer(nn.Module):
     def __init__(self, *, deep: bool) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.RMSNorm(24, eps=1e-5) for _ in range(3))
+        self.norms = nn.ModuleList(nn.RMSNorm(24, eps=1e-5) for _ in range(2))
         self.layer_norm, self.mixer = nn.LayerNorm(24), Mixer()
         self.deep = deep
 
@@ -258,7 +259,10 @@ class Layer(nn.Module):
             y = x + y
         y = self.second(y)
         y = x + y
-        return self.third(y)
+        y = self.third(y)
+        for index in range(2 if self.deep else 0):
+            y = self.norms[index](x + y)
+        return self.norms[-1](x + y)
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -266,8 +270,10 @@ def test_an_add_that_cannot_be_fused_has_a_row_and_what_feeds_no_rms_norm_has_no
     report = fused_norm.apply_fused_norm(nn.ModuleList([Layer(deep=deep)]))
     rows = {site.path: site.reason for site in (*report.fused, *report.kept) if site.kind == "residual"}
     expected = {"0.third": None, "0.first": "its sum, y += x, reaches it in a way that is not rewritten"}
+    expected["0.norms.1"] = "its sum, x + y, reaches it in a way that is not rewritten"
+    expected["0.norms.0"] = expected["0.norms.1"]
     if deep:
-        expected["0.second"] = "its sum, x + y, reaches it in a way that is not rewritten"
+        expected["0.second"] = expected["0.norms.1"]
     assert rows == expected
     off = fused_norm.apply_fused_norm(nn.ModuleList([Layer(deep=deep)]), residual=False)
     assert {site.path: site.cause for site in off.kept if site.kind == "residual"} == dict.fromkeys(expected, "option")

@@ -109,9 +109,7 @@ def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
 
 @pytest.mark.parametrize("function", [of_other_sections, of_the_next_positions, with_sin_at_its_place])
 def test_other_angles_are_refused(function) -> None:
-    with pytest.raises(
-        UnrecognisedError, match="does not compute the half rotation of q and k"
-    ):
+    with pytest.raises(UnrecognisedError, match="does not compute the half rotation of q and k"):
         recognise_rotation(function, 5)
 
 
@@ -139,7 +137,21 @@ def other_angles_without_a_batch(q, k, cos, sin):
     return vision(q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin)
 
 
+def detached_k(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k.detach(), cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def without_gradients(q, k, cos, sin, unsqueeze_dim=1):
+    with torch.no_grad():
+        return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def other_angles_for_a_batch_of_one(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin if cos.shape[0] > 1 else -sin, unsqueeze_dim=unsqueeze_dim)
+
+
 OTHERS = [interleaved, backwards, only_q, deaf, listed, with_positions, fp64_inside]
+OTHERS += [detached_k, without_gradients, other_angles_for_a_batch_of_one]
 OTHER_TOWERS = [deaf_to_a_batch, other_angles_without_a_batch]
 
 

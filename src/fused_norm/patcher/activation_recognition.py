@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .fused_norm_module import has_hooks
-from .norm_recognition import UnrecognisedError
+from .norm_recognition import UnrecognisedError, same_values
 
 Formula = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -109,13 +109,15 @@ def _setting(value: Any) -> Any:
 
 @cache
 def _formula_of(function: Callable[..., Any], kind: Any, settings: tuple[tuple[str, Any], ...]) -> Formula | None:
-    call: Callable[..., Any] = function
+    calls: list[Callable[..., Any]] = [function]
     if kind is not None:
-        shadow: nn.Module = object.__new__(kind)
-        nn.Module.__init__(shadow)
-        vars(shadow).update({key: _restored(setting) for key, setting in settings})
-        call = partial(function, shadow)
-    matches = [formula for formula, expected in FORMULAS.items() if _agrees(call, expected)]
+        calls = []
+        for training in (True, False):
+            shadow: nn.Module = object.__new__(kind)
+            nn.Module.__init__(shadow)
+            vars(shadow).update({key: _restored(setting) for key, setting in settings}, training=training)
+            calls.append(partial(function, shadow))
+    matches = [formula for formula, expected in FORMULAS.items() if all(_agrees(call, expected) for call in calls)]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -126,11 +128,12 @@ def _restored(setting: Any) -> Any:
 
 
 def _agrees(call: Callable[[Tensor], Any], expected: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether both give the same bits, for values of every size, and leave their input alone."""
+    """Return whether both give the same bits for values of every size, the same gradient, and leave x alone."""
     generator = torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with cpu, exact, torch.inference_mode(False), torch.no_grad():
         plain = torch.randn(1024, generator=generator, dtype=torch.float32)
-        scales = torch.tensor([1e-6, 1e-3, 1.0, 4.0, 16.0, 1e3])
+        scales = torch.tensor([1e-6, 1e-3, 1.0, 4.0, 16.0, 1e3, 1e6, torch.nan])
         values = (plain[:, None] * scales).view(64, -1)
         for dtype in _DTYPES:
             x = values.to(dtype)
@@ -139,8 +142,12 @@ def _agrees(call: Callable[[Tensor], Any], expected: Callable[[Tensor], Tensor])
                 actual = call(given)
             except Exception:  # a foreign function may raise anything
                 return False
-            if not isinstance(actual, Tensor) or actual.dtype != dtype or not torch.equal(given, x):
+            if not isinstance(actual, Tensor) or not same_values(given, x) or not same_values(actual, expected(x)):
                 return False
-            if not torch.equal(actual, expected(x)):
+        x = plain.requires_grad_()
+        with torch.enable_grad():
+            y = call(x * 1)
+            if not y.requires_grad:
                 return False
-    return True
+            dx, wanted = (torch.autograd.grad(one.sum(), x)[0] for one in (y, expected(x)))
+        return torch.allclose(dx, wanted, rtol=1e-4, atol=1e-5)

@@ -144,14 +144,24 @@ class BlockSurvey:
             self._rewrites.append(AddRewrite(index, with_norm, with_inner, dropout and with_inner))
 
     def _survey_missed(self, missed: MissedAdd) -> Iterator[Site]:
-        """The row of an add that reaches a norm in another way than is fused; none where it never does."""
+        """The rows of an add that reaches a norm in another way than is fused; none where it never does."""
         reached = all(bool(getattr(self.module, name, truth)) == truth for name, truth in missed.conditions)
-        if reached and self._holds_norm(missed.norm):
-            row = self._row(self._path_of(missed.norm), "residual", "residual", already=False)
+        for norm in self._named(missed.norm):
+            if not reached or not self._holds_norm(norm):
+                continue
+            row = self._row(self._path_of(norm), "residual", "residual", already=False)
             if row.reason is None:
                 reason = f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten"
                 row = replace(row, reason=reason, cause="formula")
             yield row
+
+    def _named(self, norm: str) -> list[str]:
+        """The norms that a ``MissedAdd`` may mean."""
+        held, _, number = norm.partition(".")
+        if number != "*" and not number.startswith("-"):
+            return [norm]
+        all_of_them = [f"{held}.{name}" for name in getattr(self._member(held), "_modules", ())]
+        return all_of_them if number == "*" else all_of_them[int(number) :][:1]
 
     def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
         """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""

@@ -60,6 +60,7 @@ def compiled(
     Raises:
         SourceError: where it does not run again.
     """
+    _blank_defaults(definition.args)
     tree = ast.parse(f"class {around}: pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     tree.body[0].body = [definition]
@@ -70,14 +71,32 @@ def compiled(
     namespace: dict[str, Any] = {}
     try:
         exec(_compile(source, filename, function), function.__globals__, namespace)
-    except Exception as error:  # decorators and defaults are evaluated again, and may need what is gone
+    except Exception as error:  # decorators and annotations are evaluated again, and may need what is gone
         raise SourceError(f"its source does not run again: {type(error).__name__}: {error}") from error
     forward = vars(namespace[around])[definition.name]
     forward.__qualname__ = function.__qualname__
-    own, stock = (_cells_of(one).get("__class__") for one in (_unwrap(forward)[0], function))
+    innermost = _unwrap(forward)[0]
+    innermost.__defaults__, innermost.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    own, stock = (_cells_of(one).get("__class__") for one in (innermost, function))
     if own is not None and stock is not None:
         own.cell_contents = stock.cell_contents  # the class that super() means
     return forward
+
+
+def _blank_defaults(arguments: ast.arguments) -> None:
+    """Put None in the place of defaults that would be evaluated again, and might be something else by now."""
+    arguments.defaults = [one if _is_literal(one) else ast.Constant(None) for one in arguments.defaults]
+    arguments.kw_defaults = [
+        one if one is None or _is_literal(one) else ast.Constant(None) for one in arguments.kw_defaults
+    ]
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
 
 
 def _cells_of(function: FunctionType) -> dict[str, CellType]:
@@ -95,6 +114,9 @@ def _decorators_of(
         decorator = next((decorator for decorator in decorators if _module_of(decorator, function) == module), None)
         if decorator is None:
             raise WrappedError(f"its forward is wrapped by {module}, which its source does not show")
+        given = [*decorator.args, *(one.value for one in decorator.keywords)] if isinstance(decorator, ast.Call) else []
+        if not all(map(_is_literal, given)):
+            raise SourceError(f"its decorator {ast.unparse(decorator)} may be given something else by now")
         yield decorator
 
 

@@ -137,6 +137,8 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
     if len(matches) > 1:
         raise UnrecognisedError(f"several formulas fit it: {'; '.join(map(str, matches))}")
     ((spec, name),) = matches.items()
+    if not _has_gradients_of(module, name, spec):
+        raise UnrecognisedError("differs from its formula where gradients are needed")
     return Recognised(spec, name)
 
 
@@ -208,14 +210,43 @@ def _gated_candidates(module: nn.Module, eps: float) -> Iterator[GatedNormSpec]:
                 yield GatedNormSpec(casting, zero_centered, weighted, eps, activation, first, *groups_of)
 
 
+def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
+    """Return whether the module's gradients are those of the formula; what it detaches shows in nothing else."""
+    width, weighted = _width(module), _held_weight(module) is not None
+    spec = replace(spec, eps=_OTHER_EPS)
+    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with cpu, exact, torch.inference_mode(False), torch.enable_grad():
+        x, weight = next(_samples(width, weighted))
+        leaves = [one[:1, :4].repeat(2, 1, 1).requires_grad_() for one in next(_inputs(spec, x))]  # no huge rows
+        given = [leaf * 1 for leaf in leaves]
+        shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
+        if (learnt := shadow._parameters.get("weight")) is not None:
+            weight = learnt.requires_grad_()
+            leaves.append(weight)
+        y = type(module).forward(shadow, *given)
+        expected = _expected(spec, given, weight if spec.weighted else None, _SPELLINGS[0])
+        if not y.requires_grad or not torch.allclose(y, expected, rtol=1e-4, atol=1e-4):
+            return False
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+        actual, wanted = (
+            torch.autograd.grad(one, leaves, dy, retain_graph=True, materialize_grads=True) for one in (y, expected)
+        )
+        return all(bool((one - other).norm() <= 1e-3 * other.norm()) for one, other in zip(actual, wanted, strict=True))
+
+
 def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The arguments of calls: x, and a gate where there is one; in another one many rows of one token each."""
+    """The arguments of calls: x, and a gate where there is one; in others x has more dimensions, or fewer.
+
+    Of x with a gate, other calls have many rows of one token each.
+    """
     if not isinstance(spec, GatedNormSpec):
         yield (x,)
+        yield (x.flatten(0, 1),)
+        yield (x.unflatten(1, (2, -1)),)
         return
     gate = 2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     yield x, gate.to(x.dtype)
-    yield x.transpose(0, 1), gate.transpose(0, 1)
+    yield x.flatten(0, 1)[:, None], gate.flatten(0, 1)[:, None]
 
 
 def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, spelling: Spelling) -> Tensor:
@@ -239,9 +270,12 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling
             ways = ((spec, True), (spec, False), (changed, False))
             for given, (eps_spec, training) in itertools.product(_inputs(spec, x), ways):
                 shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
+                copies = [one.clone() for one in given]
                 try:
-                    actual = type(module).forward(shadow, *(one.clone() for one in given))
+                    actual = type(module).forward(shadow, *copies)
                 except Exception as error:  # a foreign forward may raise anything
+                    if x.dim() != given[0].dim():
+                        continue  # so it does not take that many dimensions
                     raise UnrecognisedError(f"cannot be run on its own: {type(error).__name__}: {error}") from error
                 if not isinstance(actual, Tensor):
                     raise UnrecognisedError(f"returns {type(actual).__name__}, not one tensor")
@@ -249,20 +283,31 @@ def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling
                     shapes = tuple(actual.shape), tuple(given[0].shape)
                     raise UnrecognisedError(f"returns shape {shapes[0]} for a tensor of shape {shapes[1]}")
                 expected = _expected(eps_spec, given, weight if spec.weighted else None, spelling)
-                if actual.dtype != expected.dtype or not torch.equal(actual, expected):
+                if not all(map(same_values, (actual, *copies), (expected, *given))):
                     return False
     return True
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same values, NaN among them."""
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Inputs and weights that tell formulas apart: plain, tiny (so that eps counts), large and zero rows."""
+    """Inputs and weights that tell formulas apart: plain, tiny (eps counts), large, zero, huge and not finite rows.
+
+    In fp16 huge rows are cut to what has a square there.
+    """
     generator = torch.Generator().manual_seed(0)
-    rows = max(8, 2048 // max(width, 1))
-    scale = torch.tensor([1.0, 1e-3, 16.0, 0.0]).repeat(rows // 4)[:, None]
-    base = torch.randn(len(scale), width, generator=generator, dtype=torch.float32) * scale
+    rows = max(8, 2048 // max(width, 1) // 8 * 8)
+    scale = torch.tensor([1.0, 1e-3, 16.0, 0.0, 1e-6, 1e6, 1.0, 1.0]).repeat(rows // 8)[:, None]
+    base = torch.randn(rows, width, generator=generator, dtype=torch.float32) * scale
     base_weight = torch.randn(width, generator=generator, dtype=torch.float32) * 0.5 + 0.3
     for x_dtype, weight_dtype in _PAIRS if weighted else ((dtype, dtype) for dtype in _DTYPES):
-        yield base.to(x_dtype)[None], base_weight.to(weight_dtype) if weighted else None
+        x = (base.clamp(-200, 200) if x_dtype == torch.float16 else base).to(x_dtype)
+        x[6::8, 0], x[7::8, 0] = torch.inf, torch.nan
+        yield x.unflatten(0, (2, -1)), base_weight.to(weight_dtype) if weighted else None
 
 
 def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:

@@ -6,7 +6,7 @@ makes [batch, tokens, width], which is unsqueezed at the dimension of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,22 @@ FORMS: dict[int, tuple[AngleForm, ...]] = {
 """By the number of arguments after sin."""
 
 
-def samples(form: AngleForm, batch: int, tokens: int, width: int, random: Random) -> Iterator[Sample]:
+def samples(form: AngleForm, batches: Sequence[int], tokens: int, width: int, random: Random) -> Iterator[Sample]:
     """What tells a form from every other, for a head or a first part of it of this width.
 
     ``random(*shape)`` gives numbers.
     """
-    positions = torch.arange(batch * tokens).view(batch, tokens) * 3 % _TABLE
     half = width // 2
-    cases: dict[AngleForm, tuple[tuple[int, ...], list[Any]]] = {
-        at_positions: ((_TABLE, width), [positions]),
-        by_sections: ((3, batch, tokens, width), [[half - 2, 1, 1], [1, 2, half - 3]]),
-        without_positions: ((batch, tokens, width), [positions, None]),
-    }
-    if form in cases:
-        shape, further = cases[form]
+    for batch in batches:
+        shape: tuple[int, ...] = (batch, tokens, width)
+        further: list[tuple[Any, ...]] = [()]
+        if form is of_one_half:
+            shape = batch, tokens, half
+        elif form is at_positions:
+            shape, further = (_TABLE, width), [(torch.arange(batch * tokens).view(batch, tokens) * 3 % _TABLE,)]
+        elif form is by_sections:
+            shape, further = (3, batch, tokens, width), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
+        elif form is without_positions:
+            further = [(None,), (torch.arange(batch * tokens).view(batch, tokens),)]
         for one in further:
-            yield random(*shape), random(*shape), (one,)
-    else:
-        shape = (batch, tokens, half if form is of_one_half else width)
-        yield random(*shape), random(*shape), ()
+            yield random(*shape), random(*shape), one

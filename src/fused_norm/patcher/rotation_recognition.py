@@ -99,7 +99,8 @@ def _recognise(function: Any, arguments: int) -> Rotation | None:
             once = next((one for one in (False, True) if agrees(pair, one)), None)
             if once is not None:
                 found[once].append(pair)
-        if _PAIRS[0] in found[0]:  # a function that computes in fp64 would show nowhere else
+        if _PAIRS[0] in found[0] and agrees(_PAIRS[0], once=False, gradients=True):
+            # A function that computes in fp64 shows in fp32 alone.
             partial_too = all(agrees(pair, once == 1, _ROTARY) for once, pairs in enumerate(found) for pair in pairs)
             return Rotation(function, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
     return None
@@ -113,18 +114,24 @@ def _agrees(
     dtypes: DtypePair,
     once: bool,
     rotary: int = _WIDTH,
+    gradients: bool = False,
 ) -> bool:
-    """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has."""
+    """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has.
+
+    ``gradients``: those of the half rotation too, up to rounding.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with cpu, exact, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
+        heads = [x.requires_grad_(gradients) for x in heads]
         turned = [x.transpose(1, 2) for x in heads]
         calls: list[tuple[list[Tensor], Sample, int, dict[str, int]]] = []
-        for cos, sin, further in samples(form, _BATCH, _TOKENS, rotary, random):
+        for cos, sin, further in samples(form, (_BATCH, 1), _TOKENS, rotary, random):
             angles = cos, sin, further
             if tokens_first:
                 alike = cos[0], sin[0], further
@@ -145,4 +152,15 @@ def _agrees(
             for actual, wanted in zip(rotated, expected, strict=True):
                 if not isinstance(actual, Tensor) or actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
                     return False
+                if gradients and not _alike_in_gradients(actual, wanted, heads):
+                    return False
     return True
+
+
+def _alike_in_gradients(actual: Tensor, wanted: Tensor, heads: list[Tensor]) -> bool:
+    """Return whether two results have one gradient with respect to the heads."""
+    if not actual.requires_grad:
+        return False
+    dy = torch.linspace(-1, 2, wanted.numel()).view_as(wanted)
+    both = (torch.autograd.grad(y, heads, dy, retain_graph=True, materialize_grads=True) for y in (actual, wanted))
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(*both, strict=True))
