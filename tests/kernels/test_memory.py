@@ -56,3 +56,8 @@ def test_empty_rows_like_is_dense_and_in_memory_order(layout: str) -> None:
         assert sorted(empty.stride()) == sorted(empty.contiguous().stride()) or layout == "transposed heads"
         assert empty.transpose(1, 2).is_contiguous() if layout == "transposed heads" else empty.is_contiguous()
         assert empty.untyped_storage().nbytes() == 30 * width * 2
+
+
+def test_what_is_made_like_an_expanded_tensor_is_contiguous() -> None:
+    assert empty_rows_like(torch.randn(1, 5, 8).expand(3, 5, 8)).is_contiguous()
+    assert empty_rows_like(torch.randn(3, 1, 8).expand(3, 5, 8)).is_contiguous()

@@ -126,6 +126,17 @@ def test_a_decorator_whose_arguments_may_have_changed_is_not_called_again() -> N
         patterns_of(Named)
 
 
+def test_a_forward_that_sees_all_of_its_names_is_refused() -> None:
+    class Sees(Recorder):
+        def forward(self, a, b):
+            a = a + b
+            a = self.norm(a)
+            return sum(value for value in locals().values() if isinstance(value, float))
+
+    with pytest.raises(SourceError, match="its forward calls locals, which sees the names"):
+        patterns_of(Sees)
+
+
 def test_sources_that_cannot_be_trusted_are_refused(tmp_path) -> None:
     with pytest.raises(SourceError, match="closes over factor"):
         patterns_of(made_with(2))

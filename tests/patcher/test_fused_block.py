@@ -598,3 +598,32 @@ def test_an_attention_whose_source_cannot_be_rewritten_has_a_row() -> None:
         layer.self_attn.__class__ = UsesAVariable
     rotations = [site for site in fused_norm.apply_fused_norm(model, strict=False).kept if site.kind == "rope"]
     assert [site.reason for site in rotations] == ["its forward closes over stock_rotation"] * len(model.model.layers)
+
+
+class Sums(nn.Module):
+    """A layer whose branches, and at last its stream, lie in other orders in memory than what they are added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.RMSNorm(8, eps=1e-5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = x + x.transpose(0, 1).exp().transpose(0, 1).mul(2)
+        y = self.first(h)
+        turned = self.second(y.transpose(0, 1).exp().contiguous().transpose(0, 1))
+        s = h + turned
+        z = self.third(s)
+        onto = h + self.second(y.transpose(0, 1).contiguous().transpose(0, 1))
+        expanded = self.first(x[:1].expand_as(x))
+        return [h, y, s, z, onto, expanded]
+
+
+def test_sums_and_norms_lie_in_memory_as_in_stock(device: str) -> None:
+    stock = Sums().to(device)
+    fused = copy.deepcopy(stock)
+    report = fused_norm.apply_fused_norm(nn.ModuleList([fused]))
+    assert [report.counts[kind] for kind in ("residual", "sandwich")] == [2, 2]
+    x = torch.randn(2, 3, 8, device=device)
+    for actual, expected in zip(fused(x), stock(x), strict=True):
+        assert actual.stride() == expected.stride()
+        assert relative(actual, expected) < 1e-6

@@ -194,6 +194,14 @@ class WritesBetween(Recorder):
         return q, k
 
 
+class ReadsInAFunction(Recorder):
+    def forward(self, q, k):
+        both = lambda: (q, k)  # noqa: E731
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        return both()
+
+
 class OnlyOne(Recorder):
     def forward(self, q, k):
         q = self.q_norm(q)
@@ -260,6 +268,7 @@ class TransposesByName(Recorder):
         ReadsBetween,
         ReadsInTheSecond,
         WritesBetween,
+        ReadsInAFunction,
         OnlyOne,
         Unpacked,
         ElsewhereTransposed,

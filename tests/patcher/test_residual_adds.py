@@ -634,3 +634,24 @@ def test_families_go_by_dataflow_not_by_name() -> None:
         Add("mlp", "post_attention_layernorm"),
         Add(None, "post_feedforward_layernorm"),
     ]
+
+
+class InOrder(Recorder):
+    """Either operand of an add may be the branch; ``gate`` and ``up`` note when they are called."""
+
+    def forward(self, a, b):
+        a = self.third(self.gate(a)) + self.up(b) * 2
+        b = self.norm(a)
+        a = self.factor * self.up(a) + self.gate(b) * 2
+        b = self.norm(a)
+        a = self.inner(self.gate(a)) + self.up(b) * 2
+        b = self.norm(a)
+        return self.inner(self.up(a)) + self.gate(b) * 2
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_operands_are_computed_in_their_order(inner: bool) -> None:
+    """What draws random numbers in both, as dropout does, draws them as in stock."""
+    adds = patterns_of(InOrder).adds
+    rewrites = tuple(AddRewrite(index, bool(add.norm), inner) for index, add in enumerate(adds))
+    assert len(run(InOrder, 2, 3, rewrites=rewrites, may_postpone=False)) == 3 + inner

@@ -15,6 +15,8 @@ from torch import nn
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
+_SEE_NAMES = frozenset({"eval", "exec", "locals"})
+
 
 class SourceError(Exception):
     """A forward that cannot be rewritten; the message says why."""
@@ -45,6 +47,9 @@ def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType
     definition = next((node for node in ast.walk(tree) if _first_line(node) == function.__code__.co_firstlineno), None)
     if not isinstance(definition, ast.FunctionDef) or not any(_same_code(code, function.__code__) for code in codes):
         raise SourceError("the source of its forward is not the code that runs")
+    for call in ast.walk(definition):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _SEE_NAMES:
+            raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
     definition.decorator_list = list(_decorators_of(wrappers, definition, function))
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and definition in ast.walk(node)]
     return definition, function, classes[-1].name if classes else "_"  # walked from the outside in

@@ -26,6 +26,7 @@ from ..kernels.plans import WIDEST_GATED
 from ..kernels.rms_norm import RMS_NORM
 from ..kernels.sharded import is_plain, is_taken, placement_obstacle
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
+from ..kernels.triton.memory import memory_order
 from ..spec import Casting, GatedNormSpec, NormSpec
 
 _KNOWN_TYPES = (Tensor, nn.Parameter, type(None))
@@ -87,6 +88,9 @@ class FusedNorm(nn.Module):
             return self.fused_norm_origin.forward(self, *given, **named)
         if named:
             (x,) = named.values()
+        if residual is not None and not lie_alike(x, residual):
+            total = residual + scaled(x, scale)
+            return self(total), total
         spec = spec_of(self)
         weight = weight_of(self)
         reason = obstacle(x, weight, residual, spec)
@@ -162,6 +166,13 @@ def weight_of(norm: FusedNorm) -> Tensor | None:
 def scaled(branch: Any, scale: float) -> Any:
     """``scale * branch``; the branch itself where ``scale`` is 1."""
     return branch if scale == 1.0 else branch * scale
+
+
+def lie_alike(x: Any, residual: Any) -> bool:
+    """Return whether a kernel lays out the sum of two tensors as PyTorch does: it follows x, and PyTorch the first."""
+    if not (is_plain(x) and is_plain(residual)) or (x.is_contiguous() and residual.is_contiguous()):
+        return True
+    return x.shape == residual.shape and memory_order(x) == memory_order(residual)
 
 
 def may_be_bypassed(norm: nn.Module) -> bool:

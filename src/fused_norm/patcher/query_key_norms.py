@@ -77,8 +77,15 @@ class PlacedPair:
 
 
 def find_pairs(definition: ast.FunctionDef, self_name: str) -> list[PlacedPair]:
-    """The pairs of q and k norms, in order."""
-    return [pair for body in bodies(definition) for pair in _pairs_in(body, self_name)]
+    """The pairs of q and k norms, in order; none that a function inside may read, whenever that is called."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    inner = [node for node in ast.walk(definition) if isinstance(node, functions) and node is not definition]
+    return [
+        pair
+        for body in bodies(definition)
+        for pair in _pairs_in(body, self_name)
+        if not any(mentions(function, *(norm.name for norm in pair.norms)) for function in inner)
+    ]
 
 
 def fuse_pair(place: PlacedPair, rewrite: PairRewrite, self_name: str) -> None:

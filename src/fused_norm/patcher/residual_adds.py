@@ -29,6 +29,8 @@ becomes
     y, hidden = self.fused_norm_add(self.norm2, hidden, self.attention(self.norm1(hidden)))
     hidden = hidden + self.mlp(y)
 
+Operands are computed in their order: where the branch comes first, ``branch=..., residual=...`` say which is which.
+
 Where there is an add only under a condition, or a call of the norm, so there is a fused call.
 """
 
@@ -92,6 +94,7 @@ class PlacedAdd:
 
     Attributes:
         residual, branch: its operands; the branch is the one with an inner norm or a factor, if there is one.
+        branch_first: the branch is the first operand.
         choice: ``residual + branch if test else name``, None where the add is not part of such an expression.
         normed: the statement that makes the branch by the inner norm, None where that is part of the add.
         inner_call: the call of the inner norm.
@@ -105,6 +108,7 @@ class PlacedAdd:
     statement: ast.Assign | ast.Return
     residual: ast.expr
     branch: ast.expr
+    branch_first: bool
     choice: ast.IfExp | None
     normed: ast.stmt | None
     inner_call: ast.Call | None
@@ -138,7 +142,7 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
         keywords += [ast.keyword("inner", inner), *dropout]
         if normed is not None:
             place.body.remove(normed)
-        stock = make_call(self_name, "fused_norm_onto", [inner, place.residual, branch], dropout)
+        stock = _call_with_operands(place, self_name, "fused_norm_onto", inner, branch, dropout)
     if not rewrite.norm or place.use is None or isinstance(place.statement, ast.Return):
         place.statement.value = stock
         return
@@ -146,7 +150,7 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
         keywords.append(ast.keyword("scale", place.scale))
     use, y = place.use, f"{_Y}{rewrite.index}"
     norm = use.call.func
-    fused: ast.expr = make_call(self_name, "fused_norm_add", [norm, place.residual, branch], keywords)
+    fused: ast.expr = _call_with_operands(place, self_name, "fused_norm_add", norm, branch, keywords)
     if place.choice is not None:
         name = place.choice.orelse
         without = ast.Tuple([ast.Call(copy.deepcopy(norm), [name], []), copy.deepcopy(name)], ast.Load())
@@ -159,6 +163,16 @@ def fuse_add(place: PlacedAdd, rewrite: AddRewrite, self_name: str) -> None:
     replace(use.statement, use.call, ast.Name(y, ast.Load()))
     if isinstance(use.statement, ast.Assign):  # the name must not keep y alive longer than stock would
         use.body.insert(use.body.index(use.statement) + 1, ast.Delete([ast.Name(y, ast.Del())]))
+
+
+def _call_with_operands(
+    place: PlacedAdd, self_name: str, method: str, norm: ast.expr, branch: ast.expr, keywords: list[ast.keyword]
+) -> ast.Call:
+    """``self.<method>(norm, residual, branch)``, which computes both in their order: dropout, say, draws by turns."""
+    if not place.branch_first:
+        return make_call(self_name, method, [norm, place.residual, branch], keywords)
+    operands = [ast.keyword("branch", branch), ast.keyword("residual", place.residual)]
+    return make_call(self_name, method, [norm], [*operands, *keywords])
 
 
 def _add_at(
@@ -202,7 +216,8 @@ def _add_at(
             residual, (branch, scale) = other, factors
     calls = (None if use is None else use.call, inner, None if behind is None else behind[0])
     add = Add(*(None if call is None else called_norm(call) for call in calls))
-    return PlacedAdd(add, body, statement, residual, branch, choice, normed, inner, behind, scale, use)
+    first = residual is value.right
+    return PlacedAdd(add, body, statement, residual, branch, first, choice, normed, inner, behind, scale, use)
 
 
 def norm_call(node: ast.AST | None, self_name: str) -> ast.Call | None:

@@ -161,6 +161,6 @@ def _alike_in_gradients(actual: Tensor, wanted: Tensor, heads: list[Tensor]) -> 
     """Return whether two results have one gradient with respect to the heads."""
     if not actual.requires_grad:
         return False
-    dy = torch.linspace(-1, 2, wanted.numel()).view_as(wanted)
+    dy = torch.linspace(-1, 2, wanted.numel(), dtype=torch.float32).view_as(wanted)
     both = (torch.autograd.grad(y, heads, dy, retain_graph=True, materialize_grads=True) for y in (actual, wanted))
     return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(*both, strict=True))

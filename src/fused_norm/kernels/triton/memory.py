@@ -88,11 +88,11 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The leading dimensions from the slowest to the fastest in memory."""
+    """The leading dimensions from the slowest to the fastest in memory; an expanded one stays in its place."""
     order: list[int] = []
     for dim in range(x.dim() - 1):
         place = len(order)
-        while place and x.stride(order[place - 1]) < x.stride(dim):  # Dynamo sorts no symbols, but compares them
+        while place and 0 < x.stride(order[place - 1]) < x.stride(dim):  # Dynamo sorts no symbols, but compares them
             place -= 1
         order.insert(place, dim)
     return order
