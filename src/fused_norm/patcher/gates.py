@@ -96,7 +96,7 @@ def find_gates(definition: ast.FunctionDef, self_name: str) -> list[PlacedGate]:
                 places = [
                     PlacedGate(_gate(call, products, self_name), body, statement, product, factor, call, at, None)
                     for factor, other in ((product.left, product.right), (product.right, product.left))
-                    if not _is_constant(other, self_name)
+                    if not _only_scales(other, self_name)
                     for call, at in _activation(factor, definition, body, statement, self_name)
                 ]
                 for place in places:
@@ -152,7 +152,7 @@ def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
         nodes += ast.iter_child_nodes(node)
 
 
-def _is_constant(factor: ast.expr, self_name: str) -> bool:
+def _only_scales(factor: ast.expr, self_name: str) -> bool:
     """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
     if isinstance(factor, ast.Name):
         return "mask" in factor.id

@@ -1,4 +1,4 @@
-"""The forms in which rotary embeddings take cos and sin, and what makes of each the cos and sin of every element.
+"""The forms in which rotary embeddings take cos and sin: for each element, for one half, as a table, by sections.
 
 A form is a function ``form(angles, *further)``: of cos, or of sin, and of what the rotary embedding takes after sin, it
 makes [batch, tokens, width], which is unsqueezed at the dimension of the heads.
@@ -56,9 +56,9 @@ FORMS: dict[int, tuple[AngleForm, ...]] = {
 
 
 def samples(form: AngleForm, batches: Sequence[int], tokens: int, width: int, random: Random) -> Iterator[Sample]:
-    """What tells a form from every other, for a head or a first part of it of this width.
+    """Angles, with what comes after them, that tell a form from every other.
 
-    ``random(*shape)`` gives numbers.
+    ``width``: of a head, or of the first part of it that is rotated; ``random(*shape)`` gives numbers.
     """
     half = width // 2
     for batch in batches:
