@@ -258,14 +258,14 @@ def test_calls_that_kernels_cannot_take_run_stock_code_and_say_so(device: str, c
         one_row = torch.randn(72, device=device)
         y, total = other(x, one_row)  # stock broadcasts a residual
         assert torch.equal(total, one_row + x)
-        assert torch.equal(y, stock.model.layers[0].post_attention_layernorm(total))
+        assert relative(y, stock.model.layers[0].post_attention_layernorm(total)) < 1e-6
         with pytest.raises(RuntimeError, match="must match the size"):
             norm(torch.randn(2, 5, device=device))
-    assert launches == []
+    assert launches == ["rms_norm"]
     messages = [record.message for record in caplog.records]
     assert messages == [
         "NewRMSNorm runs its stock code: the input is torch.float64",
-        "NewRMSNorm runs its stock code: the residual has another shape or device than the input",
+        "NewRMSNorm runs PyTorch's add: the residual has another shape or device than the input",
         "NewRMSNorm runs its stock code: the weight has shape (72,) and the input rows of 5",
     ]
     assert torch.equal(norm(hidden_states=x), norm(x))

@@ -26,7 +26,6 @@ from .fused_norm_module import (
     READERS,
     explain,
     has_hooks,
-    lie_alike,
     may_be_bypassed,
     obstacle,
     same_norms,
@@ -72,7 +71,7 @@ class FusedBlock(nn.Module):
         """``residual + dropout(inner(branch))``."""
         if dropout is not None and not _changes_nothing(dropout):
             return residual + dropout(inner(branch))
-        if may_be_bypassed(inner) and lie_alike(branch, residual):
+        if may_be_bypassed(inner):
             weight, spec = weight_of(inner), spec_of(inner)
             if obstacle(branch, weight, residual, spec) is None:
                 return NORM_ADD(spec, branch, residual, weight)
@@ -205,7 +204,7 @@ def _changes_nothing(dropout: Any) -> bool:
 
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
-    if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner) and lie_alike(x, residual)):
+    if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:

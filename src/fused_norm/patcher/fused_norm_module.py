@@ -88,9 +88,6 @@ class FusedNorm(nn.Module):
             return self.fused_norm_origin.forward(self, *given, **named)
         if named:
             (x,) = named.values()
-        if residual is not None and not lie_alike(x, residual):
-            total = residual + scaled(x, scale)
-            return self(total), total
         spec = spec_of(self)
         weight = weight_of(self)
         reason = obstacle(x, weight, residual, spec)
@@ -103,6 +100,10 @@ class FusedNorm(nn.Module):
             if residual is None:
                 return RMS_NORM(spec, x, weight, None)
             return ADD_RMS_NORM(spec, x, residual, weight, None, scale)
+        if residual is not None and obstacle(x, weight, None, spec) is None:
+            explain(self.fused_norm_origin, reason, "PyTorch's add")
+            total = residual + scaled(x, scale)
+            return self.forward(total), total
         total = x if residual is None else residual + scaled(x, scale)
         replaced = self.fused_norm_replaced is not None and not is_disabled()
         if reason:
@@ -168,13 +169,6 @@ def scaled(branch: Any, scale: float) -> Any:
     return branch if scale == 1.0 else branch * scale
 
 
-def lie_alike(x: Any, residual: Any) -> bool:
-    """Return whether a kernel lays out the sum of two tensors as PyTorch does: it follows x, and PyTorch the first."""
-    if not (is_plain(x) and is_plain(residual)) or (x.is_contiguous() and residual.is_contiguous()):
-        return True
-    return x.shape == residual.shape and memory_order(x) == memory_order(residual)
-
-
 def may_be_bypassed(norm: nn.Module) -> bool:
     """Return whether the norm may be computed without calling its module: no hook or other code would be skipped."""
     return (
@@ -237,6 +231,8 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None, *, eleme
             return f"the residual is a {type(residual).__name__}"
         if residual.shape != x.shape or residual.device != x.device:
             return "the residual has another shape or device than the input"
+        if not _lie_alike(x, residual):
+            return "the residual lies in another order in memory than the input"
     if spec is not None and spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
         return "autocast changes what an uncast norm rounds to"
     if not (type(x) is Tensor and type(weight) in _KNOWN_TYPES and type(residual) in _KNOWN_TYPES):
@@ -245,6 +241,13 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None, *, eleme
             return reason
     # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
     return "" if torch.compiler._is_exporting_flag else None
+
+
+def _lie_alike(x: Tensor, residual: Tensor) -> bool:
+    """Return whether a kernel lays out the sum of two tensors as PyTorch does: it follows x, and PyTorch the first."""
+    if (x.is_contiguous() and residual.is_contiguous()) or not (is_plain(x) and is_plain(residual)):
+        return True
+    return memory_order(x) == memory_order(residual)
 
 
 def gated_obstacle(x: Any, gate: Any, weight: Any, spec: GatedNormSpec) -> str | None:
