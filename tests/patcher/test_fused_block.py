@@ -20,6 +20,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention as Qw
 
 import fused_norm
 from fused_norm.model_configs import build
+from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 from .models import assert_trains_as_stock, relative, sites, step, tokens, twins
@@ -378,6 +379,7 @@ def test_a_rotation_with_one_argument_more_gives_what_stock_gives(
     _, fused = twins("llama", device)
     attention = fused.model.layers[0].self_attn
     q, k = (torch.randn(2, 5, heads, 18, device=device).bfloat16().transpose(1, 3 - heads_dim) for heads in (4, 2))
+    q, k = q.requires_grad_(), k.requires_grad_()
     shape, given = FURTHER[rotation]
     cos, sin = torch.randn(2, *shape, device=device).bfloat16()
     named = {"unsqueeze_dim": 2} if heads_dim == 2 else {}
@@ -387,7 +389,22 @@ def test_a_rotation_with_one_argument_more_gives_what_stock_gives(
             actual = attention.fused_norm_rope(rotation, q, k, cos, sin, one, **named)
         expected = rotation(q, k, cos, sin, one, **named)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+        dy = [torch.randn_like(y) for y in expected]
+        gradients = (torch.autograd.grad(y, (q, k), dy) for y in (actual, expected))
+        assert all(relative(mine, theirs) < 2**-7 for mine, theirs in zip(*gradients, strict=True))
     assert launches == ["rope"] * len(given)
+
+
+def test_a_rotation_by_sections_compiles_in_one_graph(device: str) -> None:
+    _, fused = twins("llama", device)
+    attention = fused.model.layers[0].self_attn
+    q, k = (torch.randn(2, heads, 5, 18, device=device) for heads in (4, 2))
+    cos, sin = torch.randn(2, 3, 2, 5, 12, device=device)
+    compiled = torch.compile(attention.fused_norm_rope, backend="aot_eager", fullgraph=True)
+    with swapped_rotation(attention, of_sections, 5):
+        actual = compiled(of_sections, q, k, cos, sin, [1, 2, 3])
+    expected = of_sections(q, k, cos, sin, [1, 2, 3])
+    assert all(relative(mine, theirs) < 1e-6 for mine, theirs in zip(actual, expected, strict=True))
 
 
 def of_an_old_table(q, k, cos, sin, positions, unsqueeze_dim=1):
@@ -618,12 +635,26 @@ class Sums(nn.Module):
         return [h, y, s, z, onto, expanded]
 
 
-def test_sums_and_norms_lie_in_memory_as_in_stock(device: str) -> None:
+def test_sums_and_norms_lie_in_memory_as_in_stock(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", set())
     stock = Sums().to(device)
+    for norm in (stock.first, stock.second, stock.third):
+        nn.init.normal_(norm.weight, 1.0, 0.5)
     fused = copy.deepcopy(stock)
     report = fused_norm.apply_fused_norm(nn.ModuleList([fused]))
     assert [report.counts[kind] for kind in ("residual", "sandwich")] == [2, 2]
     x = torch.randn(2, 3, 8, device=device)
-    for actual, expected in zip(fused(x), stock(x), strict=True):
+    results = []
+    for module in (fused, stock):
+        leaf = x.clone().requires_grad_()
+        outputs = module(leaf)
+        loss = sum((one * torch.linspace(-1, 2, 48, device=device).view_as(one)).sum() for one in outputs)
+        results.append((outputs, torch.autograd.grad(loss, [leaf, *module.parameters()])))
+    for actual, expected in zip(*(outputs for outputs, _ in results), strict=True):
         assert actual.stride() == expected.stride()
         assert relative(actual, expected) < 1e-6
+    for actual, expected in zip(*(gradients for _, gradients in results), strict=True):
+        assert relative(actual, expected) < 1e-5
+    assert "RMSNorm runs PyTorch's add: the residual lies in another order in memory than the input" in caplog.messages

@@ -1,4 +1,4 @@
-"""The kinds of norms, told by its results on random numbers and not by the patcher's formulas."""
+"""The kind of norm that a module is, told by its results on random numbers and not by the patcher's formulas."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-_SHOWN = 160
+SHOWN = 160
+"""Characters of an error or a reason that are kept."""
 
 Job = Callable[[str], Mapping[str, Any]]
 """A function that is run for a model type, and returns what can be written as JSON."""
@@ -105,4 +106,4 @@ def _read(path: Path) -> dict[str, Any]:
 def in_a_line(error: BaseException) -> str:
     """Return the class and the message of an error, cut to a line and without the paths of this machine."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r" from '/[^']*'?", "", line)[:_SHOWN]
+    return re.sub(r" from '/[^']*'?", "", line)[:SHOWN]

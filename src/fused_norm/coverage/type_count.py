@@ -19,14 +19,13 @@ from .inputs import Inputs, inputs_of
 from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
 from .summary import PART
-from .sweep import in_a_line
+from .sweep import SHOWN, in_a_line
 from .traced_sums import TracedSums
 
 KINDS = ("norm", "gated", "qk", "rope", "residual", "mlp")
 """The kinds that are counted: norms without a gate, norms with one, those of the former that are called q or k norms,
 attentions that rotate by halves, adds that feed a norm in the same forward, products with a gate."""
 
-_SHOWN = 160
 _QK = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")
 
 
@@ -263,7 +262,7 @@ def _settle(result: TypeCount, kind: str, paths: Iterable[str], report: PatchRep
     for path in paths - fused:
         module = modules[path]
         name = name_of(type(module)) if kind != "residual" else f"{_holder(path, modules)} {_name(path)}"
-        kept[kind, name, reasons.get(path, "no row")[:_SHOWN]] += 1
+        kept[kind, name, reasons.get(path, "no row")[:SHOWN]] += 1
     result.kept += sorted((*what, number) for what, number in kept.items())
 
 

@@ -172,7 +172,7 @@ def names_in(layer: Any) -> frozenset[str]:
 
 
 def global_of(layer: Any, name: str) -> Any:
-    """What a global name, or ``module.name``, stands for in a forward; None where it stands for nothing.
+    """Return the object that a forward means by a global name, or by ``module.name``; None where there is none.
 
     Raises:
         SourceError: where the forward is no function.

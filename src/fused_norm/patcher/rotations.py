@@ -28,7 +28,7 @@ ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
 
 _ARGUMENTS = (3, 4, 5)
-"""How many may be there: one tensor to rotate or two, cos, sin, and what else tells the angles of two."""
+"""The numbers of positional arguments of calls that can be fused: x, cos, sin; q, k, cos, sin; and one more."""
 
 
 @dataclass(frozen=True)
