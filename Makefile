@@ -1,6 +1,7 @@
 # `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
-# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --mutations" and TESTS="-k qk" hand
-# options to the demo, to the convergence suite and to pytest.
+# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --mutations", BENCH="kernels --quick",
+# COVERAGE="qwen3" and TESTS="-k qk" hand options to the demo, the convergence suite, the benchmarks, the sweep over all
+# model types and pytest.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -17,7 +18,7 @@ READY := $(VENV)/.ready
 PYTEST := -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge test test-all lint format matrix docs dist clean
+.PHONY: help demo converge bench coverage test test-all lint format matrix docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -27,6 +28,12 @@ demo: $(READY) ## train stock and fused twins on real text and compare them; the
 
 converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge
 	$(BIN)/fused-norm converge --out build/converge $(CONVERGE)
+
+bench: $(READY) ## measure kernels, host time and whole models beside their peers; results land in build/bench
+	$(BIN)/python -m benchmarks --out build/bench $(BENCH)
+
+coverage: $(READY) ## count what all model types of transformers have, and what of it is fused
+	$(BIN)/python -m tools.coverage $(COVERAGE)
 
 test: $(READY) ## run the fast tests: every operator, family and command, in a few minutes
 	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
@@ -60,7 +67,7 @@ dist: $(VENV)/.ready-release ## build wheel and sdist, check them, and try both 
 
 clean: ## remove the virtual environments and everything built
 	rm -rf $(VENV) .matrix build dist .mypy_cache .pytest_cache .ruff_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ensurepip is what Debian's python3 lacks until python3-venv is installed.
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))

@@ -13,9 +13,9 @@ import pytest
 import fused_norm
 
 PACKAGE = Path(fused_norm.__file__).parent
-MEASURING = ("bench", "check", "cli", "convergence", "coverage")
+MEASURING = ("check", "cli", "convergence")
 """What commands alone import; above them is what everyone does."""
-PEERS = ("liger_kernel", "matplotlib", "quack")
+PEERS = ("benchmarks", "liger_kernel", "matplotlib", "quack", "tools")
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -74,7 +74,7 @@ BertModel._from_config(BertConfig(hidden_size=12))
 """
 
 
-COMMANDS = ("inspect", "check", "converge", "run", "demo", "bench", "coverage", "env")
+COMMANDS = ("inspect", "check", "converge", "run", "demo", "env")
 
 
 def test_help_and_misspelt_arguments_do_not_import_torch():

@@ -1,8 +1,8 @@
 """The code blocks of a Markdown page: found, run in their order, and compared with the output that the page shows.
 
 - ``python`` blocks of a page share one namespace, from top to bottom.
-- ``console`` blocks hold commands. Short ones of ``fused-norm`` are run in this process, the arguments of others are
-  parsed; targets of make, extras of pip and scripts have to be there.
+- ``console`` blocks hold commands. Short ones of ``fused-norm`` are run in this process; the arguments of others, and
+  of the benchmarks and tools of a checkout, are parsed; targets of make, extras of pip and scripts have to be there.
 - A ``text`` block right behind one of these is what it prints; ``...`` in it stands for anything.
 - Behind ``<!-- not run: REASON -->`` code is only compiled, and no command is run.
 """
@@ -146,6 +146,11 @@ def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
         program, arguments, runs = "fused-norm", arguments[arguments.index("fused_norm") + 1 :], False
     if program == "fused-norm":
         return _run_fused_norm(arguments, runs and arguments[0] in SHORT)
+    if program == "python" and arguments[:2] in (["-m", "benchmarks"], ["-m", "tools.coverage"]):
+        command = importlib.import_module(f"{arguments[1]}.command")
+        with mock.patch.object(command, "run", return_value=0):
+            assert command.main(arguments[2:]) == 0
+        return ""
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         unknown = {one for one in arguments if "=" not in one} - {*targets}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fused_norm.bench.results import Results
-from fused_norm.bench.tables import steps_in_markdown
+from benchmarks.results import Results
+from benchmarks.tables import steps_in_markdown
 from fused_norm.model_configs import tiny_config
 
 from .markdown_pages import ROOT, blocks_of, run_page

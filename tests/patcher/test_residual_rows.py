@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 import fused_norm
 from fused_norm.check.against_float64 import check_step
-from fused_norm.coverage.traced_sums import TracedSums
 from fused_norm.model_configs import FAMILIES, build
 from fused_norm.spec import Kind
+from tools.coverage.traced_sums import TracedSums
 
 from . import test_families
 from .models import relative, step

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .. import __version__
 from ..spec import FusedNormError, PlanFileError
@@ -21,8 +22,6 @@ _COMMANDS = {
     "converge": "train models stock and fused, and compare them against a measured noise floor",
     "run": "run an unchanged script with every model it loads fused",
     "demo": "train tiny models, stock and fused, and plot both curves",
-    "bench": "kernels, host time and whole models, side by side with their peers",
-    "coverage": "what all model types of transformers have, and what of it is fused",
     "env": "versions and devices, to paste into a bug report",
 }
 
@@ -54,14 +53,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = top.parse_args(argv[:1]).command
     text = _COMMANDS[name]
 
+    command = importlib.import_module(f".{name}_command", __name__)
+    return parse_and_run(command, f"fused-norm {name}", f"{text[0].upper()}{text[1:]}.", argv[1:])
+
+
+def parse_and_run(command: Any, program: str, description: str, argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments of one command and run it; errors of the user's are printed in a line.
+
+    Args:
+        command: has ``add_arguments(parser)`` and ``run(args)``, as the modules here.
+        program: its name in messages.
+        description: for ``--help``.
+        argv: its arguments. None means those of the process.
+
+    Returns:
+        The exit code.
+    """
     from .common import UsageError, as_flags
 
-    command = importlib.import_module(f".{name}_command", __name__)
-    parser = argparse.ArgumentParser(prog=f"fused-norm {name}", description=f"{text[0].upper()}{text[1:]}.")
+    parser = argparse.ArgumentParser(prog=program, description=description)
     command.add_arguments(parser)
-    args = parser.parse_args(argv[1:])
+    args = parser.parse_args(argv)
     try:
-        return command.run(args)
+        code: int = command.run(args)
+        return code
     except (UsageError, FusedNormError, PlanFileError) as error:
-        print(f"fused-norm {name}: {as_flags(str(error))}", file=sys.stderr)
+        print(f"{program}: {as_flags(str(error))}", file=sys.stderr)
         return 2

@@ -1,0 +1,316 @@
+"""The variants that ``python -m benchmarks models`` compares: stock, fused, those of peers, and compiled ones."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fused_norm.patcher import apply_fused_norm
+from fused_norm.spec import NormSpec
+
+from .model_steps import BenchmarkedModel, Generation
+from .providers import PROVIDERS
+
+_SMALLER = 2.0**-10  # A power of two: dividing by it restores every weight exactly.
+_MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+
+Forward = Callable[[Tensor], Tensor]
+Replacement = tuple[Any, str, Any]
+"""An object, the name of one of its attributes, and the value that takes its place."""
+
+
+class RefusedError(Exception):
+    """The variant does not exist for this model or this step."""
+
+
+@dataclass(frozen=True)
+class Patched:
+    """A model as a variant has it.
+
+    Attributes:
+        model: what a step calls.
+        running: makes a context in which its steps run; what is changed for the whole process is changed there alone.
+    """
+
+    model: Any
+    running: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+Variant = Callable[[BenchmarkedModel], Patched]
+"""Changes the model of a step, which is a twin that nobody else calls."""
+
+
+@contextlib.contextmanager
+def in_force(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """A context in which attributes have other values."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def missing(variant: str, device: torch.device) -> str | None:
+    """The reason why a variant cannot be measured on ``device`` with what is installed, or None."""
+    if variant.startswith("liger"):
+        return PROVIDERS["liger"].missing(device)
+    if variant in FLOAT8:
+        if importlib.util.find_spec("torchao") is None:
+            return "torchao is not installed"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "needs a GPU that multiplies FP8, of compute capability 8.9 or more"
+    if variant in COMPILED and not PROVIDERS["compile"].on_cpu and device.type == "cpu":
+        return "needs a GPU"
+    return None
+
+
+def body_of(model: Any) -> Any:
+    """The module that has the decoder's layers, within a head and within adapters."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(model, model.base_model_prefix, model)
+
+
+def replaced_norms(make: Callable[[nn.Module, NormSpec], Forward]) -> Variant:
+    """A variant in which every norm has the forward that ``make`` returns for it."""
+
+    def variant(step: BenchmarkedModel) -> Patched:
+        if not step.norms:
+            raise RefusedError("the norms of this step are not known")
+        for path, spec in step.norms.items():
+            module = step.model.get_submodule(path)
+            module.forward = make(module, spec)
+        return Patched(step.model)
+
+    return variant
+
+
+def _stock(step: BenchmarkedModel) -> Patched:
+    return Patched(step.model)
+
+
+def _fused(step: BenchmarkedModel, **options: Any) -> Patched:
+    apply_fused_norm(step.model, **options)
+    return Patched(step.model)
+
+
+def _fused_recompute(step: BenchmarkedModel) -> Patched:
+    if isinstance(step, Generation):
+        raise RefusedError("nothing is kept for a backward")
+    return _fused(step, recompute=True)
+
+
+def _in_float8(eager: Variant, recipe: str) -> Variant:
+    """A variant after torchao's ``convert_to_float8_training`` of all linears in layers, by a recipe of its names."""
+
+    def variant(step: BenchmarkedModel) -> Patched:
+        if isinstance(step, Generation):
+            raise RefusedError("measured for training steps: a generation quantises its weights again for every token")
+        if hasattr(step.model, "get_base_model"):
+            raise RefusedError("torchao would convert the adapters too")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        emulate = step.tokens.device.type == "cpu"
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+        fits = None if emulate else _fits_float8
+        convert_to_float8_training(body_of(step.model).layers, config=config, module_filter_fn=fits)
+        return eager(step)
+
+    return variant
+
+
+def _fits_float8(linear: nn.Module, path: str) -> bool:
+    """Return whether scaled products take a linear, whose sizes have to be multiples of 16."""
+    return isinstance(linear, nn.Linear) and linear.in_features % 16 == 0 and linear.out_features % 16 == 0
+
+
+def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
+    """Liger's own function for the family, with its loss where there is a head; ``options`` are its arguments."""
+    from liger_kernel import transformers as liger
+
+    model_type = step.model.config.model_type
+    patch = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
+    if patch is None:
+        raise RefusedError(f"Liger has no kernels for {model_type}")
+    base = step.model.get_base_model() if hasattr(step.model, "get_base_model") else step.model
+    takes = inspect.signature(patch).parameters
+    loss = {"cross_entropy": False, "fused_linear_cross_entropy": base is not body_of(base)}
+    modelling: Any = sys.modules[type(base).__module__]
+    before = dict(vars(modelling))
+    try:
+        patch(model=base, **{name: value for name, value in (loss | options).items() if name in takes})
+    finally:
+        now = dict(vars(modelling))
+        for name in now.keys() - before:  # Of another release of transformers: nobody there calls it.
+            delattr(modelling, name)
+        changed = [(modelling, name, now[name]) for name, value in before.items() if now[name] is not value]
+        for _, name, _ in changed:
+            setattr(modelling, name, before[name])
+    return Patched(step.model, partial(in_force, changed))
+
+
+def _liger_and_fused(step: BenchmarkedModel) -> Patched:
+    patched = _liger(step, rms_norm=False, rope=False)
+    with patched.running():
+        apply_fused_norm(step.model, strict=False)
+    return patched
+
+
+def _compiled_by_layer(eager: Variant, mode: str | None = None) -> Variant:
+    def variant(step: BenchmarkedModel) -> Patched:
+        if isinstance(step, Generation):
+            raise RefusedError("measured for training steps; transformers itself compiles a generation as a whole")
+        patched = eager(step)
+        for layer in body_of(step.model).layers:
+            layer.compile(dynamic=False, mode=mode)
+        return patched
+
+    return variant
+
+
+def _compiled(eager: Variant) -> Variant:
+    def variant(step: BenchmarkedModel) -> Patched:
+        patched = eager(step)
+        if isinstance(step, Generation):
+            if not step.static_cache:
+                raise RefusedError("transformers compiles a generation with a static cache alone")
+            step.model.generation_config.disable_compile = False
+            return patched
+        modelling = sys.modules[type(body_of(step.model)).__module__]
+        changed = [] if step.inputs else [(modelling, "create_causal_mask", _no_mask)]
+        return Patched(torch.compile(patched.model, dynamic=False), partial(_both, patched.running, changed))
+
+    return variant
+
+
+@contextlib.contextmanager
+def _both(
+    running: Callable[[], contextlib.AbstractContextManager[Any]], replacements: Sequence[Replacement]
+) -> Iterator[None]:
+    with running(), in_force(replacements):
+        yield
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Return None in place of ``create_causal_mask``, as in eager runs, so that sdpa takes its causal flash kernel.
+
+    The original builds a dense mask while it is traced, and sdpa takes a slower kernel.
+    """
+
+
+def _identity(step: BenchmarkedModel) -> Patched:
+    patched = replaced_norms(lambda module, spec: lambda x: x)(step)
+    embedding = body_of(step.model).get_input_embeddings().weight
+
+    # Without norms Gemma's activations overflow, and matrix products of NaN take another time than those of numbers.
+    @contextlib.contextmanager
+    def smaller_embeddings() -> Iterator[None]:
+        with torch.no_grad():
+            embedding.mul_(_SMALLER)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                embedding.div_(_SMALLER)
+
+    return replace(patched, running=smaller_embeddings)
+
+
+def _identity_unrotated(step: BenchmarkedModel) -> Patched:
+    patched = _identity(step)
+    modelling = sys.modules[type(body_of(step.model)).__module__]
+    return replace(patched, running=partial(_both, patched.running, [(modelling, "apply_rotary_pos_emb", _unrotated)]))
+
+
+def _unrotated(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def _liger_norm(module: nn.Module, spec: NormSpec) -> Forward:
+    operators: Any = importlib.import_module("liger_kernel.ops")
+    offset = float(spec.zero_centered)
+    in_place = not spec.zero_centered  # As Liger sets it: not in Gemma's layers, where the gradient is needed again.
+
+    def forward(x: Tensor) -> Tensor:
+        weight = module.weight
+        y: Tensor = operators.LigerRMSNormFunction.apply(x, weight, spec.eps, offset, spec.casting, in_place)
+        return y
+
+    return forward
+
+
+def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        weight: Any = module.weight
+        return functional.rms_norm(x, weight.shape, 1.0 + weight if spec.zero_centered else weight, spec.eps)
+
+    return forward
+
+
+_FLOAT8_RECIPES = ("tensorwise", "rowwise")
+_FLOAT8_STEPS: Mapping[str, Variant] = {
+    "": _stock,
+    "-fused": partial(_fused, fp8="auto"),
+    "-compile-layers": _compiled_by_layer(_stock),
+    "-fused-compile-layers": _compiled_by_layer(_fused),
+}
+
+VARIANTS: Mapping[str, Variant] = {
+    "stock": _stock,
+    "fused": _fused,
+    "fused-recompute": _fused_recompute,
+    "liger": _liger,
+    "liger-fused": _liger_and_fused,
+    "compile-layers": _compiled_by_layer(_stock),
+    "fused-compile-layers": _compiled_by_layer(_fused),
+    "compile-layers-max": _compiled_by_layer(_stock, _MAX_AUTOTUNE),
+    "compile": _compiled(_stock),
+    "fused-compile": _compiled(_fused),
+    "liger-norms": replaced_norms(_liger_norm),
+    "torch": replaced_norms(_torch_norm),
+    "identity": _identity,
+    "identity-no-rope": _identity_unrotated,
+    **{
+        f"float8-{recipe}{name}": _in_float8(variant, recipe)
+        for recipe in _FLOAT8_RECIPES
+        for name, variant in _FLOAT8_STEPS.items()
+    },
+}
+"""``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``; ``fused-recompute``: with ``recompute``.
+``liger``: all that Liger has for the family: norms, rotary embedding, gate of the MLP and, where there is a head, loss;
+``liger-fused``: Liger's gate and loss, and all else fused. ``compile-layers``, ``fused-compile-layers``: ``stock`` and
+``fused`` with each decoder layer under torch.compile; ``compile-layers-max``: with max-autotune, without CUDA graphs.
+``compile`` and ``fused-compile``: the model as a whole under torch.compile, with the causal mask given as None, or a
+generation compiled by transformers. ``liger-norms`` and ``torch``: every norm is Liger's or ``F.rms_norm``, and nothing
+else is changed. ``identity``: norms left out, adds kept, the least that a step can take; ``identity-no-rope``: without
+the rotary embedding too. ``float8-tensorwise``, ``float8-rowwise``: the linears of all layers are torchao's, by the
+recipe of that name; ``-fused``: after ``apply_fused_norm(fp8="auto")`` too; ``-compile-layers``: each layer under
+torch.compile; ``-fused-compile-layers``: after ``apply_fused_norm()`` too, whose norms leave the casts to compiled
+linears."""
+
+DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile-layers", "fused-compile-layers")
+"""What is measured where no variants are named."""
+
+OURS = frozenset(name for name in VARIANTS if "fused" in name)
+COMPILED = frozenset(name for name in VARIANTS if "compile" in name)
+FLOAT8 = frozenset(name for name in VARIANTS if name.startswith("float8-"))
+UNLIKE_STOCK = frozenset({"identity", "identity-no-rope"})
+"""Variants that compute something else, as a bound of what is possible."""
+
+
+def float8_linears_alone(variant: str) -> str | None:
+    """The variant that has this one's float8 linears and nothing else; None for one without such."""
+    return next((f"float8-{recipe}" for recipe in _FLOAT8_RECIPES if variant.startswith(f"float8-{recipe}")), None)

@@ -1,0 +1,18 @@
+"""A run that measures next to nothing and keeps its results in a temporary folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.results import Results
+
+
+@pytest.fixture
+def run(tmp_path: Path, device: str) -> BenchmarkRun:
+    return BenchmarkRun(
+        torch.device(device), Results({}, meaningless=True), tmp_path / "results.json", lambda text: None, quick=True
+    )

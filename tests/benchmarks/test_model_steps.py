@@ -1,0 +1,178 @@
+"""Each kind of step does what its name says, and twins of a model share its weights and nothing else."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import model_cases
+from benchmarks.model_cases import ModelCase
+from benchmarks.model_steps import BenchmarkedModel, prepare, relative_error
+from fused_norm.model_configs import FAMILIES
+
+CPU = torch.device("cpu")
+
+
+def prepared(step="body", model_type="qwen3", batch=1, length=16, dtype=torch.float32):
+    return prepare(ModelCase(model_type, None, batch, length, step=step), dtype, CPU)
+
+
+def test_a_twin_shares_weights_and_can_be_changed_alone():
+    step = prepared()
+    twin = step.twin()
+    assert [id(weight) for weight in twin.model.parameters()] == [id(weight) for weight in step.model.parameters()]
+    assert [id(buffer) for buffer in twin.model.buffers()] == [id(buffer) for buffer in step.model.buffers()]
+    assert set(map(id, twin.model.modules())).isdisjoint(map(id, step.model.modules()))
+    stock = step.outputs_and_gradients()
+    twin.model.norm.forward = lambda x: 2 * x
+    assert relative_error(twin.outputs_and_gradients(), stock) > 0.1
+    assert relative_error(step.outputs_and_gradients(), stock) == 0
+    twin.forward_backward()
+    step.drop_gradients()
+    assert all(weight.grad is None for weight in twin.model.parameters())
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+SIZES = {"hidden_size": 64, "intermediate_size": 32}
+SEES: dict[str, Any] = {
+    "text_config": {
+        **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rope_parameters": ROPE,
+    },
+    "vision_config": {**SIZES, "num_heads": 2, "out_hidden_size": 64, "depth": 1, "fullatt_block_indexes": [0]},
+}  # fmt: skip
+T5 = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "sizes", "step"), [("qwen2_5_vl", SEES, "image"), ("t5", T5, "body")])
+def test_models_with_images_and_encoders_take_their_own_inputs(model_type, sizes, step, monkeypatch):
+    pytest.importorskip("transformers", "5.0")
+    monkeypatch.setattr(model_cases, "OTHERS", {"others/small": sizes})
+    made = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
+    stock = made.outputs_and_gradients()
+    if step == "image":
+        made.inputs["pixel_values"].add_(1.0)
+    else:
+        made.inputs["decoder_input_ids"].add_(1)
+    assert relative_error(made.outputs_and_gradients(), stock) > 1e-3
+    assert made.model.get_submodule(next(iter(made.norms))).weight.grad is None
+
+
+def test_norm_weights_are_away_from_their_initial_values():
+    step = prepared(model_type="gemma3_text")
+    assert len(step.norms) == FAMILIES["gemma3_text"].sites()["norm"] + FAMILIES["gemma3_text"].sites()["qk"]
+    for path in step.norms:
+        assert step.model.get_submodule(path).weight.std() > 0.1
+    assert list(step.watched) == [f"{path}.weight" for path in step.norms]
+
+
+def test_before_a_cold_start_nothing_is_patched(monkeypatch):
+    monkeypatch.setattr("benchmarks.model_steps.apply_fused_norm", None)
+    assert prepared("cold start").norms == {}
+
+
+def test_a_whole_step_optimizes_and_leaves_the_weights_as_they_are():
+    step = prepared("train")
+    before = {name: weight.clone() for name, weight in step.model.state_dict().items()}
+    weights = list(step.model.parameters())
+    assert len(step.optimizer.state) == len(weights), "memory that all variants have, before any of them is measured"
+    step.step()
+    assert all(step.optimizer.state[weight]["exp_avg"].any() for weight in weights), "it has seen every gradient"
+    assert all(torch.equal(weight, before[name]) for name, weight in step.model.state_dict().items())
+    assert all(weight.grad is None for weight in step.model.parameters())
+    loss, _ = step.outputs_and_gradients()
+    logits = step.model(input_ids=step.tokens).logits[0, :-1]
+    assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, step.tokens[0, 1:]))
+    assert step.twin().optimizer is step.optimizer
+
+
+def test_under_autocast_weights_stay_in_fp32_and_products_are_in_the_dtype():
+    step = prepared("autocast", dtype=torch.bfloat16)
+    assert {weight.dtype for weight in step.model.parameters()} == {torch.float32}
+    seen = []
+    step.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    step.step()
+    assert seen == [torch.bfloat16]
+
+
+def test_with_checkpointing_layers_run_twice():
+    ran = {}
+    for kind in ("body", "checkpointing"):
+        step = prepared(kind)
+        calls = []
+        step.model.layers[0].input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        found = step.outputs_and_gradients()
+        ran[kind] = len(calls), found
+    assert (ran["body"][0], ran["checkpointing"][0]) == (1, 2)
+    assert relative_error(ran["checkpointing"][1], ran["body"][1]) < 1e-6
+
+
+def test_with_adapters_they_alone_are_trained_and_watched():
+    pytest.importorskip("peft")
+    step = prepared("lora")
+    step.forward_backward()
+    trained = [name for name, weight in step.model.named_parameters() if weight.grad is not None]
+    assert trained == list(step.watched)
+    assert trained
+    assert all("lora_" in name for name in trained)
+    norms = [step.model.get_submodule(path).weight for path in step.norms]
+    assert norms
+    assert not any(weight.requires_grad for weight in norms)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    step = prepared("packed", length=32)
+    positions = step.inputs["position_ids"][0].tolist()
+    last = max(index for index, position in enumerate(positions) if position == 0)
+    assert positions.count(0) >= 5
+    hidden = step.forward_backward()
+    step.tokens[0, 0] = (step.tokens[0, 0] + 1) % step.model.config.vocab_size
+    again = step.forward_backward()
+    assert torch.equal(again[0, last:], hidden[0, last:])
+    assert not torch.equal(again[0, :1], hidden[0, :1])
+
+
+@pytest.mark.parametrize("kind", ["generate", "generate static"])
+def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(kind):
+    step = prepared(kind, batch=2, length=3)
+    caches = []
+    step.model.model.register_forward_hook(
+        lambda module, args, kwargs, output: caches.append(type(kwargs["past_key_values"]).__name__), with_kwargs=True
+    )
+    step.step()
+    assert set(caches) == {"StaticCache" if kind.endswith("static") else "DynamicCache"}
+    assert len(caches) == step.parts == 3
+    assert prepared().parts == 1
+    (logits,) = step.outputs_and_gradients()
+    with torch.no_grad():
+        whole = step.model(input_ids=step.tokens).logits
+    assert torch.allclose(logits[-2 * whole.shape[-1] :], whole[:, -1].flatten(), atol=1e-5)
+
+
+def test_a_backward_that_writes_into_its_gradient_gets_a_copy_in_every_step():
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.view_as(y)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy.mul_(2)
+
+    linear = torch.nn.Linear(4, 4)
+    embedding = torch.nn.Embedding(3, 4)
+    gradient = torch.randn(1, 2, 4)
+
+    def model(input_ids, use_cache):
+        return types.SimpleNamespace(last_hidden_state=InPlace.apply(linear(embedding(input_ids))))
+
+    step = BenchmarkedModel(linear, torch.tensor([[0, 2]]), gradient, {})
+    found = []
+    for _ in range(2):
+        step.drop_gradients()
+        step.forward_backward(model)
+        found.append(linear.weight.grad)
+    assert torch.equal(*found)

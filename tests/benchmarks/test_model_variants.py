@@ -1,0 +1,279 @@
+"""A variant changes its twin alone, and what it changes for the process it changes while its steps run."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from benchmarks import model_variants
+from benchmarks.model_cases import ModelCase
+from benchmarks.model_steps import prepare, relative_error
+from benchmarks.model_variants import (
+    COMPILED,
+    DEFAULT,
+    FLOAT8,
+    OURS,
+    VARIANTS,
+    RefusedError,
+    float8_linears_alone,
+    missing,
+)
+
+CPU = torch.device("cpu")
+
+
+def prepared(model_type="gemma3_text", step="body", length=16):
+    return prepare(ModelCase(model_type, None, 1, length, step=step), torch.float32, CPU)
+
+
+def modelling(step):
+    return sys.modules[type(step.model).__module__]
+
+
+@pytest.mark.parametrize("variant", ["fused", "torch", "identity", "identity-no-rope"])
+def test_a_variant_changes_its_twin_and_nothing_else(variant):
+    step = prepared()
+    before = {name: (type(module), dict(vars(module))) for name, module in step.model.named_modules()}
+    names = dict(vars(modelling(step)))
+    weights = {name: weight.clone() for name, weight in step.model.state_dict().items()}
+    twin = step.twin()
+    patched = VARIANTS[variant](twin)
+    norm = twin.model.layers[0].self_attn.q_norm
+    assert (type(norm), vars(norm).get("forward")) != (before["layers.0.self_attn.q_norm"][0], None)
+    assert patched.model is twin.model
+    with patched.running():
+        twin.step()
+    for name, module in step.model.named_modules():
+        assert type(module) is before[name][0]
+        assert vars(module).keys() == before[name][1].keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in step.model.state_dict().items())
+    assert vars(modelling(step)) == names
+
+
+def test_without_rope_nothing_is_rotated_while_it_runs():
+    step = prepared()
+    stock = modelling(step).apply_rotary_pos_emb
+    patched = VARIANTS["identity-no-rope"](step)
+    assert modelling(step).apply_rotary_pos_emb is stock
+    with patched.running():
+        q, k = torch.randn(2, 1, 2, 3, 4)
+        assert modelling(step).apply_rotary_pos_emb(q, k, None, None, unsqueeze_dim=1) == (q, k)
+        first = step.forward_backward()
+        step.model.rotary_emb.forward = lambda x, *_: (torch.full((1, 16, 16), float("nan")),) * 2
+        assert torch.equal(step.forward_backward(), first), "the angles have no part in it"
+    assert modelling(step).apply_rotary_pos_emb is stock
+
+
+def test_a_variant_of_norms_that_are_not_known_is_refused():
+    with pytest.raises(RefusedError, match="not known"):
+        VARIANTS["torch"](prepared(step="cold start"))
+
+
+def test_recompute_is_asked_for_by_its_keyword_and_has_no_meaning_without_a_backward(monkeypatch):
+    asked = []
+    monkeypatch.setattr(model_variants, "apply_fused_norm", lambda model, **options: asked.append(options))
+    step = prepared("qwen3")
+    VARIANTS["fused-recompute"](step)
+    assert asked == [{"recompute": True}]
+    with pytest.raises(RefusedError):
+        VARIANTS["fused-recompute"](prepared("qwen3", "generate", 2))
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """A package that patches Qwen3 as Liger does: names of the modelling code, and modules of the instance."""
+    asked = []
+
+    def rotation(q, k, cos, sin, *_):
+        return stock_rotation(q, k, cos, sin)
+
+    def patch(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
+        asked.append({"rope": rope, "loss": fused_linear_cross_entropy, "rms_norm": rms_norm, "swiglu": swiglu})
+        from transformers.models.qwen3 import modeling_qwen3
+
+        if rope:
+            modeling_qwen3.apply_rotary_pos_emb = rotation
+        for layer in getattr(model, model.base_model_prefix, model).layers:
+            layer.mlp.forward = layer.mlp.forward
+
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as stock_rotation
+
+    package, inner = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
+    inner.apply_liger_kernel_to_qwen3 = patch
+    package.transformers = inner
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
+    return types.SimpleNamespace(asked=asked, rotation=rotation)
+
+
+def test_liger_patches_all_it_has_and_its_names_are_in_force_while_it_runs(liger):
+    step = prepared("qwen3")
+    stock = modelling(step).apply_rotary_pos_emb
+    twin = step.twin()
+    patched = VARIANTS["liger"](twin)
+    assert liger.asked == [{"rope": True, "loss": False, "rms_norm": True, "swiglu": True}]
+    assert modelling(step).apply_rotary_pos_emb is stock
+    with patched.running():
+        assert modelling(step).apply_rotary_pos_emb is liger.rotation
+        twin.step()
+    assert modelling(step).apply_rotary_pos_emb is stock
+    assert "forward" in vars(twin.model.layers[0].mlp)
+    assert "forward" not in vars(step.model.layers[0].mlp)
+
+
+def test_liger_brings_its_loss_where_there_is_a_head(liger):
+    VARIANTS["liger"](prepared("qwen3", "train"))
+    assert liger.asked[0]["loss"]
+
+
+def test_what_liger_has_no_kernels_for_is_refused(liger):
+    with pytest.raises(RefusedError, match="Liger has no kernels for gemma3_text"):
+        VARIANTS["liger"](prepared())
+
+
+def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
+    step = prepared("qwen3")
+    stock = step.outputs_and_gradients()
+    twin = step.twin()
+    patched = VARIANTS["liger-fused"](twin)
+    assert (liger.asked[0]["rms_norm"], liger.asked[0]["rope"], liger.asked[0]["swiglu"]) == (False, False, True)
+    assert type(twin.model.norm) is not type(step.model.norm)
+    with patched.running():
+        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """torch.compile with a backend that runs the graphs as they are, and keeps them with the mode."""
+    kept = types.SimpleNamespace(graphs=[], modes=[])
+
+    def backend(graph, example_inputs):
+        kept.graphs.append(graph)
+        return graph.forward
+
+    compile_model = torch.compile
+
+    def compile_eagerly(model, *, dynamic, mode=None):
+        kept.modes.append(mode)
+        return compile_model(model, backend=backend, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    yield kept
+    torch.compiler.reset()
+
+
+def fused_operators(graphs):
+    # Dynamo keeps the two halves of an autograd function in graphs inside the graph.
+    inner = [part for graph in graphs for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    return {str(node.target) for part in inner for node in part.graph.nodes if "fused_norm" in str(node.target)}
+
+
+_QUICK_TO_COMPILE = ("compile-layers", "compile-layers-max")
+
+
+@pytest.mark.usefixtures("large_graphs")
+@pytest.mark.parametrize(
+    "variant",
+    [name if name in _QUICK_TO_COMPILE else pytest.param(name, marks=pytest.mark.slow) for name in sorted(COMPILED)],
+)
+def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
+    step = prepared("qwen3")
+    eager = step.twin()
+    stock = VARIANTS[float8_linears_alone(variant) or "stock"](eager) and eager.outputs_and_gradients()
+    twin = step.twin()
+    patched = VARIANTS[variant](twin)
+    with patched.running():
+        # Fused norms round apart, and a code of float8 may then be the next one.
+        rounds = variant in OURS and variant in FLOAT8
+        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < (0.05 if rounds else 1e-5)
+        graphs = len(compiled.graphs)
+        twin.step(patched.model)
+    assert graphs
+    assert len(compiled.graphs) == graphs, "compiled once"
+    assert bool(fused_operators(compiled.graphs)) == (variant in OURS)
+
+
+def test_layer_by_layer_every_layer_is_compiled_in_the_mode_of_the_variant(compiled):
+    twin = prepared("qwen3").twin()
+    patched = VARIANTS["compile-layers-max"](twin)
+    assert patched.model is twin.model
+    assert compiled.modes == ["max-autotune-no-cudagraphs"] * len(twin.model.layers)
+
+
+@pytest.mark.parametrize(("kind", "masks"), [("body", 0), ("packed", 1)])
+def test_a_model_compiled_as_a_whole_gets_no_mask_but_for_packed_sequences(kind, masks, compiled, monkeypatch):
+    step = prepared("llama", kind)
+    made = []
+    create = modelling(step).create_causal_mask
+    monkeypatch.setattr(modelling(step), "create_causal_mask", lambda **given: made.append(1) or create(**given))
+    stock = step.forward_backward()
+    made.clear()
+    patched = VARIANTS["compile"](step)
+    with patched.running(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(step.forward_backward(patched.model), stock)
+    assert len(made) == masks
+
+
+def test_transformers_compiles_a_generation_with_a_static_cache_and_no_other():
+    dynamic, static = prepared("qwen3", "generate", 2), prepared("qwen3", "generate static", 2)
+    assert static.model.generation_config.disable_compile
+    twin = static.twin()
+    VARIANTS["compile"](twin)
+    assert not twin.model.generation_config.disable_compile
+    assert static.model.generation_config.disable_compile
+    with pytest.raises(RefusedError, match="static cache"):
+        VARIANTS["compile"](dynamic)
+    with pytest.raises(RefusedError, match="as a whole"):
+        VARIANTS["compile-layers"](static)
+
+
+def test_what_is_not_here_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    assert {name for name in VARIANTS if missing(name, CPU)} == COMPILED | {"liger", "liger-fused", "liger-norms"}
+    assert set(DEFAULT) < set(VARIANTS)
+    assert {name for name in VARIANTS if name.startswith("fused")} < OURS
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """A call for every norm that has quantised for float8 linears."""
+    pytest.importorskip("torchao.float8")
+    from fused_norm.patcher import float8_linears
+
+    calls, make = [], float8_linears.quantized_activation
+    monkeypatch.setattr(float8_linears, "quantized_activation", lambda *given: calls.append(1) or make(*given))
+    return calls
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
+def test_linears_of_layers_are_float8_and_with_norms_fused_these_quantise(recipe, quantised):
+    step = prepared("llama")
+    plain, fused = step.twin(), step.twin()
+    VARIANTS[f"float8-{recipe}"](plain)
+    assert all(type(layer.mlp.down_proj).__name__ == "Float8Linear" for layer in plain.model.layers)
+    assert type(step.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    assert plain.model.layers[0].mlp.down_proj.weight is step.model.layers[0].mlp.down_proj.weight
+    truth = plain.outputs_and_gradients()
+    assert not quantised
+    VARIANTS[f"float8-{recipe}-fused"](fused)
+    assert relative_error(fused.outputs_and_gradients(), truth) < 0.05
+    # Emulated products divide by scales, which codes have to the bit as powers of two alone.
+    assert len(quantised) == (4 if recipe == "rowwise" else 0)
+
+
+def test_float8_names_the_variant_with_its_linears_alone_and_needs_torchao(monkeypatch):
+    assert {float8_linears_alone(name) for name in FLOAT8} == {"float8-tensorwise", "float8-rowwise"}
+    assert float8_linears_alone("float8-rowwise-fused") == "float8-rowwise"
+    assert {float8_linears_alone(name) for name in VARIANTS if name not in FLOAT8} == {None}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert missing("float8-rowwise", CPU) == "torchao is not installed"
+    assert missing("fused", CPU) is None
+
+
+def test_float8_trains_and_does_not_generate():
+    pytest.importorskip("torchao.float8")
+    with pytest.raises(RefusedError, match="measured for training steps"):
+        VARIANTS["float8-rowwise"](prepared("qwen3", "generate", 2))

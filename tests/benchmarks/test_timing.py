@@ -1,0 +1,263 @@
+"""Times are of one call, whatever the number of calls in a graph, a series or a chain."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import types
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import timing
+from benchmarks.timing import Timing
+
+CPU = torch.device("cpu")
+GPU = types.SimpleNamespace(type="cuda")
+"""A device as far as ``timing`` looks at it; the tensors of these tests are on the CPU."""
+
+REPLAY = 0.0024
+
+
+class Clock:
+    """The time that the faked GPU events read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.captured = 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """``torch.cuda`` as far as ``timing`` uses it, where a replay takes ``REPLAY`` and a call from Python 10 us."""
+    clock = Clock()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: Event) -> float:
+            return (later.at - self.at) * 1e3
+
+    class Graph:
+        def replay(self) -> None:
+            clock.now += REPLAY
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, stream: object):
+        clock.captured += 1
+        yield
+
+    properties = types.SimpleNamespace(L2_cache_size=60 * 2**20)
+    for name, fake in {
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "current_stream": lambda device=None: None,
+        "synchronize": lambda device=None: None,
+        "get_device_properties": lambda device: properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return clock
+
+
+def test_median_and_quartiles():
+    assert Timing.of([3.0, 1.0, 2.0, 5.0, 4.0], "wall") == Timing(3.0, 2.0, 4.0, 5, "wall")
+    assert Timing.of([7.0], "wall") == Timing(7.0, 7.0, 7.0, 1, "wall")
+
+
+@pytest.mark.parametrize(("sets", "in_graph"), [(3, 24), (5, 25), (64, 64)])
+def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
+    ran = []
+
+    def call(index):
+        ran.append(index)
+        gpu.now += 1e-5
+
+    found = timing.gpu_time([partial(call, index) for index in range(sets)], GPU)
+    assert found.method == "graph"
+    assert found.median == pytest.approx(REPLAY / in_graph)
+    assert gpu.captured == 1
+    assert ran[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
+
+
+def test_outputs_of_one_set_do_not_take_the_memory_of_another(gpu):
+    class Output:
+        alive = 0
+
+        def __init__(self) -> None:
+            Output.alive += 1
+
+        def __del__(self) -> None:
+            Output.alive -= 1
+
+    most = []
+
+    def call():
+        gpu.now += 1e-5
+        output = Output()
+        most.append(Output.alive)
+        return output
+
+    timing.gpu_time([call] * 5, GPU)
+    assert most[-1] == 5, "those of all sets in the last round"
+    assert max(most) <= 6
+
+
+def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
+    def refuse(graph, stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+
+    ran = []
+
+    def call(index):
+        ran.append(index)
+        gpu.now += 2e-5
+
+    found = timing.gpu_time([partial(call, index) for index in range(3)], GPU)
+    assert found.method == "events"
+    assert found.median == pytest.approx(2e-5)
+    assert ran[-6:] == [0, 1, 2] * 2, "the sets take turns"
+    assert "not permitted" in caplog.text
+
+
+def test_the_profiler_counts_kernels_and_nothing_else(gpu, monkeypatch):
+    def event(name, device_type, microseconds, annotation=False):
+        span = types.SimpleNamespace(elapsed_us=lambda: microseconds)
+        return types.SimpleNamespace(name=name, device_type=device_type, is_user_annotation=annotation, time_range=span)
+
+    class Profile:
+        def __init__(self, activities) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception) -> None:
+            pass
+
+        def events(self):
+            return recorded
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    recorded = [
+        event("kernel", DeviceType.CUDA, 30.0),
+        event("Memset (Device)", DeviceType.CUDA, 6.0),
+        event("Context Sync", DeviceType.CUDA, 1e6),
+        event("## Call CompiledFxGraph", DeviceType.CUDA, 1e6, annotation=True),
+        event("cudaLaunchKernel", DeviceType.CPU, 1e6),
+    ]
+    assert timing.profiled_time([lambda: None] * 3, GPU) == pytest.approx(12e-6)
+    recorded = recorded[2:]
+    with pytest.raises(RuntimeError, match="no kernel"):
+        timing.profiled_time([lambda: None] * 3, GPU)
+
+
+def test_sets_of_inputs_exceed_the_cache_where_that_is_possible(gpu):
+    assert timing.input_sets(800_000_000, GPU) == 3
+    assert timing.input_sets(67_000_000, GPU) == 5
+    assert timing.input_sets(100, GPU) == 64
+    assert timing.leaves_cache(5 * 67_000_000, GPU)
+    assert not timing.leaves_cache(64 * 100, GPU)
+
+
+def test_sets_of_inputs_exceed_a_large_cache_four_times(gpu, monkeypatch):
+    large = types.SimpleNamespace(L2_cache_size=128 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
+    assert timing.input_sets(64 * 2**20, GPU) == 8
+    assert not timing.leaves_cache(255 * 2**20, GPU)
+
+
+def test_a_copy_goes_through_pairs_of_its_own(monkeypatch):
+    monkeypatch.setattr(timing, "input_sets", lambda moved_bytes, device: 3)
+    copied = []
+
+    def gpu_time(calls, device, *, seconds):
+        copied.extend(call() for call in calls)
+        return Timing.of([1.0], "wall")
+
+    monkeypatch.setattr(timing, "gpu_time", gpu_time)
+    timing.copy_time(400, CPU)
+    assert [target.nbytes for target in copied] == [200] * 3
+    assert len({target.data_ptr() for target in copied}) == 3
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still but for ``clock(seconds)``: a busy machine does not delay it."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def let_pass(seconds):
+        now[0] += seconds
+
+    return let_pass
+
+
+def test_host_time_is_of_one_call_and_leaves_the_garbage_collector_on(clock):
+    found = timing.host_time(lambda: clock(0.004), 4, CPU, seconds=0.01)
+    assert found.median == pytest.approx(0.001)
+    assert found.samples == 5
+    assert gc.isenabled()
+
+
+def test_synchronized_time_is_of_one_call(clock):
+    ran = []
+    found = timing.synchronized_time(lambda: (ran.append(gc.isenabled()), clock(0.002)), 3, CPU)
+    assert found == pytest.approx(0.002)
+    assert ran == [False] * 3
+    assert gc.isenabled()
+
+
+def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def wait_for(kind):
+        def wait(*device):
+            now[0] += kind
+
+        return wait
+
+    monkeypatch.setattr(timing, "_synchronize", wait_for(10.0))
+    assert timing.host_and_step_time(wait_for(1.0), 4, CPU) == (1.0, 3.5)
+
+
+def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
+    counters = {"allocated": 10, "peak": 10, "reserved": 900}
+    needed = [500, 70]
+
+    def call():
+        counters["peak"] = max(counters["peak"], counters["allocated"] + needed.pop(0))
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=10))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counters.update(reserved=90))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters["peak"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["reserved"])
+    assert timing.peak_memory(call, GPU) == (80, 90), "what the first call reserved is given back"
+    assert timing.peak_memory(call, CPU) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests would use the GPU at the same time")
+@pytest.mark.parametrize("moved", [2**28, 2**30])
+def test_on_a_gpu_graph_and_profiler_agree_on_a_kernel(moved):
+    device = torch.device("cuda")
+    with timing.own_stream(device):
+        pairs = [[torch.randn(moved // 8, device=device) for _ in range(2)] for _ in range(3)]
+        calls = [partial(torch.neg, source, out=target) for source, target in pairs]
+        replayed, profiled = timing.gpu_time(calls, device), timing.profiled_time(calls, device)
+    assert replayed.method == "graph"
+    assert moved / replayed.median > 1e11, "slower than any GPU's memory"
+    assert profiled == pytest.approx(replayed.median, rel=0.15)

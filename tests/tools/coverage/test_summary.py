@@ -1,0 +1,160 @@
+"""A summary comes back as it was stored, says what changed since another one, and is what the page's tables show."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+
+from tools.coverage import command
+from tools.coverage.summary import PART, Summary, changes, gaps, page_with_tables, stored, summarise
+
+ROOT = Path(__file__).parents[3]
+STORED = ROOT / "benchmarks" / "coverage"
+PAGE = ROOT / "docs" / "supported.md"
+
+FOUND = {
+    "found": {"norm": 5, "gated": 0, "qk": 0, "rope": 2, "residual": 2, "mlp": 0},
+    "fused": {"norm": 5, "gated": 0, "qk": 0, "rope": 0, "residual": 2, "mlp": 0},
+    "kept": [["rope", "one.OneAttention", "of another | kind", 2]],
+    "unfounded": [],
+    "classes": {"one.OneNorm": "norm 11111111", "one.OneAttention": "attention 22222222"},
+    "layers": 2,
+    "norms_run": [4, 5],
+    "why_not_run": "ValueError: no",
+}
+NOTHING = FOUND | {"found": {}, "fused": {}, "kept": [], "classes": {}}
+WHOLE = FOUND | {"fused": FOUND["found"], "kept": [], "classes": {"two.TwoNorm": "norm 33333333"}, "why_not_run": None}
+FAILED = {"broken": {"failed": "TypeError: 3"}, "tower": {"failed": PART}}
+RESULTS = {"one": FOUND, "two": WHOLE, "bare": NOTHING, **FAILED}
+
+
+@pytest.fixture
+def summary() -> Summary:
+    return summarise("5.9.0", copy.deepcopy(RESULTS))
+
+
+def test_a_stored_summary_comes_back_and_has_a_line_for_each_type(summary: Summary, tmp_path: Path) -> None:
+    path = tmp_path / "transformers-5.9.0.json"
+    summary.save(path)
+    assert Summary.load(path) == summary
+    assert sum('"norm": [5, 5]' in line for line in path.read_text(encoding="utf-8").splitlines()) == 2
+    assert summary.without == ["bare"]
+    assert summary.unbuilt == {"broken": "TypeError: 3"}
+    assert summary.parts == ["tower"]
+    assert summary.types["one"]["not run"] == [1, "ValueError: no"]
+
+
+def test_totals_and_gaps_are_sums_over_the_types(summary: Summary) -> None:
+    assert summary.totals()["norm"] == (10, 10, 2)
+    assert summary.totals()["rope"] == (4, 2, 2)
+    assert gaps(summary) == [(2, 1, "rope", "one.OneAttention", "of another | kind")]
+
+
+def test_what_came_went_and_changed_is_told(summary: Summary) -> None:
+    other = copy.deepcopy(summary)
+    assert changes(summary, other) == []
+    other.classes["one.OneNorm"] = "norm 44444444"
+    other.classes["two.TwoMLP"] = "mlp 55555555"
+    del other.classes["one.OneAttention"]
+    other.types["two"]["norm"] = [5, 4]
+    assert changes(summary, other) == [
+        "attention one.OneAttention: gone",
+        "norm one.OneNorm: its forward is written otherwise",
+        "mlp two.TwoMLP: new",
+        "type two: 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations"
+        " -> 4 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations",
+    ]
+    assert changes(summary, other, only=["one"]) == [
+        "norm one.OneNorm: its forward is written otherwise",
+        "mlp two.TwoMLP: new",
+    ]
+
+
+def test_summaries_are_found_in_the_order_of_releases(tmp_path: Path) -> None:
+    for release in ("5.10.0", "4.57.6", "5.9.0"):
+        (tmp_path / f"transformers-{release}.json").write_text("{}", encoding="utf-8")
+    assert list(stored(tmp_path)) == ["4.57.6", "5.9.0", "5.10.0"]
+
+
+def test_tables_replace_what_stands_between_the_marks(summary: Summary) -> None:
+    page = "before <!-- coverage -->\nold\n<!-- end of coverage --> after"
+    written = page_with_tables(page, [summary])
+    assert written.startswith("before <!-- coverage -->\n")
+    assert written.endswith("<!-- end of coverage --> after")
+    assert "old" not in written
+    assert "| half rotations | 2 of 4 (50.0 %), 2 types |" in written
+    assert "types:\n\n`two`." in written
+    kept = "2 half rotations (OneAttention): of another \\| kind"
+    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept} |" in written
+    assert page_with_tables(written, [summary]) == written
+    with pytest.raises(ValueError, match="no <!-- coverage -->"):
+        page_with_tables("without marks", [summary])
+
+
+def test_the_page_shows_the_stored_summaries() -> None:
+    summaries = [Summary.load(path) for path in stored(STORED).values()]
+    page = PAGE.read_text(encoding="utf-8")
+    assert [one.transformers for one in summaries] == list(stored(STORED))
+    assert page_with_tables(page, summaries) == page
+
+
+def test_the_command_compares_summaries_and_writes_the_page(
+    summary: Summary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary.save(tmp_path / "transformers-5.9.0.json")
+    summary.transformers = "5.10.0"
+    summary.classes["one.OneNorm"] = "norm 44444444"
+    newer = tmp_path / "transformers-5.10.0.json"
+    summary.save(newer)
+    arguments = ["--stored", str(newer), "--out", str(tmp_path)]
+    assert command.main([*arguments, "--against"]) == 1
+    said = capsys.readouterr().out
+    assert "since transformers 5.9.0: 1 changes" in said
+    assert "norm one.OneNorm: its forward is written otherwise" in said
+    assert command.main([*arguments, "--against", str(newer)]) == 0
+    assert "no changes" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    page.write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
+    assert command.main(["--table", str(page), "--out", str(tmp_path)]) == 0
+    assert "| transformers 5.9.0 | transformers 5.10.0 |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = command._count
+    monkeypatch.setattr(command, "_count", lambda name: os._exit(5) if name == "mistral" else count(name))
+    assert command.main(["mistral", "llama", "bert", "--out", str(tmp_path)]) == 0
+    (path,) = stored(tmp_path).values()
+    found = Summary.load(path)
+    assert found.types["llama"]["norm"] == [65, 65]
+    assert found.without == ["bert"]
+    assert found.unbuilt == {"mistral": "the process ended with code 5"}
+    before = tmp_path / "before.json"
+    found.classes["llama.LlamaDecoderLayer"] = "layer 00000000"
+    del found.classes["llama.LlamaRMSNorm"]
+    found.save(before)
+    capsys.readouterr()
+    assert command.main(["llama", "--against", str(before)]) == 1
+    said = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
+    assert said == [
+        "  layer llama.LlamaDecoderLayer: its forward is written otherwise",
+        "  norm llama.LlamaRMSNorm: new",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["no_such_type"], "no model type no_such_type"),
+        (["--stored", "nothing.json"], "no summary of a sweep can be read from nothing.json"),
+        (["--table", "page.md"], "--table needs --out"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*arguments]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""Only an add of two whole tensors, made by the module that holds the norm in the same call, counts as feeding it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tools.coverage.traced_sums import TracedSums
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH, eps=1e-5)])
+        self.inside = nn.Identity()
+
+    def forward(self, x, earlier):
+        if self.how == "earlier call":
+            return self.norms[0](earlier)
+        y = {"broadcast": lambda: x + x[:1], "product": lambda: x * x, "in place": lambda: x.clone().add_(x)}.get(
+            self.how, lambda: x + x
+        )()
+        if self.how == "written":
+            y.mul_(2)
+        if self.how == "viewed":
+            y = y.view_as(y)
+        return self.norms[0](y)
+
+
+class Gated(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.act = how, nn.Tanh() if how == "tanh" else nn.GELU()
+
+    def forward(self, x, _):
+        gate = functional.silu(x) if self.how == "function" else self.act(x)
+        return gate * (2.0 if self.how == "scaled" else gate if self.how == "squared" else x)
+
+
+def traced(block: nn.Module, norms: set[str]) -> TracedSums:
+    model = nn.ModuleList([block])
+    sums = TracedSums(model, norms)
+    x = torch.randn(2, 3, WIDTH)
+    with torch.no_grad(), sums:
+        block(x, x + 1)
+    sums.remove()
+    assert not block._forward_hooks
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("how", "fed"),
+    [
+        ("plain", True),
+        ("in place", True),
+        ("viewed", True),
+        *((how, False) for how in ("written", "broadcast", "product", "earlier call")),
+    ],
+)
+def test_a_norm_is_fed_by_an_add_of_the_same_call(how: str, fed: bool) -> None:
+    sums = traced(Block(how), {"0.norms.0"})
+    assert sums.called == {"0.norms.0"}
+    assert bool(sums.fed) == fed
+
+
+@pytest.mark.parametrize(
+    ("how", "gated"),
+    [("module", True), ("function", True), *((how, False) for how in ("tanh", "scaled", "squared"))],
+)
+def test_a_product_with_a_silu_or_a_gelu_is_a_gate(how: str, gated: bool) -> None:
+    assert traced(Gated(how), set()).gated == ({"0"} if gated else set())

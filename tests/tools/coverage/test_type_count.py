@@ -1,0 +1,64 @@
+"""The counts of model types are those of the stored summary, and what the patcher misses is told from what it fuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from torch import nn
+
+from fused_norm.patcher import survey
+from tools.coverage import type_count
+from tools.coverage.summary import Summary, summarise
+from tools.coverage.type_count import UnbuiltError, count
+
+STORED = Path(__file__).parents[3] / "benchmarks" / "coverage" / f"transformers-{transformers.__version__}.json"
+
+QUICK = ("llama", "qwen3", "lfm2", "olmo2", "bert", "cohere")
+SLOW = (
+    "aimv2", "bamba", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "mamba2",
+    "phi3", "qwen2_5_vl", "qwen3_next", "stablelm", "t5", "zamba2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stored() -> Summary:
+    if not STORED.exists():
+        pytest.skip(f"there is no summary of transformers {transformers.__version__}")
+    return Summary.load(STORED)
+
+
+@pytest.mark.parametrize("model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_type_has_what_the_stored_summary_says(model_type: str, stored: Summary) -> None:
+    result = json.loads(json.dumps(count(model_type).to_dict()))
+    found = summarise(stored.transformers, {model_type: result})
+    assert found.types.get(model_type) == stored.types.get(model_type)
+    assert found.classes == {name: stored.classes.get(name) for name in found.classes}
+    assert (model_type in stored.without) == (model_type in found.without)
+
+
+def test_what_the_patcher_leaves_out_is_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "looks_like_norm", lambda module: False)
+    result = count("llama")
+    assert (result.found["norm"], result.fused["norm"]) == (65, 0)
+    assert (result.found["residual"], result.fused["residual"]) == (2, 0)
+    assert ("norm", "llama.LlamaRMSNorm", "no row", 65) in result.kept
+    assert ("residual", "llama.LlamaDecoderLayer post_attention_layernorm", "no row", 2) in result.kept
+
+
+def test_a_row_on_an_add_that_is_not_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type_count.TracedSums, "_is_sum_of", lambda *_: False)
+    result = count("llama")
+    assert result.found["residual"] == 0
+    assert result.unfounded == [("residual", "llama.LlamaDecoderLayer", 2)]
+
+
+def test_a_type_of_which_no_model_is_built_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> nn.Module:
+        raise RuntimeError("no\nmodel")
+
+    monkeypatch.setattr(type_count, "build", refuse)
+    with pytest.raises(UnbuiltError, match="RuntimeError: no model"):
+        count("llama")

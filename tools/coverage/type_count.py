@@ -1,0 +1,295 @@
+"""The count of one model type: what it has, by values and by running it, and what the patcher's report says of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
+
+from .forward_hashes import forward_hash, name_of
+from .half_rotations import rotates
+from .inputs import Inputs, inputs_of
+from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
+from .norm_values import Normalises, normalises
+from .summary import PART
+from .sweep import SHOWN, in_a_line
+from .traced_sums import TracedSums
+
+KINDS = ("norm", "gated", "qk", "rope", "residual", "mlp")
+"""The kinds that are counted: norms without a gate, norms with one, those of the former that are called q or k norms,
+attentions that rotate by halves, adds that feed a norm in the same forward, products with a gate."""
+
+_QK = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")
+
+
+class UnbuiltError(Exception):
+    """A model type of which no model can be built; the message says why."""
+
+
+@dataclass
+class TypeCount:
+    """The counts of one model type: all that it has, and the fused part of it.
+
+    Attributes:
+        model: the class of the whole model.
+        found: how many of each kind there are; adds and products in a small model, the rest in the whole one.
+        fused: how many of these the report has as fused.
+        kept: kind, class and reason of the others, and their number.
+        unfounded: rows on adds that were not seen to feed the norm, by class: kind, class and number.
+        classes: hashes of the forwards of what was counted, by class, each with the kind in front.
+        layers, divisor: of the small model; 0 where there is none.
+        norms_run: of the norms of the small model, how many ran, and how many there are.
+        why_not_run: why there is no small model, or norms did not run.
+    """
+
+    model: str
+    found: dict[str, int] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+    kept: list[tuple[str, str, str, int]] = field(default_factory=list)
+    unfounded: list[tuple[str, str, int]] = field(default_factory=list)
+    classes: dict[str, str] = field(default_factory=dict)
+    layers: int = 0
+    divisor: int = 0
+    norms_run: tuple[int, int] = (0, 0)
+    why_not_run: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class SmallModel:
+    """A small model of a type, and the inputs with which it, or a part of it, runs."""
+
+    model: nn.Module
+    layers: int
+    divisor: int
+    runs: list[tuple[str, Inputs]]
+    traced: TracedSums
+    norms: dict[str, nn.Module]
+
+
+def count(model_type: str) -> TypeCount:
+    """Count one type.
+
+    Raises:
+        UnbuiltError: no model of it can be built from its default config.
+    """
+    whole, config = whole_model(model_type)
+    result = TypeCount(type(whole).__name__)
+    kinds = judged(whole)
+    modules = dict(whole.named_modules())
+    norms = {path for path, kind in kinds.items() if kind == "rms"}
+    wanted = {
+        "norm": norms,
+        "gated": {path for path, kind in kinds.items() if kind == "gated"},
+        "qk": {path for path in norms if _QK.search(path.rpartition(".")[2])},
+        "rope": {path for path, module in modules.items() if rotates(module)},
+    }
+    _add_classes(result, kinds, modules, wanted["rope"])
+    if any(wanted.values()):
+        report = apply_fused_norm(whole, strict=False)
+        for kind, paths in wanted.items():
+            _settle(result, kind, paths, report, modules)
+        remove_fused_norm(whole)
+    else:
+        result.found = dict.fromkeys(wanted, 0)
+        result.fused = dict.fromkeys(wanted, 0)
+    if norms or wanted["rope"]:
+        found, result.why_not_run = small_model(whole, config)
+        if found is not None:
+            _count_in_small_model(result, found)
+    return result
+
+
+def whole_model(model_type: str) -> tuple[nn.Module, Any]:
+    """The model of a type's default config, on the meta device, and that config.
+
+    Raises:
+        UnbuiltError: there is none.
+    """
+    try:
+        config = default_config(model_type)
+        model_class = model_class_of(config)
+        if model_class is None:
+            raise UnbuiltError(PART)
+        return build(model_class, config, "meta"), config
+    except UnbuiltError:
+        raise
+    except Exception as error:  # of whatever kind a foreign model raises
+        raise UnbuiltError(in_a_line(error)) from error
+
+
+def judged(model: nn.Module) -> dict[str, Normalises]:
+    """Return the modules that normalise, by path, with the kind of each."""
+    found = ((path, normalises(module)) for path, module in model.named_modules())
+    return {path: kind for path, kind in found if kind is not None}
+
+
+def parts_of(model: nn.Module) -> set[Any]:
+    """Return a model's parts: its classes, and the kinds of places of its norms, by class, holder and attribute."""
+    modules = dict(model.named_modules())
+    places = {_place(path, modules) for path, kind in judged(model).items() if kind in ("rms", "gated")}
+    return places | {type(module).__name__ for module in modules.values()}
+
+
+def small_model(
+    whole: nn.Module, config: Any, *, most: int = 600_000_000, divisors: Sequence[int] = (4, 2, 1)
+) -> tuple[SmallModel | None, str | None]:
+    """The smallest model that runs and consists of all that the whole model consists of.
+
+    Args:
+        whole: on the meta device.
+        config: that of the whole model.
+        most: parameters that it may have.
+        divisors: of the widths, the first choice first.
+
+    Returns:
+        The model in which most norms ran, or None, and why some did not.
+    """
+    best: SmallModel | None = None
+    why: str | None = "no smaller config builds"
+    tried = set()
+    model_class, wanted, sections = type(whole), parts_of(whole), rotates_in_sections(whole)
+    for layers, divisor, smaller in small_configs(config, sections=sections, divisors=divisors):
+        try:
+            empty = build(model_class, smaller, "meta")
+        except Exception as error:  # of whatever kind a foreign model raises
+            why = in_a_line(error) if best is None else why
+            continue
+        if sum(one.numel() for one in empty.parameters()) > most:
+            why = "it is too large to run" if best is None else why
+            continue
+        if divisor in tried or (not wanted <= parts_of(empty) and layers < MOST_LAYERS):
+            continue
+        tried.add(divisor)
+        try:
+            found, failure = _run(with_random_weights(build(model_class, smaller, "cpu")), layers, divisor)
+        except Exception as error:  # of whatever kind a foreign model raises
+            why = in_a_line(error) if best is None else why
+            continue
+        if best is None or len(found.traced.called) > len(best.traced.called):
+            best, why = found, failure
+        if 4 * len(best.traced.called) >= 3 * len(best.norms):  # others would hardly do better
+            break
+    return best, why
+
+
+def with_random_weights(model: nn.Module) -> nn.Module:
+    """The model, its weights of one dimension moved, because ones and zeros hide what they are used for."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if not one.isfinite().all():
+                one.copy_(torch.randn(one.shape, generator=generator) * 0.02)
+            if one.dim() == 1 and "norm" in name.lower():
+                one.add_(torch.randn(one.shape, generator=generator) * 0.2)
+    return model
+
+
+def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]:
+    """Run a small model, and those of its parts by themselves of which it leaves norms out."""
+    if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped product wants widths of its own
+    norms = {path: module for path, module in model.named_modules() if normalises(module) == "rms"}
+    traced = TracedSums(model, norms.keys())
+    runs: list[tuple[str, Inputs]] = []
+    why: str | None = None
+    seen: set[type] = set()
+    for path, part in model.named_modules():
+        if not isinstance(part, PreTrainedModel) or (path and type(part) in seen):
+            continue
+        inside = {one for one in norms if not path or one.startswith(f"{path}.")}
+        if path and inside <= traced.called:
+            continue
+        seen.add(type(part))
+        for given in inputs_of(part):
+            before = len(traced.called)
+            try:
+                traced._calls.clear()
+                with torch.no_grad(), traced:
+                    part(**given)
+            except Exception as error:  # of whatever kind a foreign model raises
+                why = why or in_a_line(error)
+                continue
+            if not path or len(traced.called) > before:
+                runs.append((path, given))
+            break
+    traced.remove()
+    if runs and set(norms) <= traced.called:
+        why = None
+    return SmallModel(model, layers, divisor, runs, traced, norms), why
+
+
+def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:
+    result.layers, result.divisor = found.layers, found.divisor
+    result.norms_run = len(found.traced.called), len(found.norms)
+    report = apply_fused_norm(found.model, strict=False)
+    remove_fused_norm(found.model)
+    modules = dict(found.model.named_modules())
+    # Some q and k norms come behind the rotation, which adds too, but no residual.
+    fed = {path for path in found.traced.fed if not _QK.search(_name(path))}
+    _settle(result, "residual", fed, report, modules)
+    gated = {path for path in found.traced.gated if normalises(modules[path]) is None}
+    _settle(result, "mlp", gated, report, modules)
+    rows = [site for site in (*report.fused, *report.kept) if site.kind == "residual"]
+    extra = Counter(
+        ("residual", _holder(site.path, modules))
+        for site in rows
+        if site.path in found.traced.called and site.path not in found.traced.fed
+    )
+    result.unfounded = sorted((*what, number) for what, number in extra.items())
+    products: set[Any] = {type(modules[path]) for path in gated}
+    for cls in products:
+        result.classes.setdefault(name_of(cls), f"mlp {forward_hash(cls)}")
+
+
+def _settle(result: TypeCount, kind: str, paths: Iterable[str], report: PatchReport, modules: Any) -> None:
+    """Count what was found, what of it is fused, and why the rest is not."""
+    paths = set(paths)
+    kinds = ("norm", "qk") if kind in ("norm", "gated", "qk") else (kind,)
+    fused = {site.path for site in report.fused if site.kind in kinds}
+    reasons = {site.path: site.reason or "" for site in report.kept if site.kind in kinds}
+    result.found[kind], result.fused[kind] = len(paths), len(paths & fused)
+    kept: Counter[tuple[str, str, str]] = Counter()
+    for path in paths - fused:
+        module = modules[path]
+        name = name_of(type(module)) if kind != "residual" else f"{_holder(path, modules)} {_name(path)}"
+        kept[kind, name, reasons.get(path, "no row")[:SHOWN]] += 1
+    result.kept += sorted((*what, number) for what, number in kept.items())
+
+
+def _name(path: str) -> str:
+    """The attribute of a norm, without its number in a list."""
+    return re.sub(r"^.*\.(?=[^.\d]+)", "", re.sub(r"(\.\d+)+$", "", path))
+
+
+def _holder(path: str, modules: Any) -> str:
+    return name_of(type(modules[re.sub(r"\.?[^.]+(\.\d+)?$", "", path)]))
+
+
+def _place(path: str, modules: Any) -> Any:
+    return type(modules[path]).__name__, _holder(path, modules), _name(path)
+
+
+def _add_classes(result: TypeCount, kinds: dict[str, Normalises], modules: Any, attentions: set[str]) -> None:
+    """Hashes of norms, of attentions that rotate, and of what else holds a norm that is not a plain LayerNorm."""
+    named = [(path, kind) for path, kind in kinds.items() if not type(modules[path]).__module__.startswith("torch.")]
+    groups = [
+        ("norm", [modules[path] for path, _ in named]),
+        ("attention", [modules[path] for path in attentions]),
+        ("layer", [modules[path.rpartition(".")[0]] for path, kind in kinds.items() if kind in ("rms", "gated")]),
+    ]
+    for role, found in groups:
+        classes: set[Any] = {type(module) for module in found}
+        for cls in classes:
+            if not cls.__module__.startswith("torch."):
+                result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")
