@@ -27,8 +27,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _VARIANTS = (
     "of models: stock, fused, fused-recompute, liger, liger-fused, compile-layers, fused-compile-layers, "
     "compile-layers-max, compile, fused-compile, liger-norms, torch (F.rms_norm), identity (no norms), "
-    "identity-no-rope, float8-tensorwise, float8-tensorwise-fused, float8-tensorwise-compile-layers, "
-    "float8-tensorwise-fused-compile-layers, float8-rowwise, float8-rowwise-fused, float8-rowwise-compile-layers, "
+    "identity-no-rope, float8-tensorwise, float8-tensorwise-compile-layers, "
+    "float8-tensorwise-fused-compile-layers, float8-rowwise, float8-rowwise-compile-layers, "
     "float8-rowwise-fused-compile-layers (default: the first seven); of features: all, all again (a control), without "
     "rope, without qk, without residual, without sandwich, without norms, without mlp, without native replay, stock "
     "(default: all)"

@@ -263,7 +263,6 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _FLOAT8_STEPS: Mapping[str, Variant] = {
     "": _stock,
-    "-fused": partial(_fused, fp8="auto"),
     "-compile-layers": _compiled_by_layer(_stock),
     "-fused-compile-layers": _compiled_by_layer(_fused),
 }
@@ -297,9 +296,8 @@ VARIANTS: Mapping[str, Variant] = {
 generation compiled by transformers. ``liger-norms`` and ``torch``: every norm is Liger's or ``F.rms_norm``, and nothing
 else is changed. ``identity``: norms left out, adds kept, the least that a step can take; ``identity-no-rope``: without
 the rotary embedding too. ``float8-tensorwise``, ``float8-rowwise``: the linears of all layers are torchao's, by the
-recipe of that name; ``-fused``: after ``apply_fused_norm(fp8="auto")`` too; ``-compile-layers``: each layer under
-torch.compile; ``-fused-compile-layers``: after ``apply_fused_norm()`` too, whose norms leave the casts to compiled
-linears."""
+recipe of that name; ``-compile-layers``: each layer under torch.compile; ``-fused-compile-layers``: after
+``apply_fused_norm()`` too."""
 
 DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile-layers", "fused-compile-layers")
 """What is measured where no variants are named."""

@@ -34,11 +34,9 @@ _COLOURS = {
     "identity": "#66ccee",
     "identity-no-rope": "#b3e5f6",
     "float8-tensorwise": "#bbbbbb",
-    "float8-tensorwise-fused": "#ee7733",
     "float8-tensorwise-compile-layers": "#ddcc77",
     "float8-tensorwise-fused-compile-layers": "#ccbb44",
     "float8-rowwise": "#777777",
-    "float8-rowwise-fused": "#cc3311",
     "float8-rowwise-compile-layers": "#999933",
     "float8-rowwise-fused-compile-layers": "#777711",
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .spec import Casting, Kind
 
@@ -59,8 +59,6 @@ class FuseOptions:
             transformers does. None replaces nothing.
         recompute: make outputs of fused operators again in the backward instead of keeping them for it: less memory for
             a little more time, and the same bits.
-        fp8: ``"auto"`` lets norms whose results only float8 linears of torchao read quantise for these, once for all of
-            them. None does not.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -77,7 +75,6 @@ class FuseOptions:
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
     recompute: bool = False
-    fp8: Literal["auto"] | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -88,8 +85,6 @@ class FuseOptions:
         for name in ("recompute", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if self.fp8 not in ("auto", None):
-            raise TypeError(f"fp8 must be 'auto' or None, not {self.fp8!r}")
         for switch in SWITCHES.values():
             needed = switch if switch.alone else _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:

@@ -7,7 +7,6 @@ import pytest
 from fused_norm.convergence.comparison import (
     EXECUTIONS,
     FEATURES,
-    FLOAT8_EXECUTIONS,
     PRECISIONS,
     by_baseline,
     features_of,
@@ -61,18 +60,5 @@ def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others
 def test_comparisons_that_share_their_stock_run_form_a_group():
     found = comparisons_of(TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
     assert list(by_baseline(found).values()) == [found]
-    of_codes = {name for name, mutation in MUTATIONS.items() if mutation.execution in FLOAT8_EXECUTIONS}
-    assert [each.mutation for each in with_mutations(found)] == [SOUND, *(m for m in MUTATIONS if m not in of_codes)]
+    assert [each.mutation for each in with_mutations(found)] == [SOUND, *MUTATIONS]
     assert with_mutations([dataclasses.replace(found[0], execution="compile")]) == []
-
-
-@pytest.mark.parametrize("execution", FLOAT8_EXECUTIONS)
-def test_float8_has_stock_and_control_runs_and_faults_of_its_own(execution):
-    (found,) = comparisons_of(TIERS["quick"], ["llama"], precisions=["bf16"], executions=[execution])
-    assert found.float8 == execution.removeprefix("float8-")
-    assert found.baseline != dataclasses.replace(found, execution="eager").baseline
-    planted = with_mutations([found])
-    assert {each.execution for each in planted} == {execution}
-    assert planted[0].mutation == SOUND
-    assert all(each.mutation.partition("-")[0].endswith("_fp8") for each in planted[1:])
-    assert len(planted) > 1

@@ -14,7 +14,7 @@ import torch
 
 import fused_norm
 from fused_norm.cli import main
-from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, FLOAT8_EXECUTIONS, Comparison
+from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, Comparison
 from fused_norm.convergence.curve_charts import draw_curves
 from fused_norm.convergence.model_recipe import ModelRecipe
 from fused_norm.convergence.mutations import MUTATIONS
@@ -124,27 +124,6 @@ def test_a_fault_of_compiled_operators_alone_is_caught_where_they_are_called(fam
     plan = tiny_plan([Comparison(family, "fp32", "compile", mutation=fault)], recipes=recipes)
     (result,) = run_plan(plan, None, Silent())
     assert result.outcome == outcome
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("execution", FLOAT8_EXECUTIONS)
-def test_with_float8_linears_a_model_is_green_and_faults_of_codes_are_caught(execution):
-    pytest.importorskip("torchao.float8")
-    planted = with_mutations([Comparison("llama", "bf16", execution)])
-    results = list(run_plan(tiny_plan(planted), None, Silent()))
-    outcomes = {result.comparison.mutation: result.outcome for result in results}
-    assert outcomes.pop("none") == "green"
-    assert outcomes
-    assert set(outcomes.values()) == {"caught"}
-
-
-@pytest.mark.slow
-def test_norms_that_do_not_quantise_are_no_comparison_in_float8(monkeypatch):
-    pytest.importorskip("torchao.float8")
-    monkeypatch.setattr("fused_norm.patcher.float8_survey.computes_alike", lambda *_: False)
-    (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", "float8-rowwise")]), None, Silent())
-    assert result.outcome == "invalid"
-    assert "no norm quantises for float8 linears" in result.trouble
 
 
 @pytest.mark.parametrize(

@@ -274,23 +274,6 @@ def test_models_train_as_stock_with_every_gated_norm_fused(
     assert [type(module) for module in patched.modules()] == [type(module) for module in stock.modules()]
 
 
-def test_float8_linears_cast_the_result_of_a_norm_with_a_gate_themselves() -> None:
-    float8 = pytest.importorskip("torchao.float8")
-
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.out_proj = Gated(32), nn.Linear(32, 32, bias=False)
-
-        def forward(self, x):
-            hidden = self.norm(x)
-            return self.out_proj(hidden)
-
-    model = float8.convert_to_float8_training(nn.Sequential(Holder()))
-    (row,) = fused_norm.apply_fused_norm(model, fp8="auto").fp8
-    assert (row.path, row.reason) == ("0.norm", "a norm with a gate writes no codes")
-
-
 def test_other_rounding_points_are_refused() -> None:
     model = build(AutoConfig.for_model("mamba2", **TINY["mamba2"]), seed=0)
     before = [type(module) for module in model.modules()]

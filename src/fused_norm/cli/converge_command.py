@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, FLOAT8_EXECUTIONS, PRECISIONS, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, by_baseline
 from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
 from .common import (
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--axis",
         action="append",
-        choices=(*EXECUTIONS, *FLOAT8_EXECUTIONS),
-        help="only steps that run like this; float8: beside stock in float8",
+        choices=EXECUTIONS,
+        help="only steps that run like this",
     )
     parser.add_argument("--mutations", action="store_true", help="plant faults too, each of which must turn it red")
     parser.add_argument("--seeds", type=positive, default=1, help="how many seeds (1)")

@@ -8,16 +8,14 @@ differ from theirs by roundings alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.fp8 import quantize
 from ..patcher import Site, disabled
-from ..patcher.quantized_activation import QuantizedActivation
 from .distances import distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from .fused_calls import (
     FusedCall,
@@ -129,7 +127,6 @@ def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool =
             with disabled():
                 stock = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             pairs = list(zip(fused.outputs, stock.outputs, strict=True))
-            pairs += [pair for output in fused.outputs for pair in _codes_and_cast(output)]
             outputs[name] = max(share_apart(*pair) for pair in pairs)
             rows[name] = max(share_far_in_worst_row(*pair) for pair in pairs)
             changes[name] = max(changes.get(name, 0.0), fused.changed)
@@ -139,17 +136,6 @@ def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool =
                 gradients[where] = distance(one, other) / rounding
                 slopes[where] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
     return CallRecord(outputs, rows, gradients, slopes, changes)
-
-
-def _codes_and_cast(output: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs to compare where an output is a norm's result in FP8; none for any other output.
-
-    The codes that the norm wrote, beside those that casting the result itself gives; and the same of the scales.
-    """
-    if isinstance(output, QuantizedActivation) and output.codes is not None:
-        cast = quantize(output.exact, output.codes.recipe)
-        yield output.codes.q.float(), cast.q.float()
-        yield output.codes.multiplier, cast.scale.reciprocal()
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:

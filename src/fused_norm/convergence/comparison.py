@@ -56,14 +56,6 @@ EXECUTIONS = ("eager", "compile", "checkpointing", "lora", "lora-alone")
 freezes the norms."""
 
 
-FLOAT8_EXECUTIONS: Mapping[str, str] = MappingProxyType(
-    {"float8-tensorwise": "tensorwise", "float8-rowwise": "rowwise"}
-)
-"""Eager steps of models whose linears are torchao's in float8, stock, controls and fused alike, by torchao's recipe:
-stock with float8 is what fused with float8 is compared with. They run where they are named, and never beside others
-in one verdict."""
-
-
 @dataclass(frozen=True, order=True)
 class Comparison:
     """A fused model and its stock twin, trained under the same settings.
@@ -71,7 +63,7 @@ class Comparison:
     Attributes:
         model: name of the model's recipe.
         precision: a key of ``PRECISIONS``.
-        execution: one of ``EXECUTIONS`` or ``FLOAT8_EXECUTIONS``.
+        execution: one of ``EXECUTIONS``.
         feature: a key of ``FEATURES``.
         seed: of weights, batches and controls.
         mutation: the fault planted in the fused twin, a key of ``mutations.MUTATIONS``; None for a true comparison.
@@ -89,11 +81,6 @@ class Comparison:
         """The name in tables and of the file with the result."""
         parts = [self.model, self.precision, self.execution, self.feature, f"seed{self.seed}"]
         return ".".join([*parts, self.mutation] if self.mutation else parts)
-
-    @property
-    def float8(self) -> str | None:
-        """The recipe of float8 linears, None without them."""
-        return FLOAT8_EXECUTIONS.get(self.execution)
 
     @property
     def baseline(self) -> Comparison:

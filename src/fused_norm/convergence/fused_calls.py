@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.operator import Operator
-from ..patcher import PatchReport, Site
+from ..patcher import Site
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from .distances import share_different
@@ -35,24 +35,12 @@ _BLOCK_METHODS = (
 )
 
 _OPERATORS_OF: Mapping[str, frozenset[str]] = {
-    "norm": frozenset(
-        {
-            "rms_norm",
-            "add_rms_norm",
-            "norm_add",
-            "norm_add_norm",
-            "gated_rms_norm",
-            "rms_norm_fp8",
-            "add_rms_norm_fp8",
-        }
-    ),
+    "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"}),
     "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),
-    # Behind a normed branch, whose operator makes the sum, a norm in FP8 is an operator of its own.
-    "residual": frozenset({"add_rms_norm", "norm_add_norm", "add_rms_norm_fp8", "rms_norm_fp8"}),
+    "residual": frozenset({"add_rms_norm", "norm_add_norm"}),
     "sandwich": frozenset({"norm_add", "norm_add_norm"}),
     "rope": frozenset({"qk_norm_rope", "rope"}),
     "mlp": frozenset({"glu"}),
-    "fp8": frozenset({"rms_norm_fp8", "add_rms_norm_fp8"}),
 }
 """The operators that make a site of each kind fused."""
 
@@ -148,11 +136,6 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[s
         if not mine or any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine):
             missing.append(f"{site.path} ({site.kind})")
     return tuple(missing)
-
-
-def quantising_sites(report: PatchReport) -> list[Site]:
-    """A site for each norm that quantises for float8 linears, of a kind of its own."""
-    return [Site(row.path, "fp8", row.module) for row in report.fp8 or () if row.reason is None]  # type: ignore[arg-type]
 
 
 def first_of_each_kind(calls: Sequence[FusedCall]) -> list[FusedCall]:

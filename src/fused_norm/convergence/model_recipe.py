@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,19 +58,6 @@ def _without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     return model
-
-
-def convert_to_float8(model: nn.Module, recipe: str) -> None:
-    """Give a model, in place, torchao's float8 linears by one of its recipes, the head's excepted.
-
-    Raises:
-        ModuleNotFoundError: without torchao.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    # Numbers of tokens that are no multiples of 16 are padded.
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: "lm_head" not in path)
 
 
 def set_up_execution(

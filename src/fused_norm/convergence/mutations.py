@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.add_rms_norm import ADD_RMS_NORM
-from ..kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
@@ -24,7 +23,6 @@ from ..kernels.qk_norm import QK_NORM
 from ..kernels.rms_norm import RMS_NORM
 from ..kernels.rope import ROPE
 from ..spec import Casting
-from .comparison import FLOAT8_EXECUTIONS
 from .planting import (
     WEIGHTS,
     Backward,
@@ -66,60 +64,6 @@ class Mutation:
     planted: Planting
     hidden: str = ""
     execution: str = "eager"
-
-
-# ---- Faults of FP8 codes ----
-
-
-def _result_of(call: Forward) -> Tensor:
-    """The norm's result y, which is what codes are of."""
-    x, *rest = call.arguments
-    assert call.spec is not None
-    if call.operator is RMS_NORM_FP8:
-        y = RMS_NORM.forward(call.spec, x, rest[0], None, training=False)[0]
-    else:
-        residual, weight, scale = rest[:3]
-        y = ADD_RMS_NORM.forward(call.spec, x, residual, weight, None, scale, training=False)[0]
-    assert isinstance(y, Tensor)
-    return y
-
-
-def _cast_by(call: Forward, multiplier: Tensor, *, saturated: bool = True) -> list[Tensor | None]:
-    """The results, their codes made of y by this multiplier."""
-    results = call.results()
-    q = results[0]
-    assert q is not None
-    top = torch.finfo(q.dtype).max
-    scaled = _result_of(call).float() * multiplier
-    beyond = scaled.clamp(-top, top) if saturated else scaled.where(scaled.abs() <= top, torch.nan)
-    results[0] = beyond.to(q.dtype)
-    return results
-
-
-def _scales_of_columns(call: Forward) -> Sequence[Tensor | None]:
-    """Codes made by a scale for each column, read with one for each row."""
-    y = _result_of(call)
-    top = torch.finfo(torch.float8_e4m3fn).max
-    by_column = top / y.float().abs().flatten(0, -2).amax(0).clamp(min=1e-12)
-    return _cast_by(call, torch.exp2(by_column.log2().floor()))
-
-
-def _scale_of_the_first_call(call: Forward) -> Sequence[Tensor | None]:
-    scale = call.results()[1]
-    assert scale is not None
-    first = call.memory.setdefault("scale", scale.clone())
-    results = _cast_by(call, first.reciprocal())
-    results[1] = first.clone()
-    return results
-
-
-def _not_saturated(call: Forward) -> Sequence[Tensor | None]:
-    """The scale is half of what it has to be, and codes beyond the largest one are NaN."""
-    scale = call.results()[1]
-    assert scale is not None
-    results = _cast_by(call, 2 * scale.reciprocal(), saturated=False)
-    results[1] = scale / 2
-    return results
 
 
 # ---- Faults of forwards ----
@@ -376,15 +320,6 @@ def _mutations() -> Iterator[Mutation]:
     yield from backward(
         "ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient
     )
-
-    whole, by_rows = FLOAT8_EXECUTIONS
-    for name, what, wrong, execution in (
-        ("columns", "codes have the scales of columns, not of rows", _scales_of_columns, by_rows),
-        ("stale", "the scale is that of the first call", _scale_of_the_first_call, whole),
-        ("unsaturated", "values beyond the largest code become NaN", _not_saturated, whole),
-    ):
-        for to_fp8 in (RMS_NORM_FP8, ADD_RMS_NORM_FP8):
-            yield Mutation(f"{to_fp8.name}-{name}", what, in_forward(to_fp8, wrong), execution=execution)
 
     for operator in (RMS_NORM, ADD_RMS_NORM):
         what = "the gradient of a weight is 1 % too large in compiled code"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .comparison import FLOAT8_EXECUTIONS, PRECISIONS, Comparison, by_baseline, features_of
+from .comparison import PRECISIONS, Comparison, by_baseline, features_of
 from .model_recipe import ModelRecipe
 from .mutations import MUTATIONS, SOUND
 from .result_store import fingerprint
@@ -107,21 +107,11 @@ def _ways(
 def with_mutations(comparisons: Iterable[Comparison]) -> list[Comparison]:
     """For each group that runs eagerly: the sound twin in a short run, and one twin with each fault.
 
-    A fault of compiled code is planted in a compiled twin, and faults of FP8 codes in twins with float8 linears alone.
+    A fault of compiled code is planted in a compiled twin.
     """
-    eager = (each for each in comparisons if each.execution == "eager" or each.float8)
+    executions = {SOUND: "eager", **{name: mutation.execution for name, mutation in MUTATIONS.items()}}
     return [
         replace(baseline, execution=execution, mutation=mutation)
-        for baseline in by_baseline(eager)
-        for mutation, execution in _executions(baseline)
+        for baseline in by_baseline(each for each in comparisons if each.execution == "eager")
+        for mutation, execution in executions.items()
     ]
-
-
-def _executions(baseline: Comparison) -> Iterator[tuple[str, str]]:
-    """The faults for a group, none of them first, and how they run."""
-    yield SOUND, baseline.execution
-    for name, mutation in MUTATIONS.items():
-        if mutation.execution == baseline.execution or (
-            baseline.execution == "eager" and mutation.execution not in FLOAT8_EXECUTIONS
-        ):
-            yield name, mutation.execution

@@ -56,7 +56,6 @@ class ComparisonResult:
             self.fused,
             self.calls,
             trains_norms=trains_norms,
-            float8=self.comparison.float8 is not None,
         )
 
     @property

@@ -79,7 +79,7 @@ def _run_group(
             continue
         try:
             # However its steps run, a model's calls are the same; whether one has the fault is asked anew.
-            probed = each.execution == "eager" or each.float8 is not None or each.mutation is not None
+            probed = each.execution == "eager" or each.mutation is not None
             calls, fault = trainer.probe_fused_calls(each) if probed else (None, None)
             result = ComparisonResult(each, stock_record, tuple(controls), calls=calls, hidden=_hidden(each, fault))
             seen = calls is not None and result.outcome in ("caught", "hidden")  # and needs no training

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from ..spec import KINDS, FusedNormError
 from .call_probe import CallRecord, probe_calls
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
-from .fused_calls import FusedCall, first_of_each_kind, quantising_sites, sites_not_compiled
-from .model_recipe import ModelRecipe, convert_to_float8, set_up_execution
+from .fused_calls import FusedCall, first_of_each_kind, sites_not_compiled
+from .model_recipe import ModelRecipe, set_up_execution
 from .mutations import MUTATIONS, SOUND
 from .planting import PlantedFault
 from .run_record import RunTensors, snapshot, trained_parameters
@@ -116,7 +115,7 @@ class TwinTrainer:
                 return calls if fault is None else first_of_each_kind(calls) if fault.calls else ()
 
             record = probe_calls(model, sites, tokens, mixed=precision.mixed, calls_wanted=wanted)
-            in_half = fault is None and comparison.feature == "all" and not comparison.float8
+            in_half = fault is None and comparison.feature == "all"
             if precision.weights == "bfloat16" and in_half:
                 record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
             return record, fault
@@ -136,12 +135,9 @@ class TwinTrainer:
         return self._train(fused, self.sequences, self.options, stock, on_step)
 
     def _build(self, comparison: Comparison, device: torch.device) -> nn.Module:
-        """The stock model of a comparison, with float8 linears where it says so."""
+        """The stock model of a comparison."""
         dtype = getattr(torch, PRECISIONS[comparison.precision].weights)
-        model = self.recipe.build(seed=comparison.seed, dtype=dtype, device=device)
-        if comparison.float8:
-            convert_to_float8(model, comparison.float8)
-        return model
+        return self.recipe.build(seed=comparison.seed, dtype=dtype, device=device)
 
     def _train(
         self,
@@ -208,13 +204,7 @@ class TwinTrainer:
 @contextlib.contextmanager
 def _fused(comparison: Comparison, model: nn.Module) -> Iterator[tuple[Sequence[Site], PlantedFault | None]]:
     """The sites fused in a model, and the fault that it has for the length of a ``with``."""
-    fp8: Literal["auto"] | None = "auto" if comparison.float8 else None
-    report = apply_fused_norm(model, **options_for_feature(comparison.feature), fp8=fp8)
-    quantising = quantising_sites(report)
-    if fp8 and not quantising:
-        raise FusedNormError(f"no norm quantises for float8 linears:\n{report}")
-    # Under autocast norms of fp32 leave the casts to their readers, and say so.
-    sites = [*report.fused, *(() if PRECISIONS[comparison.precision].mixed else quantising)]
+    sites = apply_fused_norm(model, **options_for_feature(comparison.feature)).fused
     if comparison.mutation in (None, SOUND):
         yield sites, None
         return

@@ -51,14 +51,6 @@ NOISE_CAPS: Mapping[str, Mapping[str, float]] = {
 """The relative noise, in the median place, beyond which a comparison says nothing, by precision and measure. In 57
 comparisons on an H200 it was 4e-6 and 3e-5 at most in fp32, .007 and .013 in the others."""
 
-FLOAT8_NOISE_CAPS: Mapping[str, float] = {"outputs": 0.1, "gradients": 0.3}
-"""The relative noise beyond which a comparison of models with float8 linears says nothing, in any precision.
-
-It is larger than in ``NOISE_CAPS`` because of what float8 does to correct runs. A number that is rounded the other way
-may get the next code, which is 1/8 away; and one scale for a tensor changes with the sequences in a batch. In the
-interpreter, of four families in bf16, gradients were .017 to .029 apart under scales for rows, and .054 to .17 under
-those for tensors; on an H200, of a larger Llama in three precisions, .007 to .010 and .038 to .075."""
-
 _NOISY = "a fault could hide in that"
 
 MULTIPLE = 3.0
@@ -178,7 +170,6 @@ def judge(
     calls: CallRecord | None = None,
     *,
     trains_norms: bool = True,
-    float8: bool = False,
 ) -> Verdict:
     """The verdict on a fused run, on its calls, or on both.
 
@@ -189,9 +180,8 @@ def judge(
         fused: the fused run.
         calls: fused calls, compared with the stock modules.
         trains_norms: norm weights are to have moved.
-        float8: linears are in float8, in all runs.
     """
-    caps = FLOAT8_NOISE_CAPS if float8 else NOISE_CAPS[precision]
+    caps = NOISE_CAPS[precision]
     if reasons := tuple(_invalid(caps, stock, controls, calls, trains_norms)):
         return Verdict("invalid", reasons, ())
     if fused is not None and not fused.finite:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 from torch import nn
 
@@ -12,7 +11,6 @@ from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
-from .float8_survey import ReadersChange, readers_of, survey_float8
 from .patch_report import PatchReport, Site
 from .recompute_survey import survey_layers
 from .survey import survey
@@ -34,7 +32,6 @@ def apply_fused_norm(
     modules: ModuleFilter | None = None,
     casting: Mapping[str, Casting] | None = None,
     recompute: bool = False,
-    fp8: Literal["auto"] | None = None,
     strict: bool = True,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
@@ -61,15 +58,10 @@ def apply_fused_norm(
             backward, are made again there from what is kept anyway. Gradients stay the same to the bit. It saves
             nothing in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves
             what is kept.
-        fp8: ``"auto"``: where all readers of a norm's result are linears that torchao's ``convert_to_float8_training``
-            has made, the norm writes FP8 codes, once for all of them (q, k and v; gate and up), and they keep no 16-bit
-            input for their backward. Outputs and gradients stay the same to the bit. Calls that are compiled, need no
-            gradient, or have hooks between norm and linear keep the separate casts. None: linears cast for themselves.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``fp8`` one for
-        every norm that float8 linears read.
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too.
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
@@ -88,14 +80,12 @@ def apply_fused_norm(
         modules=modules,
         casting=casting,
         recompute=recompute,
-        fp8=fp8,
         strict=strict,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     sites, changes = survey(model, options)
     layers, changes = survey_layers(model, sites, changes, recompute=recompute)
-    norms_in_fp8, linears, readers = survey_float8(model, sites, wanted=fp8 is not None)
     sites = [*sites, *_sites_of_others(model, sites)]
     report = PatchReport(
         model=type(model).__name__,
@@ -103,11 +93,10 @@ def apply_fused_norm(
         fused=tuple(site for site in sites if site.reason is None),
         kept=tuple(site for site in sites if site.reason is not None),
         recompute=tuple(layers) if recompute else None,
-        fp8=None if fp8 is None else tuple(norms_in_fp8),
     )
     if options.strict:
         _check(model, report)
-    _change([*changes, *linears], readers)
+    _change(changes)
     logger.info("%s", report.summary())
     return report
 
@@ -122,8 +111,7 @@ def remove_fused_norm(model: nn.Module) -> int:
         FusedNormError: where other code has built on a fused class (FSDP does, when it shards); nothing was restored.
     """
     fused = [module for module in model.modules() if isinstance(module, Fused)]
-    readers = [ReadersChange(module, None) for module in fused if readers_of(module) is not None]
-    _change([ClassChange(module, origin_of(module)) for module in fused], readers)
+    _change([ClassChange(module, origin_of(module)) for module in fused])
     return len(fused)
 
 
@@ -218,14 +206,12 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
     return None
 
 
-def _change(changes: list[ClassChange], readers: list[ReadersChange]) -> None:
+def _change(changes: list[ClassChange]) -> None:
     """Make all changes, or none."""
     undone: list[Callable[[], None]] = []
     try:
         for change in changes:
             undone.append(change_class(change.module, change.new))
-        for each in readers:
-            undone.append(each.make())
     except Exception:
         for undo in reversed(undone):
             undo()

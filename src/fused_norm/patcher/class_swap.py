@@ -16,13 +16,12 @@ from typing import Any
 from torch import nn
 
 from ..spec import Casting, FusedNormError, GatedNormSpec, NormSpec
-from .float8_linears import Float8Reader, InputCast
 from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .recompute import call_with_recipes
 
-Fused = FusedNorm | FusedBlock | Float8Reader
+Fused = FusedNorm | FusedBlock
 """The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"
@@ -95,12 +94,6 @@ def _fused_block_class(
         fused_norm_activations=activations_of(rewrites),
         forward=rewritten_or_replaced,
     )
-
-
-@cache
-def float8_reader_class(origin: Any, cast: InputCast) -> type[nn.Module]:
-    """The class for float8 linears of class ``origin`` that cast their input so and read codes of norms."""
-    return _derive(Float8Reader, origin, (float8_reader_class, (cast,)), fused_norm_cast=cast)
 
 
 def _derive(

@@ -23,7 +23,6 @@ from ..spec import NormSpec
 from .activation_recognition import Activation, Formula
 from .forward_rewrite import Rewrite
 from .fused_norm_module import (
-    READERS,
     explain,
     has_hooks,
     may_be_bypassed,
@@ -209,10 +208,6 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
-    readers = norm.__dict__.get(READERS)
-    if readers is not None and is_plain(x) and readers.may_read(norm, x, residual, weight):
-        s = NORM_ADD(spec, x, residual, inner_weight)
-        return norm(s), s
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
 
 

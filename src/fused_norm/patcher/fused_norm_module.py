@@ -31,9 +31,6 @@ from ..spec import Casting, GatedNormSpec, NormSpec
 
 _KNOWN_TYPES = (Tensor, nn.Parameter, type(None))
 
-READERS = "_fused_norm_readers"
-"""The attribute of an instance that holds those who take its result in another form, if there are any."""
-
 logger = logging.getLogger("fused_norm")
 
 _disabled_depth = 0
@@ -92,11 +89,6 @@ class FusedNorm(nn.Module):
         weight = weight_of(self)
         reason = obstacle(x, weight, residual, spec)
         if reason is None:
-            readers = self.__dict__.get(READERS)
-            if readers is not None and is_plain(x):
-                read = readers.read(self, spec, x, residual, weight, scale)
-                if read is not None:
-                    return read
             if residual is None:
                 return RMS_NORM(spec, x, weight, None)
             return ADD_RMS_NORM(spec, x, residual, weight, None, scale)

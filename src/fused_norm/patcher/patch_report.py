@@ -64,25 +64,6 @@ class RecomputingLayer:
 
 
 @dataclass(frozen=True)
-class QuantizingNorm:
-    """A norm that float8 linears read, and whether it gives them FP8 codes.
-
-    Attributes:
-        path: its name in the model, as in ``named_modules``; empty in a row on the model as a whole.
-        module: its class, or the model's.
-        readers: the names of the linears that read its result.
-        recipe: torchao's name for how they cast their input; None where the norm gives its result as it is.
-        reason: why it does; None where it gives codes.
-    """
-
-    path: str
-    module: str
-    readers: tuple[str, ...] = ()
-    recipe: str | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
 class PatchReport:
     """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
@@ -92,7 +73,6 @@ class PatchReport:
         fused: the sites that run fused now.
         kept: the sites that run stock code, each with its reason.
         recompute: under ``recompute`` the layers in which something is fused.
-        fp8: under ``fp8`` the norms that float8 linears read.
     """
 
     model: str
@@ -100,7 +80,6 @@ class PatchReport:
     fused: tuple[Site, ...]
     kept: tuple[Site, ...]
     recompute: tuple[RecomputingLayer, ...] | None = None
-    fp8: tuple[QuantizingNorm, ...] | None = None
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -108,23 +87,20 @@ class PatchReport:
         return {kind: sum(site.kind == kind for site in self.fused) for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and fp8."""
+        """The report as JSON: model, model_type, counts, and the rows of fused, kept and recompute."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {"fused": self.fused, "kept": self.kept, "recompute": self.recompute, "fp8": self.fp8}
+        lists = {"fused": self.fused, "kept": self.kept, "recompute": self.recompute}
         rows = {name: [asdict(row) for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
-        """One line: what was fused, how much was kept, and how many layers recompute and norms quantise."""
+        """One line: what was fused, how much was kept, and how many layers recompute."""
         fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
         name = f"{self.model} ({self.model_type})" if self.model_type else self.model
         recompute = ""
         if self.recompute is not None:
             recompute = f"; recompute in {sum(row.reason is None for row in self.recompute)} layers"
-        fp8 = ""
-        if self.fp8 is not None:
-            fp8 = f"; fp8 codes from {sum(row.reason is None for row in self.fp8)} norms"
-        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}{fp8}"
+        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
 
     def __str__(self) -> str:
         rows = [("", "kind", "count", "module", "what", "where")]
@@ -134,10 +110,6 @@ class PatchReport:
         layers = self.recompute or ()
         keeping = (("recompute", row.module, row.reason, row.path) for row in layers if row.reason is not None)
         rows += [("kept", *row) for row in _grouped(keeping)]
-        for status, fused in (("fused", True), ("kept", False)):
-            norms = (row for row in self.fp8 or () if (row.reason is None) == fused)
-            quantising = (("fp8", row.module, row.reason or f"{row.recipe} codes", row.path) for row in norms)
-            rows += [(status, *row) for row in _grouped(quantising)]
         widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([self.summary(), *(lines if len(rows) > 1 else ())])

@@ -164,7 +164,7 @@ class _Remade:
 
     def is_possible(self) -> bool:
         """Return whether all that the recipe needs is there, and unchanged."""
-        return all(one._version == version and not is_freed(one) for one, version in self._needed)
+        return all(one._version == version and not _is_freed(one) for one, version in self._needed)
 
     def saved(self, place: int, tensor: Tensor) -> _View:
         """Note that somebody saves an output, or a view of it."""
@@ -174,14 +174,14 @@ class _Remade:
     def take(self, place: int) -> Tensor:
         """An output for one of those who have saved it."""
         for one, version in self._needed:
-            check_version(one, version)
-            if is_freed(one):
+            _check_version(one, version)
+            if _is_freed(one):
                 raise RuntimeError(
                     f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
                     "backward; apply_fused_norm(model, recompute=False) goes without it"
                 )
         # What was made on another stream may not be there yet.
-        stream = current_stream()
+        stream = _current_stream()
         made = self._made
         if made is None or stream != self._stream:
             made = self._recipe.outputs()
@@ -201,11 +201,11 @@ def _unpack(saved: Any) -> Tensor:
     if type(saved) is _View:
         return saved.remade.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
     tensor, version = saved
-    check_version(tensor, version)
+    _check_version(tensor, version)
     return tensor
 
 
-def check_version(tensor: Tensor, version: int) -> None:
+def _check_version(tensor: Tensor, version: int) -> None:
     """Raise as autograd does where nobody looks at what it saves."""
     if tensor._version != version:
         raise RuntimeError(
@@ -220,12 +220,12 @@ def _is_gathered_for_its_module(argument: Any) -> bool:
     return isinstance(argument, nn.Parameter) and hasattr(argument, "ds_id")
 
 
-def is_freed(tensor: Tensor) -> bool:
+def _is_freed(tensor: Tensor) -> bool:
     """Return whether a tensor has lost its memory, as those that FSDP gathers have between their uses."""
     return not tensor.untyped_storage().size() and tensor.numel() > 0
 
 
-def current_stream() -> Any:
+def _current_stream() -> Any:
     """The stream on which kernels are launched now."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
