@@ -30,8 +30,7 @@ _VARIANTS = (
     "identity-no-rope, float8-tensorwise, float8-tensorwise-compile-layers, "
     "float8-tensorwise-fused-compile-layers, float8-rowwise, float8-rowwise-compile-layers, "
     "float8-rowwise-fused-compile-layers (default: the first seven); of features: all, all again (a control), without "
-    "rope, without qk, without residual, without sandwich, without norms, without mlp, without native replay, stock "
-    "(default: all)"
+    "rope, without qk, without residual, without sandwich, without norms, without mlp, stock (default: all)"
 )
 _MOST_JOBS = 12
 

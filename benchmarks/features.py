@@ -7,12 +7,11 @@ every variant once, in a freshly shuffled order, and a variant is compared with 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,36 +37,22 @@ _QUICK_ROUNDS = (2, 2)
 _SAMPLE_SECONDS = 0.15  # Of one sample, by several calls where they are short.
 _MOST_CALLS = 8
 
-
-@dataclass(frozen=True)
-class FeatureVariant:
-    """One choice of features.
-
-    Attributes:
-        options: of ``apply_fused_norm``; None leaves the model as transformers has it.
-        native_replay: leave native replay on where it is on.
-    """
-
-    options: Mapping[str, Any] | None
-    native_replay: bool = True
-
-
-VARIANTS: Mapping[str, FeatureVariant] = {
-    BASE: FeatureVariant({}),
-    "all again": FeatureVariant({}),
-    "without rope": FeatureVariant({"rope": False}),
-    "without qk": FeatureVariant({"qk": False}),
-    "without residual": FeatureVariant({"residual": False}),
-    "without sandwich": FeatureVariant({"sandwich": False}),
-    "without norms": FeatureVariant({"norms": False}),
-    "without mlp": FeatureVariant({"mlp": False}),
-    "without native replay": FeatureVariant({}, native_replay=False),
-    "stock": FeatureVariant(None),
+VARIANTS: Mapping[str, Mapping[str, Any] | None] = {
+    BASE: {},
+    "all again": {},
+    "without rope": {"rope": False},
+    "without qk": {"qk": False},
+    "without residual": {"residual": False},
+    "without sandwich": {"sandwich": False},
+    "without norms": {"norms": False},
+    "without mlp": {"mlp": False},
+    "stock": None,
 }
-"""``all again`` is a control: it is the same as ``all``, so its ratio shows the noise of the comparison. An option also
+"""Options of ``apply_fused_norm`` by variant; None leaves the model as transformers has it.
+
+``all again`` is a control: it is the same as ``all``, so its ratio shows the noise of the comparison. An option also
 switches off those that follow it: ``without qk`` is without rope too, ``without residual`` without sandwich, and
 ``without norms`` leaves the norms of queries and keys, rotations and MLPs."""
-
 
 _ANCHORS = (QWEN3_06B, GEMMA_1B, LLAMA_1B)
 CASES: tuple[ModelCase, ...] = (
@@ -103,32 +88,16 @@ def measure(run: BenchmarkRun, cases: Sequence[ModelCase], variants: Sequence[st
         release_memory(run.device)
 
 
-def native_replay_switch() -> Callable[[bool], None] | None:
-    """Return the function that switches native replay off and on, or None where it is off or cannot be switched."""
-    try:
-        replay = importlib.import_module("fused_norm.kernels.replay")
-    except ModuleNotFoundError:
-        return None
-    before = replay.state()
-    replay.switch(False)
-    if replay.state() == before:
-        return None
-    replay.switch(True)
-    switch: Callable[[bool], None] = replay.switch
-    return switch
-
-
 def _measure_case(
     run: BenchmarkRun, case: ModelCase, step: BenchmarkedModel, names: Sequence[str]
 ) -> list[FeatureResult]:
-    switch = native_replay_switch()
     stock = step.outputs_and_gradients()
     results: dict[str, FeatureResult] = {}
     for name in names:
-        result = _check(run, case, step, name, switch, stock)
+        result = _check(run, case, step, name, stock)
         if result is not None:
             results[name] = result
-    seconds = _take_turns(run, step, results, switch)
+    seconds = _take_turns(run, step, results)
     for name, samples in seconds.items():
         if results[name].verdict == "ok":
             timing = Timing.of(samples, "wall")
@@ -138,28 +107,21 @@ def _measure_case(
 
 
 @contextlib.contextmanager
-def _switched_to(variant: FeatureVariant, model: Any, switch: Callable[[bool], None] | None) -> Iterator[None]:
-    """A context in which ``model`` runs as the variant says."""
-    switch = None if variant.native_replay else switch
+def _switched_to(options: Mapping[str, Any] | None, model: Any) -> Iterator[None]:
+    """A context in which ``model`` runs with these options."""
     try:
-        if switch:
-            switch(False)
-        if variant.options is not None:
-            apply_fused_norm(model, strict=False, **variant.options)
+        if options is not None:
+            apply_fused_norm(model, strict=False, **options)
         yield
     finally:
         remove_fused_norm(model)
-        if switch:
-            switch(True)
 
 
-def _why_left_out(model: Any, variant: FeatureVariant, switch: Callable[[bool], None] | None) -> str | None:
+def _why_left_out(model: Any, options: Mapping[str, Any] | None) -> str | None:
     """The reason why a variant cannot be told from ``all`` or from ``stock`` on this model, or None."""
-    if not variant.native_replay:
-        return "native replay cannot be switched here" if switch is None else None
-    if not variant.options:
+    if not options:
         return None
-    fused = _fused_sites(model, variant.options)
+    fused = _fused_sites(model, options)
     if not fused:
         return "nothing is left to fuse"
     return "the model has nothing of the kind" if fused == _fused_sites(model, {}) else None
@@ -173,20 +135,15 @@ def _fused_sites(model: Any, options: Mapping[str, Any]) -> set[tuple[str, str]]
 
 
 def _check(
-    run: BenchmarkRun,
-    case: ModelCase,
-    step: BenchmarkedModel,
-    name: str,
-    switch: Callable[[bool], None] | None,
-    stock: Sequence[Tensor],
+    run: BenchmarkRun, case: ModelCase, step: BenchmarkedModel, name: str, stock: Sequence[Tensor]
 ) -> FeatureResult | None:
     """Hold a variant against stock and measure its peak of memory; None where there is nothing to compare."""
     try:
-        why = _why_left_out(step.model, VARIANTS[name], switch)
+        why = _why_left_out(step.model, VARIANTS[name])
         if why is not None:
             run.leave_out(f"features of {case.name}, {name}", why)
             return None
-        with _switched_to(VARIANTS[name], step.model, switch):
+        with _switched_to(VARIANTS[name], step.model):
             error = relative_error(step.outputs_and_gradients(), stock)
             wrong = error_detail(error, ALLOWED_ERROR)
             if wrong is not None:
@@ -197,12 +154,7 @@ def _check(
         return FeatureResult(case.name, name, "failed", in_a_line(failure))
 
 
-def _take_turns(
-    run: BenchmarkRun,
-    step: BenchmarkedModel,
-    results: dict[str, FeatureResult],
-    switch: Callable[[bool], None] | None,
-) -> dict[str, list[float]]:
+def _take_turns(run: BenchmarkRun, step: BenchmarkedModel, results: dict[str, FeatureResult]) -> dict[str, list[float]]:
     """Measure every right variant once a round; one that raises is marked in ``results`` and measured no more.
 
     Returns:
@@ -220,7 +172,7 @@ def _take_turns(
         shuffle(order)
         for name in list(order):
             try:
-                with _switched_to(VARIANTS[name], step.model, switch):
+                with _switched_to(VARIANTS[name], step.model):
                     synchronized_time(step.step, calls, run.device)  # Warm-up after the switch.
                     seconds[name].append(synchronized_time(step.step, calls, run.device))
             except Exception as failure:  # Of whatever kind: the others are measured all the same.

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from fused_norm import kernels
 from fused_norm.kernels import plan_files, plans
 from fused_norm.kernels.plans import BackwardPlan, Device, ForwardPlan, GluSize, PlanTable, Provenance, Section
 from fused_norm.kernels.triton.devices import facts_of, name_of, planned_by
@@ -294,13 +293,9 @@ def tune(run: BenchmarkRun, widths: Sequence[int] | None = None, jobs: int = 0) 
     if widths is None:
         widths = (64,) if run.quick else WIDTHS
     tasks = tasks_for(widths, quick=run.quick)
-    replayed = kernels.replay.switch(False)
     pool = multiprocessing.get_context("spawn").Pool(jobs) if jobs else contextlib.nullcontext()
-    try:
-        with own_stream(run.device), planned_by(plans.BUILT_IN), pool as processes:
-            return _tune(run, tasks, processes)
-    finally:
-        kernels.replay.switch(replayed)
+    with own_stream(run.device), planned_by(plans.BUILT_IN), pool as processes:
+        return _tune(run, tasks, processes)
 
 
 def _tune(run: BenchmarkRun, tasks: Sequence[Task], processes: Any) -> list[Tuned]:
@@ -373,7 +368,6 @@ def compile_candidate(arguments: tuple[Task, Any, str]) -> str | None:
     """Compile what a candidate runs, and return the error as text, or None."""
     task, plan, name = arguments
     device = torch.device(name)
-    kernels.replay.switch(False)
     try:
         with own_stream(device):
             Prepared(task, device, rows=_FEW_ROWS).with_calls(plan, len)

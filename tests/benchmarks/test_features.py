@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
-import types
 from collections import Counter
 
 import pytest
@@ -63,14 +61,14 @@ def test_every_variant_is_right(case, lacks, run):
     features.measure(run, [case], list(VARIANTS), torch.float32)
     results = by_variant(run)
     assert {result.verdict for result in results.values()} == {"ok"}
-    assert set(VARIANTS) - set(results) - {"without native replay"} == lacks
+    assert set(VARIANTS) - set(results) == lacks
 
 
 @pytest.mark.slow
 def test_a_variant_that_changes_nothing_is_left_out(run, calls):
     features.measure(run, [LLAMA], list(VARIANTS), torch.float32)
     measured = by_variant(run)
-    assert set(VARIANTS) - set(measured) - {"without native replay"} == {"without sandwich"}
+    assert set(VARIANTS) - set(measured) == {"without sandwich"}
     left_out = dict(line.removeprefix("features of tiny-llama 1x4, ").split(": ") for line in run.results.left_out)
     same = "the model has nothing of the kind"
     assert left_out["without sandwich"] == same
@@ -162,36 +160,6 @@ def test_a_variant_that_raises_in_a_round_is_measured_no_more(run, monkeypatch):
     assert (results["stock"].verdict, results["stock"].detail) == ("failed", "RuntimeError: out of memory")
     assert results["stock"].ratio is results["stock"].timing is None
     assert results[BASE].ratio.rounds == 2
-
-
-def test_native_replay_is_switched_for_its_variant_alone(run, calls, monkeypatch):
-    log = []
-    replay = types.ModuleType("fused_norm.kernels.replay")
-    now = {"on": True}
-
-    def switch(on):
-        now["on"] = on
-        log.append(on)
-
-    replay.switch, replay.state = switch, lambda: "on" if now["on"] else "off: switched off"
-    monkeypatch.setitem(sys.modules, "fused_norm.kernels.replay", replay)
-    features.measure(run, [LLAMA], ["without native replay"], torch.float32)
-    assert by_variant(run)["without native replay"].verdict == "ok"
-    assert log == [False, True] * (1 + 1 + 2), "to see that it can be switched, to check, and in each of two rounds"
-
-    now["on"] = False
-    run.results.features.clear()
-    features.measure(run, [LLAMA], ["without native replay"], torch.float32)
-    assert set(by_variant(run)) == {BASE}, "it is off already"
-    assert not now["on"]
-
-
-def test_without_a_switch_native_replay_is_left_out_in_words(run, calls, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fused_norm.kernels.replay", None)
-    features.measure(run, [LLAMA], ["without native replay"], torch.float32)
-    assert run.results.left_out == [
-        "features of tiny-llama 1x4, without native replay: native replay cannot be switched here"
-    ]
 
 
 def test_no_time_is_left_out_in_words(run):

@@ -7,7 +7,7 @@ from fused_norm import apply_fused_norm
 from fused_norm.convergence.mutations import MUTATIONS
 from fused_norm.kernels import glu, rope
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
-from fused_norm.kernels.operator import Operator, _operators
+from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.model_configs import build
 
 
@@ -54,7 +54,7 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 
 
 def test_every_operator_has_every_fault_that_it_can_have():
-    for operator in _operators:
+    for operator in OPERATORS.values():
         if not operator.gradients or operator.outputs[0] == "q":  # no patched model calls it as an operator of its own
             continue
         mine = {name.removeprefix(f"{operator.name}-") for name in MUTATIONS if name.startswith(f"{operator.name}-")}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,29 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import replay
-from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
-from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
-from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.norm_add import NORM_ADD
-from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
-from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
+from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
-from fused_norm.kernels.qk_norm import QK_NORM
-from fused_norm.kernels.replay import build, executor
-from fused_norm.kernels.rms_norm import RMS_NORM
-from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton.launch import Launch
 
-from . import replay_on_cpu
-
 OPERATORS: dict[str, Operator] = {
-    operator.name: operator
-    for operator in (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, ROPE, GLU, GATED_RMS_NORM)
+    name: operator for name, operator in ALL.items() if operator.gradients and not operator.not_differentiable
 }
-Halves = dict[str, Any]
-"""The native half of each operator, by name."""
+"""Those that every gradient flows through; norms that write FP8 have tests of their own."""
 _MODULES = tuple(sys.modules[type(operator).__module__] for operator in OPERATORS.values())
 
 
@@ -47,45 +32,6 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def without_replay() -> Iterator[None]:
-    """Python makes every launch."""
-    replay.switch(False)
-    yield
-    replay.switch(True)
-
-
-@contextmanager
-def replayed_natively(device: str, limit: int = executor.RECORDING_LIMIT) -> Iterator[Halves]:
-    """Operators replay natively inside, with nothing recorded yet, and keep ``limit`` recordings."""
-    library = build.load() if device == "cpu" else build.library()
-    if library is None:
-        raise build.UnavailableError("no native library")
-    replay.switch(True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "RECORDING_LIMIT", limit)
-        for operator in (*OPERATORS.values(), NORM_FROM_RSTD):
-            for method in ("run", "run_known", "kept"):  # put back afterwards
-                patch.setattr(operator.executor, method, None)
-            operator.executor.connect(library)
-        halves = {name: operator.executor.run for name, operator in OPERATORS.items()}
-        if device == "cpu":
-            with replay_on_cpu.connected(library):
-                yield halves
-        else:
-            yield halves
-
-
-@pytest.fixture
-def native(device: str) -> Iterator[Halves]:
-    """Operators replay natively, with nothing recorded yet."""
-    try:
-        with replayed_natively(device) as halves:
-            yield halves
-    except build.UnavailableError as reason:
-        pytest.skip(f"no native library: {reason}")
-
-
 class Launched(NamedTuple):
     """One launch of a kernel."""
 
@@ -96,7 +42,7 @@ class Launched(NamedTuple):
 
 
 @pytest.fixture
-def launches(without_replay: None, monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     """Every launch of the test, in order."""
     found: list[Launched] = []
     launch = Launch.__call__
@@ -122,7 +68,7 @@ def launched(launches: list[Launched]) -> Callable[[], list[str]]:
 
 
 @pytest.fixture
-def planned(without_replay: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | BackwardPlan], None]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | BackwardPlan], None]:
     """Makes every forward or backward of a norm take one plan, whatever its shape."""
 
     def force(plan: ForwardPlan | BackwardPlan) -> None:
@@ -142,7 +88,7 @@ def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
 
 
 @pytest.fixture
-def sandwich_limits(request: pytest.FixtureRequest, without_replay: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def sandwich_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel holds rows of up to 50 elements in the directions named: "forward", "backward", "both" or "none"."""
     for direction in ("forward", "backward"):
         for module in _MODULES:

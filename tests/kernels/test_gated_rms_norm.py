@@ -305,7 +305,6 @@ def test_the_weights_gradient_has_the_same_bits_every_time(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_replay")
 def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
     def compiled() -> int:
         kernels = gated_kernels._gated_forward_kernel, gated_kernels._gated_backward_kernel

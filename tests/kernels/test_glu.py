@@ -229,7 +229,6 @@ def test_rows_beyond_32_bits(packed: bool, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_replay")
 def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
     def compiled() -> int:
         kernels = (glu_kernels._glu_forward_kernel, glu_kernels._glu_backward_kernel)

@@ -19,7 +19,7 @@ LAYERS = (
     "kernels.arguments",
     "kernels.operator",
 )
-"""From the bottom to the top; above them are the operators, a file each, then replay, then the package itself."""
+"""From the bottom to the top; above them are the operators, a file each, then the package itself."""
 
 
 def _within(module: str, package: str) -> bool:
@@ -32,9 +32,9 @@ def _layer(module: str) -> int:
         if _within(module, layer):
             return height
     if module == "kernels":
-        return len(LAYERS) + 2
+        return len(LAYERS) + 1
     assert module.startswith("kernels."), f"kernels import {module}"
-    return len(LAYERS) + (module.split(".")[1] == "replay")
+    return len(LAYERS)
 
 
 def _name(path: Path) -> str:
@@ -70,11 +70,6 @@ EDGES = [(one, other) for one, others in GRAPH.items() for other in others]
 def test_no_import_runs_upwards() -> None:
     assert not [(one, other) for one, other in EDGES if _layer(other) > _layer(one)]
     assert GRAPH["kernels.operator"] >= {"spec", "kernels.triton.devices"}, "relative imports are understood"
-
-
-def test_nothing_below_the_package_knows_replay() -> None:
-    knowing = {one for one, other in EDGES if _within(other, "kernels.replay")}
-    assert {one for one in knowing if not _within(one, "kernels.replay")} == {"kernels"}
 
 
 def test_only_the_spec_is_imported_from_outside() -> None:

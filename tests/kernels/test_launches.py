@@ -67,7 +67,7 @@ def _threads_switch_often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("without_replay", "_threads_switch_often")
+@pytest.mark.usefixtures("_threads_switch_often")
 def test_threads_compute_what_one_thread_does(device: str) -> None:
     inputs = [torch.randn(rows, 24, device=device).requires_grad_() for rows in (3, 70, 130, 260)]
     w = torch.randn(24, device=device)

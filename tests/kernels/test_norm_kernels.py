@@ -190,7 +190,6 @@ def test_an_eps_that_is_a_whole_number_prepares_no_launch_of_integers(device: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [4096, 20480])
-@pytest.mark.usefixtures("without_replay")
 def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, device: str) -> None:
     """Aligned and unaligned pointers, other strides and row counts, another stream, and a launch hook in between."""
     wide = make_inputs(LLAMA, (300, width + 8), device)

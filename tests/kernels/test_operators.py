@@ -172,7 +172,7 @@ class Doubled(operator.Operator):
 
 
 def test_an_operator_may_have_one_gradient_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(operator, "_operators", [])
+    monkeypatch.setattr(operator, "OPERATORS", {})
     doubled, x = Doubled(), torch.randn(3, 4, device=device, requires_grad=True)
     compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
     for call in (doubled, compiled):
@@ -351,7 +351,6 @@ def test_exports(trained: bool, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_replay")
 def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
     def compiled() -> int:
         kernels = (norm_forward._forward_kernel, norm_backward._backward_kernel, weight_grad._sum_shares_kernel)

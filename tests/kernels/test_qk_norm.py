@@ -273,7 +273,6 @@ def test_heads_are_read_in_any_layout(layout: str, heads: Heads, arguments: tupl
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
-@pytest.mark.usefixtures("without_replay")
 def test_usual_layouts_are_not_copied(layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("copied")
@@ -418,7 +417,6 @@ def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(
     assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
-@pytest.mark.usefixtures("without_replay")
 def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(ROPE, 16, device)
     q = inputs.q.detach().requires_grad_()
@@ -538,7 +536,6 @@ def test_one_launch_serves_every_batch_and_length(device: str, launches: list[La
         assert len({one.launch for one in launches}) == 3, "a forward, a backward and a sum"
 
 
-@pytest.mark.usefixtures("without_replay")
 def test_plans_are_forgotten_before_they_are_too_many(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_launch, "_PLANNED_LIMIT", 2)
     for tokens in range(1, 6):

@@ -180,7 +180,6 @@ def test_cos_of_any_shape_that_broadcasts(shape: str, unsqueeze_dim: int, device
         torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=2**-5)
 
 
-@pytest.mark.usefixtures("without_replay")
 def test_one_launch_each_way_that_keeps_cos_and_sin_alone(launches: list[Launched], device: str) -> None:
     heads = Heads()
     inputs = make_inputs(heads, 16, device)

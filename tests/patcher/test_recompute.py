@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
 from fused_norm import FusedNormError
-from fused_norm.kernels import replay
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
 from fused_norm.kernels.operator import Operator, calls, norm_spec
@@ -90,15 +89,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def in_python() -> Iterator[None]:
-    """Nothing is replayed, so Python sees every call and all that is saved."""
-    replayed = replay.switch(False)
-    yield
-    replay.switch(replayed)
-
-
-@pytest.fixture
-def made_again(monkeypatch: pytest.MonkeyPatch, in_python: None) -> list[str]:
+def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the operators that make outputs again."""
     names: list[str] = []
     for operator in (NORM_FROM_RSTD, QK_NORM, GLU):
@@ -126,7 +117,7 @@ def test_a_step_has_the_bits_that_it_has_without(
     assert made_again.count("qk_norm") == heads * layers
 
 
-def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch, in_python: None) -> None:
+def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, recomputing = pair("qwen3", device)
     outputs: list[StorageWeakRef] = []
     sizes: list[int] = []

@@ -93,7 +93,6 @@ def environment() -> dict[str, str]:
     import torch
 
     from .. import __version__
-    from ..kernels import replay
     from .common import backend
 
     facts = {
@@ -112,7 +111,6 @@ def environment() -> dict[str, str]:
         facts["GPU"] = "none that torch can use"
     facts["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "not set")
     facts["kernels run in"] = backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    facts["native code"] = replay.state()
     facts |= plan_tables()
     return facts
 

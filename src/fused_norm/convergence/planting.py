@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels import replay
 from ..kernels.operator import BackwardCall, Operator
 from ..patcher import fused_block
 from ..patcher.fused_block import FusedBlock
@@ -210,16 +209,14 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of a method of an operator or a module; nothing is replayed meanwhile."""
+    """Put a function in the place of a method of an operator or a module."""
     own = vars(owner)
     had, old = name in own, getattr(owner, name)
-    replayed = replay.switch(False)
     setattr(owner, name, new)
     try:
         yield
     finally:
         setattr(owner, name, old) if had else delattr(owner, name)
-        replay.switch(replayed)
 
 
 def _copy(one: Any) -> Any:

@@ -23,8 +23,7 @@ _FILES = (
 )
 """The files that the layer needs besides the kernels."""
 
-_NOT_OF_KERNELS = ("fp8", "replay", "__pycache__")
-"""Replay is left out because a kernel from the hub should not call a C++ compiler."""
+_NOT_OF_KERNELS = ("fp8", "__pycache__")
 
 _EMPTY = ("kernels/__init__.py", "patcher/__init__.py", "integrations/__init__.py")
 """Files that import what is not exported, or nothing."""

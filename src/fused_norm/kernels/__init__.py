@@ -1,6 +1,6 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
-from . import fp8, replay
+from . import fp8
 from .add_rms_norm import add_rms_norm
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
@@ -23,7 +23,6 @@ __all__ = [
     "norm_add_norm",
     "qk_norm",
     "qk_norm_rope",
-    "replay",
     "rms_norm",
     "rms_norm_fp8",
     "rope",

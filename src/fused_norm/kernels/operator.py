@@ -79,19 +79,6 @@ calls = Observation()
 """The calls of operators, but for traced ones, which a ``CallObserver`` may take."""
 
 
-class Executor(Protocol):
-    """Runs an operator in a faster way, for some calls."""
-
-    def run(self, spec: Spec, *arguments: Any) -> Any:
-        """The operator's outputs, or NotImplemented where the operator has to make them itself."""
-
-    def run_known(self, spec: Spec, *arguments: Any) -> Any:
-        """``run`` for arguments like some that it ran before; NotImplemented for all others: nobody checked them."""
-
-    def kept(self, output: Tensor) -> tuple[Tensor, ...] | None:
-        """What the operator's forward computed for its backward alone; None where this executor has not run it."""
-
-
 class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
@@ -100,7 +87,6 @@ class Operator(ABC):
 
     - the PyTorch reference, where kernels cannot run (``checked`` alone);
     - for DTensors, the same operator on the part that the device holds;
-    - the executor, if one has registered itself and takes the call;
     - the launch, inside an autograd function if a gradient is wanted, where nobody watches the dispatcher;
     - the operators registered under ``torch.ops.fused_norm`` otherwise: what torch.compile, dispatch modes and tensor
       subclasses see; in compiled graphs the reference where the compiler is faster with it.
@@ -115,7 +101,7 @@ class Operator(ABC):
     """The schema of what follows the tensors."""
     outputs: ClassVar[tuple[str, ...]]
     not_differentiable: ClassVar[tuple[str, ...]] = ()
-    """The outputs that no gradient flows into. An operator with such outputs has no executor."""
+    """The outputs that no gradient flows into."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     saved: ClassVar[str]
@@ -125,10 +111,8 @@ class Operator(ABC):
     gradients: ClassVar[tuple[str, ...]]
     """Of the first tensors, in their order."""
 
-    executor: Executor | None = None
-
     def __init__(self) -> None:
-        """Register the operator with PyTorch, and with the executor if there is one."""
+        """Register the operator with PyTorch."""
         semantics = _SPEC if self.has_norm else ""
         self.tensor_count, self.option_count = _count(self.tensors), _count(self.options)
         names = [one.split()[-1] for one in self.tensors.split(",")]
@@ -147,14 +131,10 @@ class Operator(ABC):
                 f" -> {_results(self.gradients)}",
                 self._registered_backward,
             )
+        OPERATORS[self.name] = self
         self.function = _autograd_function(self)
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
-        if self.not_differentiable:
-            return
-        _operators.append(self)
-        if _make_executor is not None:
-            self.executor = _make_executor(self)
 
     @abstractmethod
     def check(self, spec: Spec, *arguments: Any) -> None:
@@ -202,12 +182,9 @@ class Operator(ABC):
 
     def kept_of(self, output: Any) -> tuple[Tensor, ...]:
         """``kept`` of the differentiable call that has returned ``output``, before its backward has run."""
-        found = None if self.executor is None else self.executor.kept(output)
-        if found is None:
-            names = [one.split()[-1] for one in self.saved.split(",")]
-            pairs = zip(names, output.grad_fn.saved_tensors, strict=True)
-            found = tuple(tensor for name, tensor in pairs if name in self.kept)
-        return found
+        names = [one.split()[-1] for one in self.saved.split(",")]
+        pairs = zip(names, output.grad_fn.saved_tensors, strict=True)
+        return tuple(tensor for name, tensor in pairs if name in self.kept)
 
     def takes(self, *arguments: Any) -> bool:
         """Return whether kernels can run on good arguments."""
@@ -228,10 +205,6 @@ class Operator(ABC):
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind: checked, and computed by the reference where kernels do not run."""
-        if self.executor is not None and not torch.compiler.is_compiling():
-            outputs = self.executor.run_known(spec, *arguments)
-            if outputs is not NotImplemented:
-                return outputs
         self.check(spec, *arguments)
         if not self.takes(*arguments):
             return self.reference(spec, *arguments)
@@ -252,10 +225,6 @@ class Operator(ABC):
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that is not traced, whoever observes it."""
-        if self.executor is not None:
-            outputs = self.executor.run(spec, *arguments)
-            if outputs is not NotImplemented:
-                return outputs
         return self._launched(spec, *arguments)
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
@@ -334,16 +303,8 @@ def _left_to_the_compiler(first: Tensor) -> bool:
     return first.numel() < smallest_in_graphs or torch.is_autocast_enabled(first.device.type)
 
 
-_operators: list[Operator] = []
-_make_executor: Callable[[Operator], Executor] | None = None
-
-
-def set_executor(make: Callable[[Operator], Executor] | None) -> None:
-    """Give every operator, present and future, an executor; None goes without."""
-    global _make_executor
-    _make_executor = make
-    for operator in _operators:
-        operator.executor = None if make is None else make(operator)
+OPERATORS: dict[str, Operator] = {}
+"""Every operator by its name; those of a file are there once it is imported."""
 
 
 def norm_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:

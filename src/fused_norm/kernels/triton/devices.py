@@ -103,10 +103,7 @@ def planned_launches() -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def planned_by(table: PlanTable) -> Iterator[None]:
-    """A context in which every device plans by ``table``. For measurements: no other thread may launch meanwhile.
-
-    What is replayed natively keeps the plans that it was recorded with.
-    """
+    """A context in which every device plans by ``table``. For measurements: no other thread may launch meanwhile."""
 
     def impose(tables: list[PlanTable]) -> None:
         _imposed[:] = tables
