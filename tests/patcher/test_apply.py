@@ -435,7 +435,7 @@ def test_norms_that_differ_are_not_computed_together(device: str) -> None:
             "model.layers.0.post_attention_layernorm",
             "sandwich",
             "it differs from the norm after the add in more than the weight",
-            "formula",
+            "unrecognised",
         ),
     }
     assert report.counts["rope"] == 2  # in the second layer without its norms
@@ -521,7 +521,9 @@ def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() ->
     assert snapshot(model) == before
     report = fused_norm.apply_fused_norm(model, strict=False)
     assert report.counts == counts(norm=4, residual=1, rope=2, mlp=2)
-    assert {(kept.path, kept.cause) for kept in report.kept} == {("model.layers.1.post_attention_layernorm", "formula")}
+    assert {(kept.path, kept.cause) for kept in report.kept} == {
+        ("model.layers.1.post_attention_layernorm", "unrecognised")
+    }
     assert [kept.kind for kept in report.kept] == ["norm", "residual"]
 
 
@@ -639,7 +641,7 @@ def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
     assert type(layer) is sharded
     assert report.counts == counts(norm=2, residual=1)
     kept = {site.path: site for site in report.kept}["0.second"]
-    assert kept.cause == "owner"
+    assert kept.cause == "overridden"
     assert "built on its layer" in kept.reason
     before = snapshot(model)
     with pytest.raises(FusedNormError, match="derived from a fused class afterwards"):
@@ -665,6 +667,6 @@ def test_a_forward_put_on_a_class_runs_below_what_others_derived_from_the_fused_
     before = type(module)
     report = fused_norm.apply_fused_norm(fused, strict=False)
     assert type(module) is before
-    assert {site.cause for site in report.kept} == {"owner"}
+    assert {site.cause for site in report.kept} == {"overridden"}
     assert f"model.{place}" in {site.path for site in report.kept}
     assert_trains_as_stock(stock, fused, tokens())

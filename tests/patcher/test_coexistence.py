@@ -36,8 +36,8 @@ def test_a_forward_replaced_on_a_norm_stays_in_place() -> None:
     report = fused_norm.apply_fused_norm(model)
     assert report.counts == {**sites("llama"), "norm": 4, "residual": 1}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
-        ("model.layers.0.post_attention_layernorm", "norm", "owner"),
-        ("model.layers.0.post_attention_layernorm", "residual", "owner"),
+        ("model.layers.0.post_attention_layernorm", "norm", "overridden"),
+        ("model.layers.0.post_attention_layernorm", "residual", "overridden"),
     ]
     assert "forward was replaced on the instance, by" in report.kept[0].reason
     assert not isinstance(norm, FusedNorm)
@@ -51,7 +51,7 @@ def test_a_forward_replaced_on_a_layer_keeps_its_block() -> None:
     report = fused_norm.apply_fused_norm(model)
     assert report.counts == {**sites("llama"), "residual": 1}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
-        ("model.layers.1.post_attention_layernorm", "residual", "owner")
+        ("model.layers.1.post_attention_layernorm", "residual", "overridden")
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, d
         assert_trains_as_stock(stock, copy.deepcopy(fused), ids)
     report = fused_norm.apply_fused_norm(fused)
     assert report.counts == REPLACED[place]
-    assert {site.cause for site in report.kept} == {"owner"}
+    assert {site.cause for site in report.kept} == {"overridden"}
     assert all("class's forward was replaced, by" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, fused, ids)
     assert set(fused_norm.apply_fused_norm(fused, strict=False).kept) == set(report.kept)
@@ -206,7 +206,7 @@ def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str
     assert {site.spec for site in report.fused} == {None}
     assert len(report.fused) + len(report.kept) == sum(sites(model_type).values())
     assert all("its forward was replaced on the instance, by" in site.reason for site in report.kept)
-    assert all("TheirNorm.forward" in site.reason and site.cause == "owner" for site in report.kept)
+    assert all("TheirNorm.forward" in site.reason and site.cause == "overridden" for site in report.kept)
     assert_trains_as_stock(stock, fused, ids)
     for norm in fused.modules():
         vars(norm).pop("forward", None)
@@ -297,7 +297,7 @@ def test_rotations_and_mlps_of_others_run_and_are_not_fused_besides(
     for _ in range(2):
         report = fused_norm.apply_fused_norm(fused)
         assert report.counts == {**sites("llama"), kind: 0}
-        assert {(site.kind, site.cause) for site in report.kept} == {(kind, "owner")}
+        assert {(site.kind, site.cause) for site in report.kept} == {(kind, "overridden")}
         assert len(report.kept) == 2
         assert all(site.reason.startswith(reason) and "their_" in site.reason for site in report.kept)
     calls.clear()
@@ -313,7 +313,7 @@ def test_a_class_of_others_in_the_place_of_an_mlp_has_a_row(monkeypatch) -> None
     report = fused_norm.apply_fused_norm(build("llama", seed=0))
     assert report.counts == {**sites("llama"), "mlp": 0}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
-        (f"model.layers.{layer}.mlp", "mlp", "owner") for layer in range(2)
+        (f"model.layers.{layer}.mlp", "mlp", "overridden") for layer in range(2)
     ]
     assert all("its class was replaced, by tests.patcher.test_coexistence" in site.reason for site in report.kept)
 

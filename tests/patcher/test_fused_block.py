@@ -151,7 +151,7 @@ def test_a_rotation_replaced_in_its_module_is_called(device: str, monkeypatch, l
     fresh = copy.deepcopy(stock)
     report = fused_norm.apply_fused_norm(fresh)
     assert report.counts == {**sites("qwen3"), "rope": 0}
-    assert {(site.kind, site.cause) for site in report.kept} == {("rope", "owner")}
+    assert {(site.kind, site.cause) for site in report.kept} == {("rope", "overridden")}
     assert all("apply_rotary_pos_emb was replaced, by" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, fresh, tokens(device))
 

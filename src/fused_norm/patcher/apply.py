@@ -150,7 +150,7 @@ def _sites_of_others(model: nn.Module, sites: list[Site]) -> Iterator[Site]:
             if reason is None and origin.__module__ != layer_class.__module__:
                 reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
             if reason is not None:
-                yield Site(path, kind, origin.__name__, reason=reason, cause="owner")
+                yield Site(path, kind, origin.__name__, reason=reason, cause="overridden")
 
 
 def _ancestors(path: str) -> Iterator[str]:
@@ -195,7 +195,7 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
         site = next((row for row in report.kept if row.path == path.rpartition(".")[0]), None)
     if site is None:
         return "not found"
-    if site.cause == "formula":
+    if site.cause == "unrecognised":
         return site.reason
     spec = family.spec
     if site.spec and (site.replaced or site.spec.casting, site.spec.zero_centered) != (

@@ -84,9 +84,9 @@ class BlockSurvey:
             new = fused_block_class(self._origin, rewrites) if rewrites else self._origin
         except SourceError as error:
             new = self._origin
-            rows = [replace(row, reason=row.reason or str(error), cause=row.cause or "formula") for row in rows]
+            rows = [replace(row, reason=row.reason or str(error), cause=row.cause or "unrecognised") for row in rows]
         if new is not self._origin and (owner := fused_forward_replaced(new)):
-            return [replace(row, reason=row.reason or owner, cause=row.cause or "owner") for row in rows]
+            return [replace(row, reason=row.reason or owner, cause=row.cause or "overridden") for row in rows]
         self.changes = change_to(self.module, new)
         return rows
 
@@ -104,7 +104,7 @@ class BlockSurvey:
             kinds += self._kinds_of_what_was(wrapped=replaced)
         elif _names_rotation(self._origin, self._origin.forward):
             kinds.append("rope")
-        cause: Cause = "owner" if owner else "formula"
+        cause: Cause = "overridden" if owner else "unrecognised"
         return [
             Site(self.path, kind, self._origin.__name__, reason=why, cause=cause)
             for kind in kinds
@@ -137,7 +137,7 @@ class BlockSurvey:
             inner = self._row(self._path_of(name), "sandwich", "sandwich", done is not None and done.inner)
             if inner.reason is None and after is not None and after.reason is None and not _alike(inner, after):
                 reason = "it differs from the norm after the add in more than the weight"
-                inner = replace(inner, reason=reason, cause="formula")
+                inner = replace(inner, reason=reason, cause="unrecognised")
             yield inner
         with_norm, with_inner = (row is not None and row.reason is None for row in (after, inner))
         if with_norm or with_inner:
@@ -152,7 +152,7 @@ class BlockSurvey:
             row = self._row(self._path_of(norm), "residual", "residual", already=False)
             if row.reason is None:
                 reason = f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten"
-                row = replace(row, reason=reason, cause="formula")
+                row = replace(row, reason=reason, cause="unrecognised")
             yield row
 
     def _named(self, norm: str) -> list[str]:
@@ -196,7 +196,9 @@ class BlockSurvey:
         """The row of a rotation by itself."""
         row = self._own_row("rope", RotationRewrite(index) in self._done)
         if row.reason is None and not rotation.arguments:
-            return replace(row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="formula")
+            return replace(
+                row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="unrecognised"
+            )
         if row.reason is None:
             row = self._recognised(row, rotation.rotate, rotation.arguments)
         if row.reason is None:
@@ -210,7 +212,7 @@ class BlockSurvey:
         except UnrecognisedError as error:
             owner = _owner_of(global_of(self._origin, rotate), self._origin)
             reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"
-            return replace(row, reason=reason, cause="formula" if owner is None else "owner")
+            return replace(row, reason=reason, cause="unrecognised" if owner is None else "overridden")
         return row
 
     def _survey_gates(self, gates: tuple[Gate, ...]) -> Iterator[Site]:
@@ -223,12 +225,14 @@ class BlockSurvey:
             row = self._own_row("mlp", any(isinstance(one, GateRewrite) and one.index == index for one in self._done))
             act = global_of(self._origin, gate.act) if gate.is_function else getattr(self.module, gate.act, None)
             if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
-                row = replace(row, reason="hooks or other code stand on its activation", cause="owner")
+                row = replace(row, reason="hooks or other code stand on its activation", cause="overridden")
             try:
                 activation = recognise_activation(act)
             except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
                 if known is None and _looks_like_activation(gate.act, act):
-                    rows[gate.product] = replace(row, reason=row.reason or str(error), cause=row.cause or "formula")
+                    rows[gate.product] = replace(
+                        row, reason=row.reason or str(error), cause=row.cause or "unrecognised"
+                    )
                 continue
             row = replace(row, activation=activation.formula)
             if row.reason is None:
@@ -240,7 +244,7 @@ class BlockSurvey:
         """The row of an attention, from the rows of its q norm and its k norm."""
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
         if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, pair)):
-            return replace(row, reason="its q and k norms differ in more than the weight", cause="formula")
+            return replace(row, reason="its q and k norms differ in more than the weight", cause="unrecognised")
         return row
 
     def _row(self, path: str, kind: Kind, option: Kind, already: bool) -> Site:
@@ -256,13 +260,13 @@ class BlockSurvey:
         norm = self.model.modules[path]
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
-            return replace(row, reason=reason, cause="owner")
+            return replace(row, reason=reason, cause="overridden")
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
         called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
         if has_hooks(norm) or called_around:
-            return replace(row, reason="hooks or other code stand on its norm", cause="owner")
+            return replace(row, reason="hooks or other code stand on its norm", cause="overridden")
         return self._unless_prevented(row, option, norm, already)
 
     def _own_row(self, kind: Kind, already: bool) -> Site:
@@ -277,9 +281,9 @@ class BlockSurvey:
         """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
         if self._fixed and not already:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
-            return replace(row, reason=reason, cause="owner")
+            return replace(row, reason=reason, cause="overridden")
         if self._owner is not None:
-            return replace(row, reason=self._owner, cause="owner")
+            return replace(row, reason=self._owner, cause="overridden")
         if unwanted := why_deselected(option, row.path, selected, self.model.options):
             if self._fixed:
                 change_to(self.module, self._origin)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..spec import KINDS, Casting, Kind, NormSpec
 
-Cause = Literal["option", "owner", "formula"]
+Cause = Literal["option", "overridden", "unrecognised"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Site:
         module: the class of the norm; of the layer, attention or MLP for the kinds that fuse more than a norm.
         spec: what the norm computes; None where it was not recognised, and for a site without one.
         reason: why it was kept as it was; None where it was fused.
-        cause: the source of that reason. ``option``: the caller's options. ``owner``: other code that has replaced or
-            wrapped it. ``formula``: it does not compute what is fused here.
+        cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
+            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here.
         activation: what the activation of an MLP computes; None where it was not recognised.
         replaced: the casting of the stock norm where the caller's options give it another one, which ``spec`` has.
     """

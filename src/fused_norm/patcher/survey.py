@@ -77,23 +77,23 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     owner = foreign_forward(norm)
     if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
         reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
-        return replace(site, reason=reason, cause="owner"), []
+        return replace(site, reason=reason, cause="overridden"), []
     try:
         known = _recognise(norm, origin)
     except UnrecognisedError as error:
         replaced = class_forward_replaced(origin)
-        site = replace(site, reason=replaced or str(error), cause="owner" if replaced else "formula")
+        site = replace(site, reason=replaced or str(error), cause="overridden" if replaced else "unrecognised")
         return site, [] if owner else change_to(norm, origin)
     spec, stock = spec_of(norm) if isinstance(norm, FusedNorm) else known.spec, known.spec.casting
     casting = options.casting_at(path) or stock
     site = replace(site, spec=replace(spec, casting=casting), replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
-        return replace(site, reason=owner, cause="owner"), []
+        return replace(site, reason=owner, cause="overridden"), []
     if unwanted := why_deselected(site.kind, path, norm, options):
         return replace(site, reason=unwanted, cause="option"), change_to(norm, origin)
     fused = fused_norm_class(origin, replace(known.spec, casting=casting), known.eps_name, site.replaced)
     if owner := fused_forward_replaced(fused):
-        return replace(site, reason=owner, cause="owner"), []
+        return replace(site, reason=owner, cause="overridden"), []
     return site, change_to(norm, fused)
 
 
@@ -128,7 +128,7 @@ def _holders(model: nn.Module, known: SurveyedModel) -> dict[str, None]:
     holders: dict[str, None] = {}
     for path, module in modules.items():
         site = known.norm_sites.get(known.paths[id(module)])
-        if site is None or (site.spec is None and site.cause != "owner") or isinstance(site.spec, GatedNormSpec):
+        if site is None or (site.spec is None and site.cause != "overridden") or isinstance(site.spec, GatedNormSpec):
             continue
         for _ in range(3 if site.kind == "norm" else 1):
             if not path:
