@@ -1,5 +1,5 @@
 # `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
-# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --mutations", BENCH="kernels --quick",
+# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --axis lora", BENCH="kernels --quick",
 # COVERAGE="qwen3" and TESTS="-k qk" hand options to the demo, the convergence suite, the benchmarks, the sweep over all
 # model types and pytest.
 
@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 PYTEST := -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge bench coverage test test-all lint format matrix docs dist clean
+.PHONY: help demo converge faults bench coverage test test-all lint format matrix docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -28,6 +28,9 @@ demo: $(READY) ## train stock and fused twins on real text and compare them; the
 
 converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge
 	$(BIN)/fused-norm converge --out build/converge $(CONVERGE)
+
+faults: $(READY) ## plant faults in the kernels of two families, each of which the convergence suite must see
+	$(BIN)/python -m tests.planted gemma3_text granite --dtype bf16 $(CONVERGE)
 
 bench: $(READY) ## measure kernels, host time and whole models beside their peers; results land in build/bench
 	$(BIN)/python -m benchmarks --out build/bench $(BENCH)
@@ -53,7 +56,7 @@ format: $(READY) ## fix style and format
 matrix: $(MATRIX:%=matrix-%) ## run the fast tests that touch transformers against its oldest and newest supported release
 
 matrix-%: .matrix/%/.ready
-	.matrix/$*/bin/python $(PYTEST) -m "not slow" tests/patcher tests/model_configs tests/convergence tests/check $(TESTS)
+	.matrix/$*/bin/python $(PYTEST) -m "not slow" tests/patcher tests/model_configs tests/convergence tests/planted tests/check $(TESTS)
 
 docs: $(VENV)/.ready-docs ## build the documentation site, warnings being errors; it lands in build/site
 	$(BIN)/mkdocs build --strict

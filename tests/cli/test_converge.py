@@ -15,7 +15,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from fused_norm.cli import main
 from fused_norm.convergence import parallel_suite
-from fused_norm.convergence.model_recipe import ModelRecipe
+from fused_norm.convergence.model_source import ModelSource
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 QUICK = ("--steps", "2", "--dtype", "fp32")
@@ -111,15 +111,15 @@ def test_unit_weights_are_no_test(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path, capsys, monkeypatch):
-    build = ModelRecipe.build
+    build = ModelSource.build
 
-    def stop(recipe, **named):
-        if recipe.name == "gemma":
+    def stop(source, **named):
+        if source.name == "gemma":
             raise KeyboardInterrupt
-        return build(recipe, **named)
+        return build(source, **named)
 
     arguments = ["converge", "llama", "gemma", *QUICK, "--out", str(tmp_path)]
-    monkeypatch.setattr(ModelRecipe, "build", stop)
+    monkeypatch.setattr(ModelSource, "build", stop)
     assert main(arguments) == 130
     assert "stopped with 1 of 2 comparisons done" in capsys.readouterr().out
     assert (tmp_path / "report.html").is_file()
@@ -173,7 +173,7 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
     assert "diverges first in model.layers.0, backward: model.layers.0.input_layernorm" in out
 
 
-@pytest.mark.parametrize("module", ["accelerate", "datasets", "jinja2", "matplotlib"])
+@pytest.mark.parametrize("module", ["accelerate", "datasets", "matplotlib"])
 @pytest.mark.parametrize("command", ["converge", "demo"])
 def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(command, module, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)

@@ -1,7 +1,5 @@
 """The axes make the comparisons, and those that share stock and control runs stand together."""
 
-import dataclasses
-
 import pytest
 
 from fused_norm.convergence.comparison import (
@@ -12,8 +10,7 @@ from fused_norm.convergence.comparison import (
     features_of,
     options_for_feature,
 )
-from fused_norm.convergence.mutations import MUTATIONS, SOUND
-from fused_norm.convergence.plan import comparisons_of, with_mutations
+from fused_norm.convergence.plan import comparisons_of
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import FuseOptions
@@ -60,5 +57,3 @@ def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others
 def test_comparisons_that_share_their_stock_run_form_a_group():
     found = comparisons_of(TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
     assert list(by_baseline(found).values()) == [found]
-    assert [each.mutation for each in with_mutations(found)] == [SOUND, *MUTATIONS]
-    assert with_mutations([dataclasses.replace(found[0], execution="compile")]) == []

@@ -33,15 +33,15 @@ from .env_command import environment
 if TYPE_CHECKING:
     import torch
 
-    from ..convergence.model_recipe import ModelRecipe
+    from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
     from ..convergence.result_store import ComparisonResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Exit code: 0 when every verdict is green, 1 when one is red or a planted fault was missed, 2 for input that "
-        "cannot be used or a run that says nothing. Several processes: accelerate launch [options] -m fused_norm "
+        "Exit code: 0 when every verdict is green, 1 when one is red, 2 for input that cannot be used or a run that "
+        "says nothing. Several processes: accelerate launch [options] -m fused_norm "
         "converge ...; FSDP2 as accelerate's own options ask for it."
     )
     tiers = "; ".join(f"{name}: {tier.what}" for name, tier in TIERS.items())
@@ -54,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU if there is one")
     parser.add_argument("--dtype", action="append", choices=tuple(PRECISIONS), help="only these; mixed: bf16 autocast")
     parser.add_argument("--feature", action="append", choices=tuple(FEATURES), help="only these sites fused")
-    parser.add_argument(
-        "--axis",
-        action="append",
-        choices=EXECUTIONS,
-        help="only steps that run like this",
-    )
-    parser.add_argument("--mutations", action="store_true", help="plant faults too, each of which must turn it red")
+    parser.add_argument("--axis", action="append", choices=EXECUTIONS, help="only steps that run like this")
     parser.add_argument("--seeds", type=positive, default=1, help="how many seeds (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="how many processes share the comparisons (1)")
     parser.add_argument("--steps", type=positive, help="optimizer steps")
@@ -80,18 +74,19 @@ def run(args: argparse.Namespace) -> int:
     """Train, compare, and write the report; the exit code is in the help."""
     on_cpu = args.device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
-    for module in ("accelerate", "datasets", "jinja2", "matplotlib"):
+    for module in ("accelerate", "datasets", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
     # After the choice of the interpreter, because these import the kernels.
-    from ..convergence import suite, suite_report
-    from ..convergence.parallel_suite import run_plan_in_processes
+    from ..convergence import report
+    from ..convergence.parallel_suite import in_processes
     from ..convergence.result_store import ResultStore
+    from ..convergence.suite import run_groups, run_plan
     from ..convergence.training import accelerator_for
 
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
-    tier = _tier(args, device)
-    plan = _plan(args, tier, device)
+    tier = tier_for(args, device)
+    plan = plan_for(args, tier, device)
     if args.jobs > 1 and plan.facts["processes"] > 1:
         raise UsageError("--jobs splits the comparisons and accelerate launch the batches; take one of them")
     store = None
@@ -108,11 +103,8 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress(len(plan.comparisons), say)
     stopped = False
     try:
-        if args.jobs > 1 and store:
-            found = run_plan_in_processes(partial(_plan, args, tier, device), plan, args.jobs, store, progress)
-        else:
-            found = suite.run_plan(plan, store, progress)
-        for result in found:
+        way = in_processes(partial(plan_for, args, tier, device), args.jobs) if args.jobs > 1 else run_groups
+        for result in run_plan(plan, store, progress, way):
             results.append(result)
     except KeyboardInterrupt:
         stopped = True
@@ -122,8 +114,9 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first:
-        table = suite_report.loss_table if args.tier == "demo" else suite_report.table
-        say(f"\n{table(results)}\n\n{suite_report.summary(results)}")
+        table = report.loss_table if args.tier == "demo" else report.share_table
+        parts = (table(results), report.explanations(results), report.summary(results))
+        say("", *filter(None, parts), sep="\n\n")
         with writing_to(args.out):
             written = _write(args.out, results, plan)
         for what, path in written.items():
@@ -132,10 +125,15 @@ def run(args: argparse.Namespace) -> int:
         done = f"{len(results)} of {len(plan.comparisons)} comparisons done"
         say(f"stopped with {done}; the same command goes on from there")
         return 130
-    return suite_report.exit_code(results)
+    return report.exit_code(results)
 
 
-def _tier(args: argparse.Namespace, device: torch.device) -> Tier:
+def tier_for(args: argparse.Namespace, device: torch.device) -> Tier:
+    """The tier that a command line asks for, with its steps, length and learning rate.
+
+    Raises:
+        UsageError: the full tier without a GPU.
+    """
     if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
         raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
     tier = TIERS[args.tier]
@@ -146,19 +144,24 @@ def _tier(args: argparse.Namespace, device: torch.device) -> Tier:
     return replace(tier, settings=replace(tier.settings, options=options, length=args.length or tier.settings.length))
 
 
-def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
+def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
+    """The plan that a command line asks for.
+
+    Raises:
+        UsageError: for models, text or a tokenizer that cannot be used.
+    """
     from accelerate import PartialState
 
-    from ..convergence.model_recipe import ModelRecipe
-    from ..convergence.plan import Plan, comparisons_of, with_mutations
+    from ..convergence.model_source import ModelSource
+    from ..convergence.plan import Plan, comparisons_of
     from ..convergence.text_sequences import pack, training_order, varied
 
     if unknown := [name for name in args.family if name not in FAMILIES]:
         raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")
     families = args.family or ([] if args.config else tier.families)
-    recipes = [ModelRecipe.of_family(name, tier.settings.overrides_of(name)) for name in families]
-    recipes += [_recipe(name) for name in args.config]
-    names = [recipe.name for recipe in recipes]
+    sources = [ModelSource.of_family(name, tier.settings.overrides_of(name)) for name in families]
+    sources += [_source(name) for name in args.config]
+    names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"two models are called {twice[0]}; rename one of their folders or files")
     comparisons = comparisons_of(
@@ -173,31 +176,29 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
         if args.axis:
             raise UsageError("--axis lora needs peft: pip install peft")
         comparisons = [each for each in comparisons if each.execution != "lora"]
-    if args.mutations:
-        comparisons += with_mutations(comparisons)
     processes = PartialState().num_processes
     step = tier.settings.options.batch_size * processes
     drawn = tier.settings.options.steps * step
     packed = {}
-    for recipe in recipes:
-        vocabulary = recipe.config.get_text_config().vocab_size
+    for source in sources:
+        vocabulary = source.config.get_text_config().vocab_size
         try:
-            tokenize, tokens = _tokenizer(args.tokenizer, recipe)
+            tokenize, tokens = _tokenizer(args.tokenizer, source)
             # Twice as many as are drawn, because some are left out.
             found = pack(_texts(args), length=tier.settings.length, limit=2 * drawn, tokenize=tokenize)
-            packed[recipe.name] = varied(found)
+            packed[source.name] = varied(found)
         except (ValueError, OSError) as error:
             raise UsageError(in_one_line(error)) from error
-        if len(packed[recipe.name]) < step:
+        if len(packed[source.name]) < step:
             raise UsageError(
-                f"the text fills {len(packed[recipe.name])} varied sequences of {tier.settings.length} tokens, and one "
+                f"the text fills {len(packed[source.name])} varied sequences of {tier.settings.length} tokens, and one "
                 f"step takes {step}; use more text or a smaller --length"
             )
-        if int(packed[recipe.name].max()) >= vocabulary:
-            raise UsageError(f"{recipe.name} has {vocabulary} tokens, too few for {tokens}")
+        if int(packed[source.name].max()) >= vocabulary:
+            raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
     return Plan(
         comparisons=tuple(comparisons),
-        recipes={recipe.name: recipe for recipe in recipes},
+        sources={source.name: source for source in sources},
         settings=tier.settings,
         sequences=lambda comparison: training_order(packed[comparison.model], count=drawn, seed=comparison.seed),
         facts={
@@ -213,13 +214,13 @@ def _plan(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
     )
 
 
-def _recipe(name: str) -> ModelRecipe:
-    from ..convergence.model_recipe import ModelRecipe
+def _source(name: str) -> ModelSource:
+    from ..convergence.model_source import ModelSource
 
-    source = find_model(name)
-    refuse_unless_causal_lm(source)
+    found = find_model(name)
+    refuse_unless_causal_lm(found)
     label = Path(name).stem if Path(name).is_file() else Path(name).name
-    return ModelRecipe(label, source.config, source.weights)
+    return ModelSource(label, found.config, found.weights)
 
 
 def _texts(args: argparse.Namespace) -> Any:
@@ -232,19 +233,19 @@ def _texts(args: argparse.Namespace) -> Any:
     return read_dataset(args.data, column=args.column)
 
 
-def _tokenizer(name: str | None, recipe: ModelRecipe) -> tuple[Callable[[str], Sequence[int]], str]:
+def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], Sequence[int]], str]:
     """A tokenizer, and what it makes, in words."""
     from ..convergence.text_sequences import utf8_bytes
 
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    has_own = recipe.weights is not None and any((Path(recipe.weights) / file).is_file() for file in files)
+    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
     if name == "bytes" or (name is None and not has_own):
         return utf8_bytes, "bytes"
     if name is not None:
         refuse_missing_path(name)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name or recipe.weights)
+    tokenizer = AutoTokenizer.from_pretrained(name or source.weights)
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
 
 
@@ -266,16 +267,16 @@ class _Progress:
         self._bar.clear()
         how = "from an earlier run" if kept else f"{time.perf_counter() - self._began:.0f} s"
         progress = f"[{self._done}/{self._comparisons}]"
-        self._say(f"{progress} {result.outcome:<7} {result.comparison.name}  ({how})", flush=True)
+        self._say(f"{progress} {result.verdict.status:<7} {result.comparison.name}  ({how})", flush=True)
 
 
 def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> dict[str, Path]:
     """Write the report's files, and return those to look at."""
-    from ..convergence import curve_charts, report_page, suite_report
+    from ..convergence import curve_charts, report
 
-    (folder / "report.json").write_text(suite_report.as_json(results, plan.facts), encoding="utf-8")
+    (folder / "report.json").write_text(report.as_json(results, plan.facts), encoding="utf-8")
     page, picture = folder / "report.html", folder / "curves.png"
-    page.write_text(report_page.render_page(results, plan.facts), encoding="utf-8")
+    page.write_text(report.as_page(results, plan.facts), encoding="utf-8")
     return {"report": page} | ({"curves": picture} if curve_charts.draw_curves(results, picture) else {})
 
 

@@ -61,12 +61,11 @@ class Comparison:
     """A fused model and its stock twin, trained under the same settings.
 
     Attributes:
-        model: name of the model's recipe.
+        model: name of the model.
         precision: a key of ``PRECISIONS``.
         execution: one of ``EXECUTIONS``.
         feature: a key of ``FEATURES``.
         seed: of weights, batches and controls.
-        mutation: the fault planted in the fused twin, a key of ``mutations.MUTATIONS``; None for a true comparison.
     """
 
     model: str
@@ -74,18 +73,16 @@ class Comparison:
     execution: str = "eager"
     feature: str = "all"
     seed: int = 0
-    mutation: str | None = None
 
     @property
     def name(self) -> str:
         """The name in tables and of the file with the result."""
-        parts = [self.model, self.precision, self.execution, self.feature, f"seed{self.seed}"]
-        return ".".join([*parts, self.mutation] if self.mutation else parts)
+        return f"{self.model}.{self.precision}.{self.execution}.{self.feature}.seed{self.seed}"
 
     @property
     def baseline(self) -> Comparison:
         """An equal key for all comparisons that share their stock and control runs."""
-        return replace(self, feature="all", mutation=None)
+        return replace(self, feature="all")
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from .result_store import ComparisonResult
-from .verdict import CALL_BARS, MULTIPLE, BoundCheck, loss_band, relative_gaps
+from .verdict import BY_NAME, MULTIPLE, BoundCheck, loss_band, relative_gaps
 
 STOCK, FUSED, NOISE, BOUND = "#3b7dd8", "#e07b1a", "#8b949e", "#d64545"
 _TEXT = "#808a94"
@@ -23,12 +23,12 @@ _LEAST = 1e-10
 
 
 def draw_curves(results: Sequence[ComparisonResult], path: Path) -> bool:
-    """Draw every comparison that trained, those with planted faults left out, into a PNG file.
+    """Draw every comparison that trained into a PNG file.
 
     Returns:
         Whether there was one to draw.
     """
-    shown = [result for result in results if result.comparison.mutation is None and has_curves(result)]
+    shown = [result for result in results if has_curves(result)]
     if not shown:
         return False
     columns = min(_COLUMNS, len(shown))
@@ -41,7 +41,7 @@ def draw_curves(results: Sequence[ComparisonResult], path: Path) -> bool:
     for index, result in enumerate(shown):
         row, column = divmod(index, columns)
         losses, gaps = axes[2 * row, column], axes[2 * row + 1, column]
-        losses.set_title(f"{result.comparison.name}\n{result.outcome}", fontsize="small")
+        losses.set_title(f"{result.comparison.name}\n{result.verdict.status}", fontsize="small")
         _draw_losses(losses, result)
         _draw_gaps(gaps, result)
     figure.savefig(path, dpi=110)
@@ -98,7 +98,7 @@ def _draw_gaps(axis: Any, result: ComparisonResult) -> None:
 
 
 def _draw_checks(axis: Any, checks: Sequence[BoundCheck]) -> None:
-    shown = [check for check in checks if check.value and check.measure not in CALL_BARS]
+    shown = [check for check in checks if check.value and BY_NAME[check.measure].bar is None]
     for ok, color, label in ((True, FUSED, "a check"), (False, BOUND, "over its bound")):
         points = [(max(check.noise, _LEAST), max(check.value, _LEAST)) for check in shown if check.ok is ok]
         if points:

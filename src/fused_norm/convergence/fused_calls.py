@@ -138,11 +138,6 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[s
     return tuple(missing)
 
 
-def first_of_each_kind(calls: Sequence[FusedCall]) -> list[FusedCall]:
-    """The first call of each kind, in order."""
-    return list({call.kind: call for call in reversed(calls)}.values())[::-1]
-
-
 def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[str, ...]:
     """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
     names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}

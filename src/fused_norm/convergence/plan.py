@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .comparison import PRECISIONS, Comparison, by_baseline, features_of
-from .model_recipe import ModelRecipe
-from .mutations import MUTATIONS, SOUND
+from .comparison import PRECISIONS, Comparison, features_of
+from .model_source import ModelSource
 from .result_store import fingerprint
 from .tiers import Settings, Tier, TrainingOptions
 
@@ -22,7 +21,7 @@ class Plan:
 
     Attributes:
         comparisons: in order.
-        recipes: of the models, by name.
+        sources: of the models, by name.
         settings: of every run.
         sequences: token ids in training order for a comparison, (sequences, length), int64.
         facts: about versions, device and processes: a result is used again only where they are equal.
@@ -30,7 +29,7 @@ class Plan:
     """
 
     comparisons: tuple[Comparison, ...]
-    recipes: Mapping[str, ModelRecipe]
+    sources: Mapping[str, ModelSource]
     settings: Settings
     sequences: Callable[[Comparison], Tensor]
     facts: Mapping[str, Any]
@@ -39,21 +38,17 @@ class Plan:
     def options(self, comparison: Comparison) -> TrainingOptions:
         """The options that the runs of this comparison train with."""
         options = self.settings.options
-        return replace(
-            options,
-            steps=options.steps if comparison.mutation is None else min(self.settings.mutation_steps, options.steps),
-            learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate,
-        )
+        return replace(options, learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate)
 
     def settings_key(self, comparison: Comparison) -> str:
         """A fingerprint of everything that decides a result; a kept one is used again only under the same key."""
-        recipe = self.recipes[comparison.model]
+        source = self.sources[comparison.model]
         return fingerprint(
             {
                 **self.facts,
                 "settings": {**asdict(self.settings), "options": asdict(self.options(comparison))},
-                "config": recipe.config.to_dict(),
-                "weights": recipe.weights,
+                "config": source.config.to_dict(),
+                "weights": source.weights,
                 "tokens": hashlib.sha256(self.sequences(comparison).numpy().tobytes()).hexdigest(),
             }
         )
@@ -75,7 +70,7 @@ def comparisons_of(
 
     Args:
         tier: says what is wide.
-        models: names of recipes.
+        models: their names.
         precisions: keys of ``PRECISIONS``; those of the tier when None.
         features: keys of ``FEATURES``; those of the tier when None.
         executions: of ``EXECUTIONS``; those of the tier when None.
@@ -102,16 +97,3 @@ def _ways(
         yield from (("eager", feature) for feature in features_of(model))
     if model in tier.wide:
         yield from ((execution, "all") for execution in tier.executions.get(precision, ()))
-
-
-def with_mutations(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """For each group that runs eagerly: the sound twin in a short run, and one twin with each fault.
-
-    A fault of compiled code is planted in a compiled twin.
-    """
-    executions = {SOUND: "eager", **{name: mutation.execution for name, mutation in MUTATIONS.items()}}
-    return [
-        replace(baseline, execution=execution, mutation=mutation)
-        for baseline in by_baseline(each for each in comparisons if each.execution == "eager")
-        for mutation, execution in executions.items()
-    ]

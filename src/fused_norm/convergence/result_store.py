@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from .call_probe import CallRecord
 from .comparison import Comparison
-from .mutations import SOUND
 from .run_record import RunRecord
 from .verdict import Verdict, judge
 
-Outcome = Literal["green", "red", "invalid", "caught", "missed", "hidden"]
-FAILED: tuple[Outcome, ...] = ("red", "missed")
-"""Outcomes for which the command's exit code is 1."""
+Record = TypeVar("Record", RunRecord, CallRecord)
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,6 @@ class ComparisonResult:
         comparison: the one that was made.
         stock, controls, fused: the runs as numbers; None and empty where they were not made.
         calls: how far the fused calls are from the stock modules.
-        hidden: why the planted fault changes no number here; None where it does.
         trouble: what kept the comparison from being made.
     """
 
@@ -40,35 +35,16 @@ class ComparisonResult:
     controls: tuple[RunRecord, ...] = ()
     fused: RunRecord | None = None
     calls: CallRecord | None = None
-    hidden: str | None = None
     trouble: str | None = None
 
-    @property
+    @cached_property
     def verdict(self) -> Verdict:
-        """The verdict on the fused run, whether that has a fault or not."""
+        """The verdict on the fused run and its calls."""
         if self.stock is None or (self.fused is None and self.calls is None):
-            return Verdict("invalid", (self.trouble or self.hidden or "not run",), ())
+            return Verdict("invalid", (self.trouble or "not run",), ())
         trains_norms = self.comparison.execution != "lora-alone"
-        return judge(
-            self.comparison.precision,
-            self.stock,
-            self.controls,
-            self.fused,
-            self.calls,
-            trains_norms=trains_norms,
-        )
-
-    @property
-    def outcome(self) -> Outcome:
-        """For a fused twin its verdict, for a planted fault whether the verdict saw it."""
-        status = self.verdict.status
-        if self.comparison.mutation in (None, SOUND):
-            return status
-        if self.hidden:
-            return "hidden"
-        if status == "red" or (self.trouble is None and self.calls is not None and self.calls.not_seen):
-            return "caught"
-        return "missed" if status == "green" else "invalid"
+        precision = self.comparison.precision
+        return judge(precision, self.stock, self.controls, self.fused, self.calls, trains_norms=trains_norms)
 
 
 class ResultStore:
@@ -94,7 +70,7 @@ class ResultStore:
         """The result of a comparison that ran under these settings; None where there is none that can be read."""
         try:
             kept = {} if self._fresh else json.loads(self._path(comparison).read_text(encoding="utf-8"))
-            return _result(comparison, kept) if kept["settings"] == settings_key else None
+            return _result(comparison, kept["result"]) if kept["settings"] == settings_key else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -102,16 +78,11 @@ class ResultStore:
         """Keep a result; a reader never sees half of it."""
         path = self._path(result.comparison)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"settings": settings_key, **to_json(result)}), encoding="utf-8")
+        partial.write_text(json.dumps({"settings": settings_key, "result": asdict(result)}), encoding="utf-8")
         os.replace(partial, path)
 
     def _path(self, comparison: Comparison) -> Path:
         return self._files / f"{comparison.name}.json"
-
-
-def to_json(result: ComparisonResult) -> dict[str, Any]:
-    """A result as JSON has it; numbers that are not finite are strings."""
-    return {name: plain(value) for name, value in asdict(result).items()}
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -125,9 +96,9 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 
 @cache
 def code_digest(folder: Path) -> str:
-    """A hash of the names and contents of all Python and C++ files below ``folder``."""
+    """A hash of the names and contents of all Python files below ``folder``."""
     digest = hashlib.sha256()
-    for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.cpp"))):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -135,41 +106,17 @@ def code_digest(folder: Path) -> str:
 def _result(comparison: Comparison, kept: Mapping[str, Any]) -> ComparisonResult:
     return ComparisonResult(
         comparison,
-        stock=_run_record(kept["stock"]),
-        controls=tuple(control for control in map(_run_record, kept["controls"]) if control),
-        fused=_run_record(kept["fused"]),
-        calls=_call_record(kept["calls"]),
-        hidden=kept["hidden"],
+        stock=_record(RunRecord, kept["stock"]),
+        controls=tuple(filter(None, (_record(RunRecord, control) for control in kept["controls"]))),
+        fused=_record(RunRecord, kept["fused"]),
+        calls=_record(CallRecord, kept["calls"]),
         trouble=kept["trouble"],
     )
 
 
-def _run_record(kept: Mapping[str, Any] | None) -> RunRecord | None:
+def _record(kind: type[Record], kept: Mapping[str, Any] | None) -> Record | None:
+    """A record from its fields, in which JSON has lists for tuples."""
     if kept is None:
         return None
-    values = {field.name: _numbers(kept[field.name]) for field in fields(RunRecord)}
-    return RunRecord(**values | {name: tuple(values[name]) for name in ("losses", "gradient_norms", "constant")})
-
-
-def _call_record(kept: Mapping[str, Any] | None) -> CallRecord | None:
-    if kept is None:
-        return None
-    values = {field.name: _numbers(kept[field.name]) for field in fields(CallRecord)}
-    return CallRecord(**values | {"not_seen": tuple(values["not_seen"])})
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: a number that is not finite becomes a string."""
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _numbers(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_numbers(each) for each in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in kept.items()}
+    return kind(**values)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .model_recipe import layers_of
+from .model_source import layers_of
 from .run_record import snapshot
 
 

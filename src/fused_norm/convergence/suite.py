@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from accelerate.utils import broadcast_object_list
@@ -11,13 +11,10 @@ from accelerate.utils import broadcast_object_list
 from ..spec import FusedNormError
 from .call_probe import CallRecord
 from .comparison import Comparison, by_baseline
-from .mutations import MUTATIONS
 from .plan import Plan
-from .planting import PlantedFault
 from .result_store import ComparisonResult, ResultStore
-from .run_record import record_run
-from .twin_trainer import TwinTrainer
-from .verdict import CALL_BARS
+from .run_record import RunRecord, RunTensors, record_run
+from .twin_trainer import MakeTwin, TwinTrainer, fused_for
 
 
 class Progress(Protocol):
@@ -30,77 +27,122 @@ class Progress(Protocol):
         """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
 
 
-def run_plan(plan: Plan, store: ResultStore | None, progress: Progress) -> Iterator[ComparisonResult]:
-    """The results of a plan as they come; those that ``store`` has are not run again.
+class Unwatched:
+    """The progress of a run that nobody watches."""
+
+    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
+        return lambda step, loss: None
+
+    def done(self, result: ComparisonResult, *, kept: bool) -> object:
+        return None
+
+
+Groups = Sequence[Sequence[Comparison]]
+"""Comparisons, those that share their stock and control runs together."""
+
+RunGroups = Callable[[Plan, Groups, Progress], Iterator[ComparisonResult]]
+
+
+def run_groups(plan: Plan, groups: Groups, progress: Progress) -> Iterator[ComparisonResult]:
+    """The results of a plan's comparisons as they come, in this process.
 
     A model that fails in one comparison leaves the others as they are: its result says what happened.
+    """
+    for group in groups:
+        try:
+            baseline = run_baseline(plan, group[0], progress)
+        except Exception as error:
+            yield from (ComparisonResult(each, trouble=message_of(error)) for each in group)
+            continue
+        for each in group:
+            try:
+                yield run_fused(baseline, each, progress)
+            except Exception as error:
+                yield ComparisonResult(each, trouble=message_of(error))
+
+
+def run_plan(
+    plan: Plan, store: ResultStore | None, progress: Progress, run: RunGroups = run_groups
+) -> Iterator[ComparisonResult]:
+    """The results of a plan as they come; those that ``store`` has are not run again, and come first.
 
     Args:
         plan: what to run.
         store: where results are kept; None in all but the first of several processes.
         progress: is told.
+        run: makes the comparisons that are missing, ``run_groups`` or ``parallel_suite.in_processes``.
     """
-    sound = by_baseline(each for each in plan.comparisons if each.mutation is None)
-    faulty = by_baseline(each for each in plan.comparisons if each.mutation is not None)
-    for baseline, group in (*sound.items(), *faulty.items()):
-        # What is missing all processes have to run, so the first one decides.
-        found = broadcast_object_list([store.load(each, plan.settings_key(each)) if store else None for each in group])
-        for kept in filter(None, found):
-            progress.done(kept, kept=True)
-            yield kept
-        missing = [each for each, kept in zip(group, found, strict=True) if kept is None]
-        for result in _run_group(plan, baseline, missing, progress) if missing else ():
-            if store and not result.trouble:  # what went wrong is tried again
-                store.save(result, plan.settings_key(result.comparison))
-            progress.done(result, kept=False)
-            yield result
+    keys = {each: plan.settings_key(each) for each in plan.comparisons}
+    # What is missing all processes have to run, so the first one decides.
+    found = broadcast_object_list([store.load(each, key) if store else None for each, key in keys.items()])
+    for kept in filter(None, found):
+        progress.done(kept, kept=True)
+        yield kept
+    missing = by_baseline(each for each, kept in zip(keys, found, strict=True) if kept is None)
+    for result in run(plan, list(missing.values()), progress):
+        if store and not result.trouble:  # what went wrong is tried again
+            store.save(result, keys[result.comparison])
+        progress.done(result, kept=False)
+        yield result
 
 
-def _run_group(
-    plan: Plan, baseline: Comparison, group: list[Comparison], progress: Progress
-) -> Iterator[ComparisonResult]:
-    options = plan.options(group[0])
-    sequences = plan.sequences(baseline)
-    trainer = TwinTrainer(plan.recipes[baseline.model], baseline, plan.settings, options, sequences, plan.cpu)
-    try:
-        sites = trainer.fusible_sites()
-        stock = trainer.train_stock(sites, on_step=progress.run("stock", options.steps))
-        stock_record = record_run(stock, stock)
-        controls = []
-        for index in range(plan.settings.controls if stock_record.finite else 0):
-            on_step = progress.run(f"control {index}", options.steps)
-            controls.append(record_run(trainer.train_control(index, sites, stock, on_step=on_step), stock))
-    except Exception as error:
-        yield from (ComparisonResult(each, trouble=_message(error)) for each in group)
-        return
-    for each in group:
-        if not stock_record.finite:
-            yield ComparisonResult(each, stock=stock_record, fused=stock_record)
-            continue
-        try:
-            # However its steps run, a model's calls are the same; whether one has the fault is asked anew.
-            probed = each.execution == "eager" or each.mutation is not None
-            calls, fault = trainer.probe_fused_calls(each) if probed else (None, None)
-            result = ComparisonResult(each, stock_record, tuple(controls), calls=calls, hidden=_hidden(each, fault))
-            seen = calls is not None and result.outcome in ("caught", "hidden")  # and needs no training
-            if not seen:
-                on_step = progress.run(f"fused {each.mutation or each.feature}", options.steps)
-                fused = trainer.train_fused(each, stock, on_step=on_step)
-                if fused.not_compiled:
-                    result = replace(result, calls=CallRecord(not_seen=fused.not_compiled))
-                result = replace(result, fused=record_run(fused, stock))
-            yield result
-        except Exception as error:
-            yield ComparisonResult(each, trouble=_message(error))
+@dataclass(frozen=True)
+class Baseline:
+    """The runs that fused twins are compared with.
+
+    Attributes:
+        trainer: of all twins.
+        stock: the stock run, with its tensors.
+        record: the same as numbers.
+        controls: harmlessly perturbed stock runs; none where the stock run is not finite.
+    """
+
+    trainer: TwinTrainer
+    stock: RunTensors
+    record: RunRecord
+    controls: tuple[RunRecord, ...]
 
 
-def _hidden(comparison: Comparison, fault: PlantedFault | None) -> str | None:
-    """The reason why a fault changed hardly a number; None where it did, or should have."""
-    if fault is None or comparison.mutation is None or fault.share > CALL_BARS["call_outputs"]:
-        return None
-    return MUTATIONS[comparison.mutation].hidden or None if fault.calls else "nothing here calls what has it"
+def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Baseline:
+    """Make the stock and control runs that a comparison shares with others.
+
+    Raises:
+        FusedNormError: no site of the model can be fused.
+    """
+    options, sequences = plan.options(comparison), plan.sequences(comparison)
+    trainer = TwinTrainer(plan.sources[comparison.model], comparison, plan.settings, options, sequences, plan.cpu)
+    sites = trainer.fusible_sites()
+    stock = trainer.train_stock(sites, on_step=progress.run("stock", options.steps))
+    record = record_run(stock, stock)
+    controls = []
+    for index in range(plan.settings.controls if record.finite else 0):
+        on_step = progress.run(f"control {index}", options.steps)
+        controls.append(record_run(trainer.train_control(index, sites, stock, on_step=on_step), stock))
+    return Baseline(trainer, stock, record, tuple(controls))
 
 
-def _message(error: Exception) -> str:
+def run_fused(baseline: Baseline, comparison: Comparison, progress: Progress) -> ComparisonResult:
+    """Compare the fused twin: its calls with the stock modules, and its training with the stock run."""
+    if not baseline.record.finite:
+        return ComparisonResult(comparison, stock=baseline.record, fused=baseline.record)
+    fused, calls = fused_for(comparison.feature), None
+    if comparison.execution == "eager":  # however its steps run, a model's calls are the same
+        calls = baseline.trainer.probe_calls(fused, in_half=comparison.feature == "all")
+    return train_fused(baseline, comparison, fused, calls, progress)
+
+
+def train_fused(
+    baseline: Baseline, comparison: Comparison, fused: MakeTwin, calls: CallRecord | None, progress: Progress
+) -> ComparisonResult:
+    """Compare the training of the twin that ``fused`` makes with the stock run; its calls have been compared before."""
+    on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.options.steps)
+    run = baseline.trainer.train_fused(fused, baseline.stock, on_step=on_step)
+    if run.not_compiled:
+        calls = CallRecord(not_seen=run.not_compiled)
+    return ComparisonResult(comparison, baseline.record, baseline.controls, record_run(run, baseline.stock), calls)
+
+
+def message_of(error: Exception) -> str:
+    """An error in one line, with its class unless it is this package's own."""
     text = " ".join(str(error).split())[:500]
     return text if isinstance(error, FusedNormError) else f"{type(error).__name__}: {text}"

@@ -52,7 +52,6 @@ class Settings:
         compile_backend: of ``torch.compile``.
         overrides: config arguments that replace those of a family's tiny model.
         hidden_sizes: of a family's model, where another one than the tiny model's.
-        mutation_steps: optimizer steps of a run with a planted fault, and of the runs it is compared with.
     """
 
     options: TrainingOptions
@@ -61,7 +60,6 @@ class Settings:
     compile_backend: str = "aot_eager"
     overrides: Mapping[str, Any] = field(default_factory=dict)
     hidden_sizes: Mapping[str, int] = field(default_factory=dict)
-    mutation_steps: int = 2
 
     def overrides_of(self, family: str) -> dict[str, Any]:
         """The config arguments that replace those of a family's tiny model."""
@@ -144,7 +142,6 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
                     "head_dim": 64,
                 },
                 hidden_sizes=_WIDTHS,
-                mutation_steps=20,
             ),
             wide=("qwen3", "gemma3_text"),
             features_in=("fp32", "mixed", "bf16"),

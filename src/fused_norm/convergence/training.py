@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
-from .model_recipe import layers_of
+from .model_source import layers_of
 from .tiers import TrainingOptions
 
 

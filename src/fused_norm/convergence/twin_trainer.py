@@ -16,10 +16,8 @@ from ..spec import KINDS, FusedNormError
 from .call_probe import CallRecord, probe_calls
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
 from .control_perturbations import regroup, reorder_norms
-from .fused_calls import FusedCall, first_of_each_kind, sites_not_compiled
-from .model_recipe import ModelRecipe, set_up_execution
-from .mutations import MUTATIONS, SOUND
-from .planting import PlantedFault
+from .fused_calls import FusedCall, sites_not_compiled
+from .model_source import ModelSource, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_probe import probe_step
 from .tiers import Settings, TrainingOptions
@@ -39,7 +37,7 @@ class TwinTrainer:
     """Trains twins that have their weights, text and settings in common.
 
     Attributes:
-        recipe: of the model.
+        source: of the model.
         comparison: says precision, execution and seed.
         settings: of the plan.
         options: how long and how to train.
@@ -47,7 +45,7 @@ class TwinTrainer:
         cpu: stay on the CPU.
     """
 
-    recipe: ModelRecipe
+    source: ModelSource
     comparison: Comparison
     settings: Settings
     options: TrainingOptions
@@ -60,7 +58,7 @@ class TwinTrainer:
         Raises:
             FusedNormError: there is none.
         """
-        model = self.recipe.build(seed=self.comparison.seed, dtype=torch.float32, device=torch.device("cpu"))
+        model = self.source.build(seed=self.comparison.seed, dtype=torch.float32, device=torch.device("cpu"))
         report = apply_fused_norm(model, strict=False)
         if not report.fused:
             raise FusedNormError(f"{report.model} has no norm that can be fused; fused-norm inspect says why")
@@ -96,48 +94,42 @@ class TwinTrainer:
 
         return self._train(perturbed, sequences, options, stock, on_step, seed=seed)
 
-    def probe_fused_calls(self, comparison: Comparison) -> tuple[CallRecord, PlantedFault | None]:
-        """Hold the calls of the fused model, with the comparison's feature and fault, to the stock modules.
+    def probe_calls(
+        self,
+        fused: MakeTwin,
+        *,
+        in_half: bool = False,
+        calls_wanted: Callable[[Sequence[FusedCall]], Sequence[FusedCall]] = lambda calls: calls,
+    ) -> CallRecord:
+        """Hold the calls of a fused model to the stock modules.
 
-        A model in bf16 is probed in fp16 as well, in which it is not trained.
-
-        Raises:
-            FusedNormError: as ``apply_fused_norm``.
+        Args:
+            fused: makes it.
+            in_half: a model in bf16 is probed in fp16 as well, in which it is not trained.
+            calls_wanted: picks those that are compared, from all.
         """
-        precision = PRECISIONS[comparison.precision]
+        precision = PRECISIONS[self.comparison.precision]
         device = accelerator_for(mixed=precision.mixed, cpu=self.cpu).device
         tokens = self.sequences[:PROBED].to(device)
-        model = self._build(comparison, device)
-        with _fused(comparison, model) as (sites, fault):
-
-            def wanted(calls: Sequence[FusedCall]) -> Sequence[FusedCall]:
-                # A fault is in every call of its operator, or in none.
-                return calls if fault is None else first_of_each_kind(calls) if fault.calls else ()
-
-            record = probe_calls(model, sites, tokens, mixed=precision.mixed, calls_wanted=wanted)
-            in_half = fault is None and comparison.feature == "all"
-            if precision.weights == "bfloat16" and in_half:
+        model = self._build(device)
+        with fused(model) as sites:
+            record = probe_calls(model, sites, tokens, mixed=precision.mixed, calls_wanted=calls_wanted)
+            if in_half and precision.weights == "bfloat16":
                 record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
-            return record, fault
+            return record
 
-    def train_fused(self, comparison: Comparison, stock: RunTensors, *, on_step: OnStep | None = None) -> RunTensors:
-        """Train the fused model, with the comparison's feature and, if it has one, its fault.
+    def train_fused(self, fused: MakeTwin, stock: RunTensors, *, on_step: OnStep | None = None) -> RunTensors:
+        """Train the fused model that ``fused`` makes.
 
         Raises:
             FusedNormError: as ``apply_fused_norm``.
         """
-
-        @contextlib.contextmanager
-        def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
-            with _fused(comparison, model) as (sites, _):
-                yield sites
-
         return self._train(fused, self.sequences, self.options, stock, on_step)
 
-    def _build(self, comparison: Comparison, device: torch.device) -> nn.Module:
-        """The stock model of a comparison."""
-        dtype = getattr(torch, PRECISIONS[comparison.precision].weights)
-        return self.recipe.build(seed=comparison.seed, dtype=dtype, device=device)
+    def _build(self, device: torch.device) -> nn.Module:
+        """The stock model in the dtype of the comparison."""
+        dtype = getattr(torch, PRECISIONS[self.comparison.precision].weights)
+        return self.source.build(seed=self.comparison.seed, dtype=dtype, device=device)
 
     def _train(
         self,
@@ -155,7 +147,7 @@ class TwinTrainer:
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
         device = accelerator.device
         torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
-        model = self._build(self.comparison, device)
+        model = self._build(device)
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(device)
         with make_twin(model) as changed, in_all_graphs():
@@ -201,15 +193,18 @@ class TwinTrainer:
         )
 
 
-@contextlib.contextmanager
-def _fused(comparison: Comparison, model: nn.Module) -> Iterator[tuple[Sequence[Site], PlantedFault | None]]:
-    """The sites fused in a model, and the fault that it has for the length of a ``with``."""
-    sites = apply_fused_norm(model, **options_for_feature(comparison.feature)).fused
-    if comparison.mutation in (None, SOUND):
-        yield sites, None
-        return
-    with MUTATIONS[comparison.mutation].planted(model) as fault:
-        yield sites, fault
+def fused_for(feature: str) -> MakeTwin:
+    """Fuse the kinds of sites in a feature, a key of ``FEATURES``, in a model that is stock.
+
+    Raises:
+        FusedNormError: as ``apply_fused_norm``.
+    """
+
+    @contextlib.contextmanager
+    def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
+        yield apply_fused_norm(model, **options_for_feature(feature)).fused
+
+    return fused
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:

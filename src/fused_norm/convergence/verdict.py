@@ -30,19 +30,6 @@ FIRST_STEPS_BAR = 1e-6
 """In fp32, how far the losses of the first steps may be from the stock run's, relatively, if the noise is less. A loss
 itself has a rounding of 6e-8, and the steps in which a difference has had no time to grow are few."""
 
-CALL_BARS: Mapping[str, float] = {
-    "call_outputs": 0.01,
-    "call_rows": 0.1,
-    "call_changes": 0.0,
-    "call_gradients": 3.0,
-    "call_slopes": 2.0,
-}
-"""What fused calls are held to, whatever the controls do. Outputs: sums in another order turn fewer than two roundings
-in a thousand (3.5 where an fp32 stream takes up a 16-bit branch), a cast in the wrong place one in four; a wrong row is
-far off in most places. Nothing handed to a call may change. Where nothing is wrong gradients were 2.4 last places off
-at most, and slopes took .6 of what chance explains."""
-
-
 NOISE_CAPS: Mapping[str, Mapping[str, float]] = {
     "fp32": {"outputs": 1e-5, "gradients": 1e-4},
     "mixed": {"outputs": 0.05, "gradients": 0.1},
@@ -62,48 +49,104 @@ class Measure:
     """A quantity that is compared, in one number or one for each of many places.
 
     Attributes:
-        name: the field of ``RunRecord``, or ``loss``, ``gradient_norm``.
+        name: the field of ``RunRecord``, that of ``CallRecord`` behind ``call_``, or one of a whole run.
+        head: of its column in tables.
         what: it is, in words.
-        floor: what is granted besides the multiple of the noise, in roundings (half an eps) of the precision.
-        why: that much.
-        multiple: of the noise.
+        bar: what it may be, whatever the controls do; None for one that is held to the noise.
+        floor: what is granted besides ``MULTIPLE`` times the noise, in roundings (half an eps) of the precision.
+        why: that much, or the bar.
     """
 
     name: str
+    head: str
     what: str
-    floor: float
-    why: str
-    multiple: float = MULTIPLE
+    bar: float | None = None
+    floor: float = 0.0
+    why: str = ""
 
 
 _LAST_PLACE = (
     "A last place is two roundings: a control can happen to hit the stock number where the fused one does not."
 )
+_OUTPUTS = (
+    "Calls: sums in another order turn fewer than two roundings in a thousand (3.5 where an fp32 stream takes up a "
+    "16-bit branch), a cast in the wrong place one in four; a wrong row is far off in most places."
+)
+_GRADIENTS = (
+    "Gradients of calls: where nothing was wrong they were 2.4 last places off at most, and slopes took .6 of what "
+    "chance explains."
+)
 
 # In the order in which a step computes them, which is that in which a divergence spreads.
 MEASURES: tuple[Measure, ...] = (
-    Measure("outputs", "output of a layer at the initial weights, relative distance", 2, _LAST_PLACE),
-    Measure("call_outputs", "share of a fused call's outputs that are not the stock modules' on equal inputs", 0, ""),
-    Measure("call_rows", "share of a fused call's worst row that is far off", 0, ""),
-    Measure("call_changes", "share of what a fused call was handed that it changed", 0, ""),
-    Measure("output_gradients", "gradient of a layer's output, relative distance", 2, _LAST_PLACE),
-    Measure("call_gradients", "gradient of a fused call, last places from the stock modules' on equal inputs", 0, ""),
-    Measure("call_slopes", "slope of a fused call's gradient over the stock modules', off by as many chances", 0, ""),
-    Measure("output_gradient_slopes", "slope of a layer's output gradient over stock's, less one", 2, _LAST_PLACE),
-    Measure("gradients", "gradient of a parameter in the first step, relative distance", 2, _LAST_PLACE),
-    Measure("gradient_slopes", "slope of a parameter's first gradient over stock's, less one", 2, _LAST_PLACE),
+    Measure("first_losses", "first loss", f"largest relative gap of the first {FIRST_STEPS} losses"),
+    Measure("outputs", "layers", "output of a layer at the initial weights, relative distance", None, 2, _LAST_PLACE),
+    Measure(
+        "call_outputs",
+        "calls",
+        "share of a fused call's outputs that are not the stock modules' on equal inputs",
+        bar=0.01,
+        why=_OUTPUTS,
+    ),
+    Measure("call_rows", "rows", "share of a fused call's worst row that is far off", bar=0.1, why=_OUTPUTS),
+    Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
+    Measure("output_gradients", "d layers", "gradient of a layer's output, relative distance", None, 2, _LAST_PLACE),
+    Measure(
+        "call_gradients",
+        "d calls",
+        "gradient of a fused call, last places from the stock modules' on equal inputs",
+        bar=3.0,
+        why=_GRADIENTS,
+    ),
+    Measure(
+        "call_slopes",
+        "d calls, slope",
+        "slope of a fused call's gradient over the stock modules', off by as many chances",
+        bar=2.0,
+        why=_GRADIENTS,
+    ),
+    Measure(
+        "output_gradient_slopes",
+        "d layers, slope",
+        "slope of a layer's output gradient over stock's, less one",
+        floor=2,
+        why=_LAST_PLACE,
+    ),
+    Measure(
+        "gradients",
+        "d params",
+        "gradient of a parameter in the first step, relative distance",
+        floor=2,
+        why=_LAST_PLACE,
+    ),
+    Measure(
+        "gradient_slopes",
+        "d params, slope",
+        "slope of a parameter's first gradient over stock's, less one",
+        floor=2,
+        why=_LAST_PLACE,
+    ),
     Measure(
         "loss",
+        "loss",
         "rms over steps, and the evaluation after them, of the loss's relative gap",
-        0.25,
-        "A mean over tokens, whose roundings cancel; never less than the last place of an fp32, which a loss is.",
+        floor=0.25,
+        why="Losses: a mean over tokens, whose roundings cancel; never less than the last place of an fp32, which a "
+        "loss is.",
     ),
-    Measure("gradient_norm", "median over steps of the gradient norm's relative gap", 2, _LAST_PLACE),
+    Measure(
+        "gradient_norm",
+        "grad norm",
+        "median over steps of the gradient norm's relative gap",
+        floor=2,
+        why=_LAST_PLACE,
+    ),
     Measure(
         "drifts",
+        "drift",
         "distance of a parameter at the end, relative to its drift",
-        0.5,
-        "Here a rounding is that of every weight, over the way it went: each step rounds the weights anew.",
+        floor=0.5,
+        why="Drifts: here a rounding is that of every weight, over the way it went: each step rounds the weights anew.",
     ),
 )
 BY_NAME: Mapping[str, Measure] = {measure.name: measure for measure in MEASURES}
@@ -181,8 +224,7 @@ def judge(
         calls: fused calls, compared with the stock modules.
         trains_norms: norm weights are to have moved.
     """
-    caps = NOISE_CAPS[precision]
-    if reasons := tuple(_invalid(caps, stock, controls, calls, trains_norms)):
+    if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, calls, trains_norms)):
         return Verdict("invalid", reasons, ())
     if fused is not None and not fused.finite:
         step = len(fused.losses) - 1
@@ -223,7 +265,7 @@ def _invalid(
         values = [_values(measure, control, stock) for control in controls]
         floors = noise_floor(values).values() if values else ()
         if floors and (noise := statistics.median(floors)) > cap:
-            what = describe_measure(measure)
+            what = BY_NAME[measure].what
             yield f"the controls themselves are {noise:.1e} off in the median ({what}), more than {cap:.1e}: {_NOISY}"
     for index, control in enumerate(controls):
         if _is_identical(control, stock):
@@ -231,15 +273,16 @@ def _invalid(
 
 
 def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
-    numbers = (getattr(run, measure.name, {}) for measure in MEASURES if measure.name not in _SUMMARIES)
+    numbers = (getattr(run, measure.name, {}) for measure in MEASURES if measure.name not in _OF_RUNS)
     distances = [value for each in numbers for value in each.values()]
     return run.losses == stock.losses and run.gradient_norms == stock.gradient_norms and not any(distances)
 
 
 def _call_checks(calls: CallRecord) -> Iterator[BoundCheck]:
-    for measure, bar in CALL_BARS.items():
-        values = getattr(calls, measure.removeprefix("call_"))
-        yield from (BoundCheck(measure, where, value, 0.0, bar) for where, value in values.items())
+    for measure in MEASURES:
+        if measure.bar is not None:
+            values = getattr(calls, measure.name.removeprefix("call_"))
+            yield from (BoundCheck(measure.name, where, value, 0.0, measure.bar) for where, value in values.items())
 
 
 def _checks(
@@ -250,7 +293,7 @@ def _checks(
         noise = max(max(relative_gaps(control.losses, stock.losses)[:FIRST_STEPS]) for control in controls)
         yield BoundCheck("first_losses", "", max(first), noise, max(FIRST_STEPS_BAR, MULTIPLE * noise))
     for measure in MEASURES:
-        if measure.name in CALL_BARS:
+        if measure.bar is not None or measure.name == "first_losses":
             continue
         values = _values(measure.name, fused, stock)
         floors = noise_floor([_values(measure.name, control, stock) for control in controls])
@@ -258,7 +301,7 @@ def _checks(
             noise = floors.get(where, 0.0)
             own = stock.drift_roundings.get(where, rounding) if measure.name == "drifts" else rounding
             granted = max(measure.floor * own, _LEAST.get(measure.name, 0.0))
-            yield BoundCheck(measure.name, where, value, noise, measure.multiple * noise + granted)
+            yield BoundCheck(measure.name, where, value, noise, MULTIPLE * noise + granted)
 
 
 def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -272,8 +315,8 @@ def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _values(measure: str, run: RunRecord, stock: RunRecord) -> Mapping[str, float]:
-    summary = _SUMMARIES.get(measure)
-    return {"": summary(run, stock)} if summary else getattr(run, measure)
+    of_run = _OF_RUNS.get(measure)
+    return {"": of_run(run, stock)} if of_run else getattr(run, measure)
 
 
 def _loss(run: RunRecord, stock: RunRecord) -> float:
@@ -289,7 +332,7 @@ def _gradient_norm(run: RunRecord, stock: RunRecord) -> float:
 _LEAST: Mapping[str, float] = {"loss": torch.finfo(torch.float32).eps}
 """A loss is an fp32 in every precision, and may be off by its last place."""
 
-_SUMMARIES: Mapping[str, Callable[[RunRecord, RunRecord], float]] = {
+_OF_RUNS: Mapping[str, Callable[[RunRecord, RunRecord], float]] = {
     "loss": _loss,
     "gradient_norm": _gradient_norm,
 }
@@ -306,18 +349,13 @@ def loss_band(stock: RunRecord, controls: Sequence[RunRecord]) -> list[float]:
     return [max(each) for each in zip(*gaps, strict=True)]
 
 
-def describe_measure(measure: str) -> str:
-    """A check's measure in words."""
-    return BY_NAME[measure].what if measure in BY_NAME else f"largest relative gap of the first {FIRST_STEPS} losses"
-
-
 def _reasons(failed: Sequence[BoundCheck]) -> Iterator[str]:
     for measure in dict.fromkeys(check.measure for check in failed):
         mine = [check for check in failed if check.measure == measure]
         worst = max(mine, key=lambda check: check.share)
         more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
         where = f" at {worst.where}{more}" if worst.where else ""
-        yield f"{describe_measure(measure)}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
+        yield f"{BY_NAME[measure].what}: {worst.value:.1e}{where}, bound {worst.bound:.1e}"
 
 
 def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:

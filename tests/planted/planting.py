@@ -1,6 +1,6 @@
 """Ways to plant a fault in a model that is trained, to see that the convergence suite finds it.
 
-A fault (``mutations.py`` has them) replaces the forward or the backward of an operator, what compiled code calls, or a
+A fault (``faults.py`` has them) replaces the forward or the backward of an operator, what compiled code calls, or a
 function of the fused blocks, for the length of a ``with``. Each counts the numbers that it changed, because a fault
 that changes none tests nothing.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.operator import BackwardCall, Operator
-from ..patcher import fused_block
-from ..patcher.fused_block import FusedBlock
-from ..spec import NormSpec
-from .distances import share_different
+from fused_norm.convergence.distances import share_different
+from fused_norm.kernels.operator import BackwardCall, Operator
+from fused_norm.patcher import fused_block
+from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.spec import NormSpec
 
 Results = tuple[Tensor | None, ...]
 

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.add_rms_norm import ADD_RMS_NORM
-from ..kernels.gated_rms_norm import GATED_RMS_NORM
-from ..kernels.glu import GLU
-from ..kernels.norm_add import NORM_ADD
-from ..kernels.norm_add_norm import NORM_ADD_NORM
-from ..kernels.operator import Operator
-from ..kernels.qk_norm import QK_NORM
-from ..kernels.rms_norm import RMS_NORM
-from ..kernels.rope import ROPE
-from ..spec import Casting
+from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
+from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
+from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.norm_add import NORM_ADD
+from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.operator import Operator
+from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.rope import ROPE
+from fused_norm.spec import Casting
+
 from .planting import (
     WEIGHTS,
     Backward,
@@ -35,9 +37,6 @@ from .planting import (
     left_stock,
 )
 
-SOUND = "none"
-"""Stands for no mutation: the fused twin as it is, for as many steps as those with faults. It must be green."""
-
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
 _EVERY = (*_NORMED, ROPE, GLU)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
@@ -48,22 +47,77 @@ _16_BITS = "nothing is rounded in fp32"
 
 
 @dataclass(frozen=True)
-class Mutation:
+class Fault:
     """A fault that can be planted.
 
     Attributes:
-        name: its key in ``MUTATIONS``.
+        name: its key in ``FAULTS``.
         what: is wrong, in words.
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
-        execution: of the comparisons that can show it.
+        where: what runs it: a model's ``eager`` steps, ``compile`` for compiled ones, or ``fp8`` for calls of
+            operators that write FP8 codes, which no model makes by itself.
     """
 
     name: str
     what: str
     planted: Planting
     hidden: str = ""
-    execution: str = "eager"
+    where: str = "eager"
+
+
+# ---- Faults of FP8 codes ----
+
+
+def _result_of(call: Forward) -> Tensor:
+    """The norm's result y, which is what codes are of."""
+    x, *rest = call.arguments
+    assert call.spec is not None
+    if call.operator is RMS_NORM_FP8:
+        y = RMS_NORM.forward(call.spec, x, rest[0], None, training=False)[0]
+    else:
+        residual, weight, scale = rest[:3]
+        y = ADD_RMS_NORM.forward(call.spec, x, residual, weight, None, scale, training=False)[0]
+    assert isinstance(y, Tensor)
+    return y
+
+
+def _cast_by(call: Forward, multiplier: Tensor, *, saturated: bool = True) -> list[Tensor | None]:
+    """The results, their codes made of y by this multiplier."""
+    results = call.results()
+    q = results[0]
+    assert q is not None
+    top = torch.finfo(q.dtype).max
+    scaled = _result_of(call).float() * multiplier
+    beyond = scaled.clamp(-top, top) if saturated else scaled.where(scaled.abs() <= top, torch.nan)
+    results[0] = beyond.to(q.dtype)
+    return results
+
+
+def _scales_of_columns(call: Forward) -> Sequence[Tensor | None]:
+    """Codes made by a scale for each column, read with one for each row."""
+    y = _result_of(call)
+    top = torch.finfo(torch.float8_e4m3fn).max
+    by_column = top / y.float().abs().flatten(0, -2).amax(0).clamp(min=1e-12)
+    return _cast_by(call, torch.exp2(by_column.log2().floor()))
+
+
+def _scale_of_the_first_call(call: Forward) -> Sequence[Tensor | None]:
+    scale = call.results()[1]
+    assert scale is not None
+    first = call.memory.setdefault("scale", scale.clone())
+    results = _cast_by(call, first.reciprocal())
+    results[1] = first.clone()
+    return results
+
+
+def _not_saturated(call: Forward) -> Sequence[Tensor | None]:
+    """The scale is half of what it has to be, and codes beyond the largest one are NaN."""
+    scale = call.results()[1]
+    assert scale is not None
+    results = _cast_by(call, 2 * scale.reciprocal(), saturated=False)
+    results[1] = scale / 2
+    return results
 
 
 # ---- Faults of forwards ----
@@ -246,18 +300,18 @@ def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
     return found
 
 
-def _mutations() -> Iterator[Mutation]:
+def _faults() -> Iterator[Fault]:
     def forward(
         name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Forward], Any], hidden: str = ""
-    ) -> Iterator[Mutation]:
+    ) -> Iterator[Fault]:
         for operator in operators:
-            yield Mutation(f"{operator.name}-{name}", what, in_forward(operator, wrong), hidden)
+            yield Fault(f"{operator.name}-{name}", what, in_forward(operator, wrong), hidden)
 
     def backward(
         name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Backward], Any], hidden: str = ""
-    ) -> Iterator[Mutation]:
+    ) -> Iterator[Fault]:
         for operator in operators:
-            yield Mutation(f"{operator.name}-{name}", what, in_backward(operator, wrong), hidden)
+            yield Fault(f"{operator.name}-{name}", what, in_backward(operator, wrong), hidden)
 
     yield from forward("casting", "x_hat is rounded elsewhere than stock rounds it", _NORMED, _other_casting, _16_BITS)
     yield from forward("centering", "the + 1 of gamma is missing, or one too many", _NORMED, _other_centering)
@@ -321,14 +375,22 @@ def _mutations() -> Iterator[Mutation]:
         "ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient
     )
 
+    for name, what, wrong in (
+        ("columns", "codes have the scales of columns, not of rows", _scales_of_columns),
+        ("stale", "the scale is that of the first call", _scale_of_the_first_call),
+        ("unsaturated", "values beyond the largest code become NaN", _not_saturated),
+    ):
+        for to_fp8 in (RMS_NORM_FP8, ADD_RMS_NORM_FP8):
+            yield Fault(f"{to_fp8.name}-{name}", what, in_forward(to_fp8, wrong), where="fp8")
+
     for operator in (RMS_NORM, ADD_RMS_NORM):
         what = "the gradient of a weight is 1 % too large in compiled code"
-        yield Mutation(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), execution="compile")
+        yield Fault(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), where="compile")
     silent = "runs its parts in silence"
-    yield Mutation("fallback-rotated", silent, falls_back("_qk_obstacle", "_pair_obstacle"))
-    yield Mutation("fallback-sandwich", silent, falls_back("_norm_add_norm", answer=None))
-    yield Mutation("fallback-onto", silent, falls_back("obstacle"))
-    yield Mutation("left-stock", "one block has its stock class, and the report says fused", left_stock)
+    yield Fault("fallback-rotated", silent, falls_back("_qk_obstacle", "_pair_obstacle"))
+    yield Fault("fallback-sandwich", silent, falls_back("_norm_add_norm", answer=None))
+    yield Fault("fallback-onto", silent, falls_back("obstacle"))
+    yield Fault("left-stock", "one block has its stock class, and the report says fused", left_stock)
 
 
-MUTATIONS: Mapping[str, Mutation] = MappingProxyType({mutation.name: mutation for mutation in _mutations()})
+FAULTS: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _faults()})

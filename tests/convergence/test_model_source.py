@@ -1,4 +1,4 @@
-"""A recipe builds the same model every time, ready to train, and its layers are found in order."""
+"""A source builds the same model every time, ready to train, and its layers are found in order."""
 
 import warnings
 
@@ -7,13 +7,13 @@ import torch
 from transformers import LlamaConfig
 
 from fused_norm.convergence.comparison import EXECUTIONS, Comparison
-from fused_norm.convergence.model_recipe import ModelRecipe, layers_of, set_up_execution
+from fused_norm.convergence.model_source import ModelSource, layers_of, set_up_execution
 from fused_norm.model_configs import build, tiny_config
 
 
 def test_a_model_is_the_same_every_time_and_has_no_dropout():
-    recipe = ModelRecipe("mine", LlamaConfig(**tiny_config("llama").to_diff_dict() | {"attention_dropout": 0.5}))
-    one, other = (recipe.build(seed=3, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
+    source = ModelSource("mine", LlamaConfig(**tiny_config("llama").to_diff_dict() | {"attention_dropout": 0.5}))
+    one, other = (source.build(seed=3, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
     tokens = torch.arange(12).view(1, 12)
     assert one.training
     assert torch.equal(one(tokens).logits, other(tokens).logits)
@@ -22,8 +22,8 @@ def test_a_model_is_the_same_every_time_and_has_no_dropout():
 def test_a_checkpoint_is_built_with_its_own_weights(tmp_path):
     saved = build("gemma", seed=5)
     saved.save_pretrained(tmp_path)
-    recipe = ModelRecipe("mine", saved.config, str(tmp_path))
-    model = recipe.build(seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    source = ModelSource("mine", saved.config, str(tmp_path))
+    model = source.build(seed=0, dtype=torch.float32, device=torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
 
 

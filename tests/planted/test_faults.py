@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from fused_norm import apply_fused_norm
-from fused_norm.convergence.mutations import MUTATIONS
 from fused_norm.kernels import glu, rope
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
+from fused_norm.kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8, RMS_NORM_OF_FP8
 from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.model_configs import build
+
+from .faults import FAULTS
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ SEEN = ("casting", "centering", "size", "unrounded", "residual", "scale", "dx-si
 def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault, fused):
     model, before = fused
     own = dict(vars(ADD_RMS_NORM))
-    with MUTATIONS[f"add_rms_norm-{fault}"].planted(model) as planted:
+    with FAULTS[f"add_rms_norm-{fault}"].planted(model) as planted:
         during = gradients(model)
     assert planted.calls > 0
     assert planted.share > 0.01
@@ -47,7 +50,7 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 
 def test_a_fault_that_nothing_calls_has_no_effect(fused):
     model, before = fused
-    with MUTATIONS["qk_norm-casting"].planted(model) as planted:
+    with FAULTS["qk_norm-casting"].planted(model) as planted:
         during = gradients(model)
     assert planted.calls == 0
     assert all(torch.equal(during[key], before[key]) for key in before)
@@ -55,14 +58,40 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in OPERATORS.values():
-        if not operator.gradients or operator.outputs[0] == "q":  # no patched model calls it as an operator of its own
+        if not operator.gradients:  # makes again what another operator has made
             continue
-        mine = {name.removeprefix(f"{operator.name}-") for name in MUTATIONS if name.startswith(f"{operator.name}-")}
+        if operator.outputs[0] == "q":  # the norm in it, and its backward, are those of another operator
+            assert operator is RMS_NORM_OF_FP8 or {f"{operator.name}-{fault}" for fault in OF_CODES} <= set(FAULTS)
+            continue
+        mine = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
         assert {"size", "last-row", "nan", "no-grad", "shape", "in-place"} <= mine
         assert not operator.has_norm or {"casting", "centering", "eps"} <= mine
         if type(operator).backward is not Operator.backward:
             assert {"dx-size", "dx-cut", "ds-in-place"} <= mine
             assert not operator.has_norm or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
+
+
+OF_CODES = ("columns", "stale", "unsaturated")
+
+
+@pytest.mark.parametrize("operator", [RMS_NORM_FP8, ADD_RMS_NORM_FP8], ids=lambda operator: operator.name)
+@pytest.mark.parametrize("fault", OF_CODES)
+def test_faults_of_codes_show_while_they_are_planted(fault, operator):
+    recipe = "rowwise" if fault == "columns" else "tensorwise"
+    x, residual = torch.randn(2, 3, 8, 32).bfloat16()
+    weight = torch.rand(32).bfloat16()
+
+    def results(scale):
+        if operator is RMS_NORM_FP8:
+            return dequantize(rms_norm_fp8(x * scale, weight, recipe=recipe))
+        return dequantize(add_rms_norm_fp8(x * scale, residual, weight, recipe=recipe)[0])
+
+    before = [results(1.0), results(x.new_tensor(3.0))]
+    with FAULTS[f"{operator.name}-{fault}"].planted(torch.nn.Module()) as planted:
+        during = [results(1.0), results(x.new_tensor(3.0))]
+    assert planted.calls == 2
+    assert any(not torch.equal(*pair) for pair in zip(before, during, strict=True))
+    assert torch.equal(results(1.0), before[0])
 
 
 def _rotated(x):
@@ -74,7 +103,7 @@ def _gated(x):
     return torch.cat((glu(x, x.flip(-1)), glu(torch.cat((2 * x, x.flip(-1)), dim=-1), None, "gelu")))
 
 
-OF_ROTATIONS_AND_GATES = [name for name in MUTATIONS if name.partition("-")[0] in ("rope", "glu")]
+OF_ROTATIONS_AND_GATES = [name for name in FAULTS if name.partition("-")[0] in ("rope", "glu")]
 SOME = ("rope-back", "rope-half", "glu-swapped", "glu-unrounded")
 
 
@@ -99,11 +128,11 @@ def test_faults_of_rotations_and_gates_show_while_they_are_planted(name, dtype):
         return [one.nan_to_num(1e4) for one in (*silent, y.detach(), dx, given.detach(), handed)]
 
     before = results()
-    with MUTATIONS[name].planted(torch.nn.Module()) as planted:
+    with FAULTS[name].planted(torch.nn.Module()) as planted:
         during = results()
     assert planted.calls > 0
     changed = [not torch.equal(*pair) for pair in zip(before, during, strict=True)]
-    hidden = MUTATIONS[name].hidden and dtype == torch.float32
+    hidden = FAULTS[name].hidden and dtype == torch.float32
     assert any(changed) != bool(hidden)
     assert (planted.share > 0) != bool(hidden)
     assert all(map(torch.equal, results(), before))

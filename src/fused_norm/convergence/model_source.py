@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelRecipe:
+class ModelSource:
     """A family's small model, or one of the user's.
 
     Attributes:
@@ -32,7 +32,7 @@ class ModelRecipe:
     weights: str | None = None
 
     @classmethod
-    def of_family(cls, model_type: str, overrides: Mapping[str, Any]) -> ModelRecipe:
+    def of_family(cls, model_type: str, overrides: Mapping[str, Any]) -> ModelSource:
         """The small model of a family in ``model_configs``, with other sizes where ``overrides`` has them."""
         return cls(model_type, model_configs.tiny_config(model_type, **overrides))
 

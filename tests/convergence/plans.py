@@ -1,0 +1,29 @@
+"""A plan on tiny models, which is run in a few seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fused_norm.convergence.model_source import ModelSource
+from fused_norm.convergence.plan import Plan
+from fused_norm.convergence.text_sequences import pack, read_files, standard_library, training_order, varied
+from fused_norm.convergence.tiers import TIERS
+
+
+def tiny_plan(comparisons, **changes):
+    """Two steps and three controls of each family that is compared."""
+    settings = TIERS["quick"].settings
+    options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
+    settings = dataclasses.replace(settings, options=options, controls=3)
+    packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
+    plan = Plan(
+        comparisons=tuple(comparisons),
+        sources={each.model: ModelSource.of_family(each.model, {}) for each in comparisons},
+        settings=settings,
+        sequences=lambda comparison: training_order(packed, count=8, seed=comparison.seed),
+        facts={"data": 1},
+        cpu=not torch.cuda.is_available(),
+    )
+    return dataclasses.replace(plan, **changes)
