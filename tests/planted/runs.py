@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
+from fused_norm.cli.common import interpret_without_gpu
+from fused_norm.cli.converge_command import plan_for, tier_for
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.fused_calls import FusedCall
 from fused_norm.convergence.plan import Plan
@@ -22,6 +25,9 @@ from .faults import FAULTS, Fault
 from .planting import PlantedFault
 
 Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
+
+_TOGETHER = 24
+"""Faults that share one stock run and its controls."""
 
 SOUND = "none"
 """Stands for the fused twin without a fault."""
@@ -94,3 +100,24 @@ def _run_fault(baseline: Baseline, comparison: Comparison, fault: Fault) -> Faul
 def _is_caught(result: ComparisonResult) -> bool:
     """Return whether the verdict is red, or sites ran stock code, which makes it invalid."""
     return result.verdict.status == "red" or bool(result.calls and result.calls.not_seen)
+
+
+def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
+    """The comparisons that a command line asks for, with the faults that are planted in each, a few at a time."""
+    found = []
+    for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
+        for where in ("eager", "compile"):
+            names = [name for name, fault in FAULTS.items() if fault.where == where]
+            comparison = replace(baseline, execution=where)
+            found += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
+    return found
+
+
+def run_task(args: argparse.Namespace, comparison: Comparison, names: Sequence[str]) -> list[FaultResult]:
+    """``run_faults`` for the plan of a command line, in a process that has only that."""
+    return list(run_faults(_plan(args), comparison, names))
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    device = interpret_without_gpu(args.device)
+    return plan_for(args, tier_for(args, device), device)
