@@ -77,16 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="processes that precompile, 0 for none (default: cores)")
     parser.add_argument("--no-profiler", action="store_true", help="time by CUDA graphs alone, which is quicker")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, also on a CPU; the times mean nothing")
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--plot", type=Path, metavar="RESULTS", help="tables and charts from the results.json of a run")
-    other.add_argument("--tune", action="store_true", help="measure launch plans instead and write the best")
-    parser.add_argument("--widths", type=_names, metavar="NUMBERS", help="row lengths to tune (default: those of rows)")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="tables and charts from the results.json of a run")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print; 0 unless a fused result was wrong or failed, else 1."""
-    if args.widths and not args.tune:
-        raise UsageError("--widths belongs to --tune; what is measured otherwise is chosen by --rows")
     if args.shapes and (args.rows or args.part not in ("kernels", "modes")):
         raise UsageError("--shapes belongs to `bench kernels` and `bench modes`, instead of --rows")
     if args.plot:
@@ -114,8 +109,6 @@ def run(args: argparse.Namespace) -> int:
         args.quick,
     )
     with writing_to(args.out):
-        if args.tune:
-            return _tune(benchmark_run, args)
         measurements = _measurements(benchmark_run, args)
         benchmark_run.measure_copy()
         facts["clocks at first"] = clocks()
@@ -247,30 +240,6 @@ def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> li
         if name not in every:
             raise UsageError(f"no {what} {name!r}; there are {', '.join(every)}")
     return [value for name, value in every.items() if names is None or name in names]
-
-
-def _tune(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> int:
-    from fused_norm.kernels import plan_files, plans
-    from fused_norm.kernels.triton.devices import facts_of, name_of, planned_by
-
-    from . import tune
-
-    if args.widths and not all(width.isdecimal() and int(width) for width in args.widths):
-        raise UsageError(f"--widths takes numbers from 1 on, not {','.join(args.widths)}")
-    widths = [int(width) for width in args.widths] if args.widths else None
-    found = tune.tune(benchmark_run, widths, _jobs(args))
-    text = "\n".join([tune.table(found), *(f"left out: {line}" for line in benchmark_run.results.left_out)])
-    folder, device = benchmark_run.path.parent, benchmark_run.device
-    (folder / "plans.txt").write_text(text + "\n", encoding="utf-8")
-    print(text)
-    path = folder / plan_files.file_name(name_of(device)[0])
-    path.write_text(tune.plan_file(found, device), encoding="utf-8")
-    with planned_by(plans.BUILT_IN):  # whatever file is in force
-        plan_files.load(path, facts_of(device))
-    kept = sum(one.kept for one in found)
-    print(f"\n{path}: the {kept} rows that are at least {tune.FASTER} times as fast as the rules")
-    print(f"to use it, move it to {plan_files.user_folder()}, or set {plan_files.VARIABLE} to its path")
-    return 0
 
 
 def _jobs(args: argparse.Namespace) -> int:

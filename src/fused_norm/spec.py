@@ -16,10 +16,6 @@ class FusedNormError(RuntimeError):
     """A model that cannot be patched as asked; it is left as it was."""
 
 
-class PlanFileError(ValueError):
-    """A file of launch plans that a device cannot take; the message names the file, the row and the way out."""
-
-
 @dataclass(frozen=True)
 class NormSpec:
     """The meaning of one RMSNorm: two norms with equal specs are interchangeable.

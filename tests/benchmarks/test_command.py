@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from benchmarks import command as bench
-from benchmarks import features, model_variants, models, operator_timings, providers, tune
+from benchmarks import features, model_variants, models, operator_timings, providers
 from benchmarks.command import main
 from benchmarks.results import Results
-from fused_norm import cli
-from fused_norm.cli.env_command import plan_tables
-from fused_norm.kernels import plan_files
-from fused_norm.kernels.triton.devices import facts_of
 
 
 def test_a_list_without_names_is_bad_input(capsys):
@@ -45,25 +41,18 @@ def test_without_a_gpu_nothing_is_timed(without_gpu, tmp_path, capsys):
         (["--variants", "eager"], "no variant 'eager'"),
         (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
         (["kernels", "--rows", "norm *,conv *"], "--rows 'conv *' matches none of: norm"),
-        (["--widths", "128"], "--widths belongs to --tune"),
         (["--shapes", "norm 8x64"], "--shapes belongs to `bench kernels` and `bench modes`"),
         (["kernels", "--shapes", "norm 8x64", "--rows", "norm *"], "--shapes belongs to"),
         (["kernels", "--shapes", "conv 8x64"], "--shapes: 'conv 8x64' is no operator and shape"),
         (["modes", "--shapes", "add 8x64"], "--shapes 'add 8x64': modes are compared on norm and gemma"),
-        (["--tune", "--widths", "64,12x"], "--widths takes numbers from 1 on, not 64,12x"),
         (["--out", "{}/file/below"], "/file/below: this folder cannot be made (Not a directory)"),
-        (
-            ["--tune", "--budget-seconds", "0", "--out", "{}/taken"],
-            "/taken/plans.txt cannot be written (Is a directory)",
-        ),
         (["kernels", "--rows", "norm 8x64", "--out", "{}/taken"], "/taken/results.json cannot be written"),
         (["--plot", "{}/none.json"], "/none.json cannot be read (No such file or directory)"),
     ],
 )
 def test_what_there_is_not_is_named(arguments, what, tmp_path, capsys):
     (tmp_path / "file").touch()
-    for name in ("results.json", "plans.txt"):
-        (tmp_path / "taken" / name).mkdir(parents=True)
+    (tmp_path / "taken" / "results.json").mkdir(parents=True)
     arguments = [argument.format(tmp_path) for argument in arguments]
     assert main(["--quick", "--out", str(tmp_path), *arguments]) == 2
     assert what in capsys.readouterr().err
@@ -178,31 +167,6 @@ def test_any_shape_can_be_measured(tmp_path, monkeypatch):
         assert main([part, "--quick", "--shapes", shapes, "--out", str(tmp_path)]) == 0
     assert [case.name for case in asked] == ["add 3x40", "qk 2x(3+1)x8", "gemma 3x40"]
     assert [case.backward for case in asked] == [True, True, False]
-
-
-def test_tuning_writes_a_file_that_a_device_takes_from_where_it_is_told_to(tmp_path, capsys, monkeypatch):
-    (task, *_) = tune.tasks_for([24], quick=True)
-    monkeypatch.setattr(tune, "tasks_for", lambda widths, quick: [task])
-    monkeypatch.setattr(tune.Tuned, "kept", True)
-    assert main(["--tune", "--quick", "--widths", "24", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "norm_backward 24" in printed
-    assert printed.startswith((tmp_path / "plans.txt").read_text())
-    path = next(tmp_path.glob("*.toml"))
-    assert str(path) in printed
-    assert f"move it to {plan_files.user_folder()}, or set FUSED_NORM_PLANS to its path" in printed
-    monkeypatch.setenv("FUSED_NORM_PLANS", str(path))
-    taken = plan_tables()
-    assert len(taken) == max(1, torch.cuda.device_count())
-    (said, *_) = taken.values()
-    assert said.endswith(f"named by FUSED_NORM_PLANS, measured on this device ({path})")
-    path.write_text(path.read_text().replace("stages = ", "stage = "))
-    (said, *_) = plan_tables().values()
-    assert said.startswith(f"none: {path}: row 1 of [[norm_backward]]: there is no field 'stage'")
-    facts_of.cache_clear()
-    assert main(["--tune", "--quick", "--budget-seconds", "0", "--out", str(tmp_path / "again")]) == 0
-    assert cli.main(["env", "--plans", "24"]) == 2
-    assert "row 1 of [[norm_backward]]" in capsys.readouterr().err
 
 
 def test_the_options_are_kept_with_the_results(tmp_path):

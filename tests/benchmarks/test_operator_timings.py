@@ -15,7 +15,7 @@ from benchmarks.providers import FUSED, FUSED_MODES, PROVIDERS, Provider
 from benchmarks.results import Results
 from benchmarks.timing import Timing
 from fused_norm.kernels.plans import backward_plan
-from fused_norm.kernels.triton.devices import facts_of
+from fused_norm.kernels.triton.devices import device_facts
 
 CASE = OperatorCase("norm", 8, 64)
 STOCK = PROVIDERS["stock"]
@@ -194,7 +194,7 @@ def test_memory_is_what_is_kept_and_what_is_summed(run):
     operator = FUSED.build(case)
     with torch.no_grad():
         assert operator_timings.extra_memory(operator, "forward", inputs, run.device) == 0
-    plan = backward_plan(width, 6, facts_of(run.device))
+    plan = backward_plan(width, 6, device_facts(run.device))
     shares = min(plan.programs, rows // plan.rows)
     extra = operator_timings.extra_memory(operator, "backward", inputs, run.device)
     assert extra == 4 * rows + 4 * width * shares

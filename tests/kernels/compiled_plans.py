@@ -1,7 +1,6 @@
 """Compile what plan tables say for an H100, without one; a script, because tests run interpreted.
 
-Takes plan files, or none for the rules. Prints a line for each kernel with its shared memory and the bytes that ptxas
-spills; ends with 1 where a kernel does not fit.
+Prints a line for each kernel with its shared memory and the bytes that it spills; ends with 1 where one does not fit.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import torch
 import triton
 from compile_for_h100 import compiled
 
-from fused_norm.kernels import plan_files
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.operator import BackwardCall, Operator, norm_spec
-from fused_norm.kernels.plans import BUILT_IN, WIDEST_GATED, WIDEST_SANDWICH_BACKWARD, Device, PlanTable
+from fused_norm.kernels.plans import TABLES, WIDEST_GATED, WIDEST_SANDWICH_BACKWARD, Device
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
@@ -91,17 +89,16 @@ def calls(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "rope once", both(ROPE, q, k, angle.float(), angle.float(), 2, True)
 
 
-def main(names: list[str]) -> int:
-    """Compile the tables of files, or the rules; return the exit status."""
+def main() -> int:
+    """Compile the rules and the rows of all tables; return the exit status."""
     devices._hardware_of = lambda device: H100
-    tables: list[PlanTable] = [plan_files.load(Path(name), H100) for name in names] or [BUILT_IN]
     status = 0
-    for table in tables:
-        tuned = {width for rows in table.rows.values() for width in rows if width is not None}
+    for table in TABLES:
+        tuned = {rule.widest for rules in table.rows.values() for rule in rules}
         for width in sorted(tuned) or WIDTHS:
             for name, call in calls(width):
                 compiler = Compiler()
-                with devices.planned_by(table), launches.by(compiler):
+                with devices.use_plans(table), launches.by(compiler):
                     call()
                 for kernel, shared, spilled in compiler.found:
                     fits = shared <= H100.shared_memory and spilled <= SPILLED
@@ -112,4 +109,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from fused_norm.kernels.plans import Device
-from fused_norm.kernels.triton.devices import INTERPRETED, facts_of, runs_kernels_on
+from fused_norm.kernels.triton.devices import INTERPRETED, device_facts, runs_kernels_on
 
 
 def test_kernels_run_on_gpus_and_meta_and_interpreted_cpu_tensors() -> None:
@@ -21,12 +21,12 @@ def test_kernels_run_on_gpus_and_meta_and_interpreted_cpu_tensors() -> None:
 
 
 def test_facts_of_the_cpu() -> None:
-    assert facts_of(torch.device("cpu")) == Device(processors=4)
+    assert device_facts(torch.device("cpu")) == Device(processors=4)
 
 
 @pytest.mark.gpu
 def test_facts_of_the_gpu() -> None:
-    facts = facts_of(torch.device("cuda", 0))
+    facts = device_facts(torch.device("cuda", 0))
     properties = torch.cuda.get_device_properties(0)
     assert facts.processors == properties.multi_processor_count
     assert facts.warp_size == 32

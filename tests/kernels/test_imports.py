@@ -13,7 +13,6 @@ LAYERS = (
     "kernels.observation",
     "kernels.sharded",
     "kernels.plans",
-    "kernels.plan_files",
     "kernels.triton",
     "kernels.reference",
     "kernels.arguments",

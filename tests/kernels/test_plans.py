@@ -11,6 +11,8 @@ import pytest
 
 from fused_norm.kernels.plans import (
     MODES,
+    RULES,
+    TABLES,
     WIDEST_BACKWARD,
     WIDEST_FORWARD,
     WIDEST_GATED,
@@ -21,6 +23,8 @@ from fused_norm.kernels.plans import (
     ForwardPlan,
     HeadsTile,
     Mode,
+    PlanTable,
+    Rule,
     backward_plan,
     forward_plan,
     gated_backward_plan,
@@ -31,6 +35,7 @@ from fused_norm.kernels.plans import (
     next_power_of_2,
     sandwich_backward_plan,
     sandwich_forward_plan,
+    table_of,
 )
 
 from .numerics import WIDE, WIDTHS
@@ -211,3 +216,34 @@ def test_a_mode_asked_for_is_the_mode_planned_or_a_clear_error(mode: Mode) -> No
 def test_an_unknown_mode_is_an_error() -> None:
     with pytest.raises(ValueError, match="mode must be one of static_persistent, multi_wave_cached, multi_wave_reload"):
         forward_plan(80, H200, "static")
+
+
+def test_rows_of_tables_are_those_of_sections_that_exist() -> None:
+    for table in TABLES:
+        for section, rules in table.rows.items():
+            assert section in RULES
+            assert len({rule.widest for rule in rules}) == len(rules)
+
+
+@pytest.mark.parametrize("table", [table for table in TABLES if table.rows], ids=lambda table: table.device)
+def test_a_row_of_a_table_goes_before_the_rules_at_its_width_alone(table: PlanTable) -> None:
+    device = replace(H200, table=table)
+    (rule, *_) = table.rows["norm_backward"]
+    plan = backward_plan(rule.widest, 6, device)
+    assert (plan.rows * plan.block, plan.warps) == (rule.elements, rule.warps)
+    assert plan != backward_plan(rule.widest, 6, H200)
+    assert backward_plan(rule.widest + 1, 6, device) == backward_plan(rule.widest + 1, 6, H200)
+
+
+def test_a_measured_forward_is_that_of_norms_with_adds_too() -> None:
+    device = replace(H200, table=PlanTable("", "", "", {"forward": (Rule(1152, 4096, 8),)}))
+    assert sandwich_forward_plan(1152, device) == forward_plan(1152, device)
+    assert sandwich_forward_plan(1152, device).warps == 8
+
+
+def test_a_device_takes_its_own_table_or_the_rules() -> None:
+    for table in TABLES:
+        assert table_of(table.device, table.capability) == (table, "measured on this device")
+    assert table_of("NVIDIA GH200 480GB", "9.0")[0] is TABLES[0]
+    assert "same architecture (9.0)" in table_of("NVIDIA GH200 480GB", "9.0")[1]
+    assert "nothing was measured" in table_of("cpu", "")[1]

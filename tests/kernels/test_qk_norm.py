@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 from fused_norm.kernels import qk_norm, qk_norm_rope
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import qk_launch
-from fused_norm.kernels.triton.devices import facts_of
+from fused_norm.kernels.triton.devices import device_facts
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.spec import NormSpec
@@ -446,7 +446,7 @@ def test_one_launch_each_way_and_one_more_for_both_sums(
 @pytest.mark.parametrize("heads", [LLAMA, pytest.param(replace(ROPE, rotary=256), marks=pytest.mark.slow)], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
     """More tiles than programs on both sides, and repeats that agree to the last bit."""
-    tokens = 3 * facts_of(torch.device(device)).processors
+    tokens = 3 * device_facts(torch.device(device)).processors
     inputs = make_inputs(heads, 256, device, 1, q_heads=8, k_heads=3, tokens=tokens)
     first = assert_within_budget(heads, inputs)
     for frozen in ((), ("q_weight",), ("k_weight",)):
@@ -516,7 +516,7 @@ def test_nan_stays_in_its_head(device: str) -> None:
 
 @pytest.mark.parametrize("far", ["q", "k", "cos", "sin", None])
 def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qk_launch, "facts_of", lambda _: Device())
+    monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device())
     step = {name: 2**30 if name == far else 8 for name in ("q", "k", "cos", "sin")}
     q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
     cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))

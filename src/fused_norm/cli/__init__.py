@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..spec import FusedNormError, PlanFileError
+from ..spec import FusedNormError
 
 _COMMANDS = {
     "inspect": "what would be fused in a model, and why not: no weights, no GPU",
@@ -77,6 +77,6 @@ def parse_and_run(command: Any, program: str, description: str, argv: Sequence[s
     try:
         code: int = command.run(args)
         return code
-    except (UsageError, FusedNormError, PlanFileError) as error:
+    except (UsageError, FusedNormError) as error:
         print(f"{program}: {as_flags(str(error))}", file=sys.stderr)
         return 2

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-from ..spec import PlanFileError
 from .common import UsageError, positive
 
 if TYPE_CHECKING:
@@ -38,15 +37,14 @@ def plans_of(width: int) -> dict[str, str]:
     """The launch plans of the first device for bf16 rows of a width, by operator; heads are 32 and 8.
 
     Raises:
-        PlanFileError: the device cannot take its file of plans.
         UsageError: there is no Triton.
     """
     if not importlib.util.find_spec("triton"):
         raise UsageError("--plans: kernels need Triton, which is not installed")
     from ..kernels import plans
-    from ..kernels.triton.devices import facts_of
+    from ..kernels.triton.devices import device_facts
 
-    device = facts_of(_devices()[0])
+    device = device_facts(_devices()[0])
     found: dict[str, object] = {
         "(add +) norm": plans.forward_plan(width, device),
         "norm backward": plans.backward_plan(width, 6, device),
@@ -60,24 +58,21 @@ def plans_of(width: int) -> dict[str, str]:
         for name, rotary in (("qk norm", 0), ("qk norm + RoPE", width)):
             found[name] = plans.heads_forward_plan(32, 8, width, rotary, device)
             found[f"{name} backward"] = plans.heads_backward_plan(32, 8, width, rotary, 4, 4, device)
-        found["RoPE"] = plans.heads_forward_plan(32, 8, width, width, device, normed=False)
+        found["RoPE"] = plans.heads_forward_plan(32, 8, width, width, device)
     return {name: str(plan) for name, plan in found.items()} | plan_tables()
 
 
 def plan_tables() -> dict[str, str]:
-    """Whose launch plans each device takes, and why, or why it can take none."""
+    """Which device's launch plans each device here takes, and why."""
     if not importlib.util.find_spec("triton"):
         return {}
-    from ..kernels.triton.devices import chosen_table
+    from ..kernels.plans import table_of
+    from ..kernels.triton.devices import name_of
 
     found = {}
     for device in _devices():
-        try:
-            chosen = chosen_table(device)
-            place = "" if chosen.path is None else f" ({chosen.path})"
-            found[f"plans on {device}"] = f"{chosen.table.provenance}; {chosen.why}{place}"
-        except PlanFileError as error:
-            found[f"plans on {device}"] = f"none: {error}"
+        table, why = table_of(*name_of(device))
+        found[f"plans on {device}"] = f"{table.device}, {table.measured}; {why}"
     return found
 
 

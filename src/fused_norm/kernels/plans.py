@@ -1,9 +1,8 @@
 """Launch plans: pure functions from a row's width and bytes and the facts of a device to the way to launch a kernel.
 
-Nothing here depends on the number of rows except the size of a grid, so one compilation serves every batch, and a row's
-result does not depend on the rows beside it. The tables of rules, and the reasons beside them, were measured on the
-device of ``BUILT_IN``, in bf16, on data larger than its L2. The ``PlanTable`` of another device goes before them, at
-widths that were measured there.
+The number of rows decides the size of a grid alone, so one compilation serves every batch, and a row's result does not
+depend on the rows beside it. ``RULES`` has a plan for every width; they were measured on an NVIDIA H200, in bf16, on
+data larger than its L2, and the reasons stand beside them. ``TABLES`` has what was measured on other devices.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 Mode = Literal["static_persistent", "multi_wave_cached", "multi_wave_reload"]
 """The ways of a forward through its rows: a grid of one wave strides over them (``static_persistent``); each program
@@ -39,106 +38,25 @@ _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
 
 
-Section = Literal[
-    "forward",
-    "norm_backward",
-    "add_backward",
-    "sandwich_backward",
-    "heads_forward",
-    "qk_backward",
-    "qk_rope_backward",
-    "rope",
-    "glu_forward",
-    "glu_backward",
-]
-"""The parts of a plan table. All forwards that sum hidden rows share ``forward``, and those of heads ``heads_forward``:
-so a norm gives the same bits by itself and fused with what is around it, whatever a table says."""
-
-SECTIONS: tuple[Section, ...] = get_args(Section)
-
-
 @dataclass(frozen=True)
-class Provenance:
-    """Where, with what and when plans were measured.
+class Rule:
+    """How to launch one kernel on rows that are no wider than ``widest``.
 
     Attributes:
-        device: as its driver names it.
-        capability: of its architecture; empty where devices have none.
-        fused_norm: the version of this package, and so on.
-        torch: as above.
-        triton: as above.
-        date: of the day, year first.
-    """
-
-    device: str
-    capability: str
-    fused_norm: str
-    torch: str
-    triton: str
-    date: str
-
-    def __str__(self) -> str:
-        return f"{self.device}, fused_norm {self.fused_norm}, torch {self.torch}, triton {self.triton}, {self.date}"
-
-
-@dataclass(frozen=True, eq=False)
-class PlanTable:
-    """Plans measured on one kind of device; widths that it does not have follow the rules below.
-
-    Attributes:
-        provenance: of the measurements.
-        rows: by section and width: ``ForwardPlan`` in ``forward``, ``BackwardPlan`` in the next three, ``HeadsSize`` in
-            those of heads, and ``GluSize`` in the last two, whose width is None.
-    """
-
-    provenance: Provenance
-    rows: Mapping[Section, Mapping[int | None, Any]] = field(default_factory=dict)
-
-    def row(self, section: Section, width: int | None) -> Any:
-        """The row for a width, or None."""
-        return self.rows.get(section, {}).get(width)
-
-
-BUILT_IN = PlanTable(Provenance("NVIDIA H200", "9.0", "0.1.0", "2.11.0", "3.6.0", "2026-11-20"))
-"""No rows: the rules below are the plans of this device."""
-
-
-@dataclass(frozen=True)
-class ForwardRule:
-    """A row of a table: the forward's plan for widths up to its own that no row above it has.
-
-    Attributes:
-        widest: the last width of the row.
+        widest: the last width that this rule is for, in elements; rules of a section are tried in their order.
         elements: of a tile, which has one row at least; of a chunk, where rows are read in chunks.
         warps: of a program, of 32 lanes.
-        why: as measured, beside what was tried.
+        programs: on each processor, where a backward's programs stride over tiles.
+        stages: tiles in flight in such a backward, the one computed included.
+        reload: read the weight again for every tile instead of keeping it in registers.
+        tail: columns in a second piece of each tile (see ``BackwardPlan``).
+        why: what was measured, beside what else was tried.
     """
 
     widest: int
     elements: int
     warps: int
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class BackwardRule:
-    """A row of a table: the backward's plan, as ``ForwardRule`` has the forward's.
-
-    Attributes:
-        widest: the last width of the row.
-        elements: of a tile, which has one row at least.
-        warps: of a program, of 32 lanes.
-        programs: on each processor.
-        stages: as in ``BackwardPlan``, and so are reload and tail.
-        reload: as above.
-        tail: as above.
-        why: as measured, beside what was tried.
-    """
-
-    widest: int
-    elements: int
-    warps: int
-    programs: int
+    programs: int = 0
     stages: int = 3
     reload: bool = False
     tail: int = 0
@@ -148,83 +66,165 @@ class BackwardRule:
 _ANY = 2**62
 """Wider than any row."""
 
-_FORWARD = (
-    ForwardRule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
-    ForwardRule(1024, 2048, 2),
-    ForwardRule(5120, 2048, 4, why="8 warps at 2560 and 5120 wide: up to 3 % slower, FP8 15 % and more"),
-    ForwardRule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower where codes are written"),
-    ForwardRule(16384, 2048, 16),
-    ForwardRule(WIDEST_FORWARD, 2048, 32),
-)
-_CHUNKED_FORWARD = (
-    ForwardRule(8192, 16384, 8),
-    ForwardRule(32768, 16384, 16),
-    ForwardRule(_ANY, 32768, 32, why="less is read twice: 12 % over 16384 at 65536 wide, and that has 9 % over 8192"),
-)
-_SANDWICH_FORWARD = (
-    ForwardRule(512, 2048, 4),
-    ForwardRule(1024, 2048, 2),
-    ForwardRule(2048, 2048, 2, why="32 elements a lane: .95 of a copy's bandwidth at 1152 wide, with half as many .94"),
-    ForwardRule(4096, 2048, 4, why="the same: .91 at 2560 and .93 at 3840 wide, with half as many .89 and .94"),
-    ForwardRule(8192, 2048, 8, why="the same: .94 at 5376 wide"),
-    ForwardRule(WIDEST_SANDWICH_FORWARD, 2048, 16),
-)
-_NORM_BACKWARD = (
-    BackwardRule(512, 4096, 4, 2, why="32 elements a lane, as many for dw; 4 and 13 % faster than 16 at x128 and x256"),
-    BackwardRule(1024, 4096, 4, 2),
-    BackwardRule(2048, 4096, 4, 2, why="two rows a tile hide the reduction's latency"),
-    BackwardRule(3072, 4096, 4, 3, why="at 2560 a third program makes up for the unused lanes, 8 % over two"),
-    BackwardRule(4096, 4096, 4, 2, reload=True, why="5 % faster than weights in registers at 32768x4096"),
-    BackwardRule(5120, 4096, 4, 2, reload=True, tail=1024, why="two pieces leave room for a second program: 8 %"),
-    BackwardRule(6144, 4096, 8, 2, reload=True, tail=2048, why="the same: 7 % at 5376, none at 6144"),
-    BackwardRule(8192, 4096, 8, 1, why="one program fills a processor with the weight in registers"),
-    BackwardRule(12288, 4096, 16, 1, why="the unused lanes leave room for more rows in flight: 6 % at 4096x12288"),
-    BackwardRule(WIDEST_BACKWARD, 4096, 16, 1, stages=1, reload=True),
-)
-_ADD_BACKWARD = (
-    BackwardRule(512, 4096, 4, 2),
-    BackwardRule(1024, 4096, 4, 2),
-    BackwardRule(2048, 2048, 4, 2, why="the residual's gradient hides as much as a second row would, 1 % apart"),
-    BackwardRule(4096, 4096, 4, 2),
-    BackwardRule(8192, 4096, 8, 1, why="with a residual's gradient enough is in flight without a second piece"),
-    BackwardRule(WIDEST_BACKWARD, 4096, 32, 1, stages=1, reload=True),
-)
-_SANDWICH_BACKWARD = (
-    # Rows of 1024 and less were not measured; compiled for sm_90 they spill up to 44 bytes.
-    BackwardRule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile .75 to .91"),
-    BackwardRule(3072, 4096, 4, 2, reload=True, why="two accumulators, 32 elements a lane, 250 registers: .88 at 2560"),
-    # From 3840 wide on one program keeps enough in flight.
-    BackwardRule(4096, 4096, 4, 1, why="it has room for the weights in registers: .94, two of eight warps .84"),
-    BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 a lane, 128 registers: .94 at 5376 wide"),
-)
-_FP32_SANDWICH_BACKWARD = (
-    BackwardRule(2048, 4096, 4, 2, reload=True),
-    BackwardRule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
-    BackwardRule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
-)
-_GATED_FORWARD = (
-    ForwardRule(4096, 2048, 4, why=".95 and more of a copy's bandwidth; in 2 warps the same or up to 3 % slower"),
-    ForwardRule(WIDEST_GATED, 2048, 8, why="as many elements a lane: .87 to .91 at 8192, twice as many .79 to .83"),
-)
-_GATED_BACKWARD = (
-    BackwardRule(512, 2048, 4, 3, why="twice as many elements a lane are 4 to 24 % slower at 128 wide"),
-    BackwardRule(1024, 4096, 4, 2, why="half as many elements a lane are 12 % slower"),
-    BackwardRule(2048, 2048, 4, 3, why="reading the weight again is up to 8 % slower"),
-    BackwardRule(
-        WIDEST_GATED,
-        4096,
-        16,
-        1,
-        why="8 warps: to 8 % slower; two such at 4096: 11 % faster or 8 % slower, by order",
+RULES: dict[str, tuple[Rule, ...]] = {
+    "forward": (
+        Rule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
+        Rule(1024, 2048, 2),
+        Rule(5120, 2048, 4, why="8 warps at 2560 and 5120 wide: up to 3 % slower, FP8 15 % and more"),
+        Rule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower where codes are written"),
+        Rule(16384, 2048, 16),
+        Rule(WIDEST_FORWARD, 2048, 32),
     ),
+    "chunked_forward": (
+        Rule(8192, 16384, 8),
+        Rule(32768, 16384, 16),
+        Rule(_ANY, 32768, 32, why="less is read twice: 12 % over 16384 at 65536 wide, and that has 9 % over 8192"),
+    ),
+    "sandwich_forward": (
+        Rule(512, 2048, 4),
+        Rule(1024, 2048, 2),
+        Rule(2048, 2048, 2, why="32 elements a lane: .95 of a copy's bandwidth at 1152 wide, with half as many .94"),
+        Rule(4096, 2048, 4, why="the same: .91 at 2560 and .93 at 3840 wide, with half as many .89 and .94"),
+        Rule(8192, 2048, 8, why="the same: .94 at 5376 wide"),
+        Rule(WIDEST_SANDWICH_FORWARD, 2048, 16),
+    ),
+    "norm_backward": (
+        Rule(512, 4096, 4, 2, why="32 elements a lane, as many for dw; 4 and 13 % faster than 16 at x128 and x256"),
+        Rule(1024, 4096, 4, 2),
+        Rule(2048, 4096, 4, 2, why="two rows a tile hide the reduction's latency"),
+        Rule(3072, 4096, 4, 3, why="at 2560 a third program makes up for the unused lanes, 8 % over two"),
+        Rule(4096, 4096, 4, 2, reload=True, why="5 % faster than weights in registers at 32768x4096"),
+        Rule(5120, 4096, 4, 2, reload=True, tail=1024, why="two pieces leave room for a second program: 8 %"),
+        Rule(6144, 4096, 8, 2, reload=True, tail=2048, why="the same: 7 % at 5376, none at 6144"),
+        Rule(8192, 4096, 8, 1, why="one program fills a processor with the weight in registers"),
+        Rule(12288, 4096, 16, 1, why="the unused lanes leave room for more rows in flight: 6 % at 4096x12288"),
+        Rule(WIDEST_BACKWARD, 4096, 16, 1, stages=1, reload=True),
+        Rule(_ANY, 4096, 4, 4, stages=2, why="in chunks of two rows: x and dy are read twice, dw stays in registers"),
+    ),
+    "add_backward": (
+        Rule(512, 4096, 4, 2),
+        Rule(1024, 4096, 4, 2),
+        Rule(2048, 2048, 4, 2, why="the residual's gradient hides as much as a second row would, 1 % apart"),
+        Rule(4096, 4096, 4, 2),
+        Rule(8192, 4096, 8, 1, why="with a residual's gradient enough is in flight without a second piece"),
+        Rule(WIDEST_BACKWARD, 4096, 32, 1, stages=1, reload=True),
+        Rule(_ANY, 4096, 4, 4, stages=2, why="as without a residual"),
+    ),
+    "sandwich_backward": (
+        # Rows of 1024 and less were not measured; compiled for sm_90 they spill up to 44 bytes.
+        Rule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile .75 to .91"),
+        Rule(3072, 4096, 4, 2, reload=True, why="two accumulators, 32 elements a lane, 250 registers: .88 at 2560"),
+        # From 3840 wide on one program keeps enough in flight.
+        Rule(4096, 4096, 4, 1, why="it has room for the weights in registers: .94, two of eight warps .84"),
+        Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 a lane, 128 registers: .94 at 5376 wide"),
+    ),
+    "fp32_sandwich_backward": (
+        Rule(2048, 4096, 4, 2, reload=True),
+        Rule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
+        Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
+    ),
+    "gated_forward": (
+        Rule(4096, 2048, 4, why=".95 and more of a copy's bandwidth; in 2 warps the same or up to 3 % slower"),
+        Rule(WIDEST_GATED, 2048, 8, why="as many elements a lane: .87 to .91 at 8192, twice as many .79 to .83"),
+    ),
+    "gated_backward": (
+        Rule(512, 2048, 4, 3, why="twice as many elements a lane are 4 to 24 % slower at 128 wide"),
+        Rule(1024, 4096, 4, 2, why="half as many elements a lane are 12 % slower"),
+        Rule(2048, 2048, 4, 3, why="reading the weight again is up to 8 % slower"),
+        Rule(WIDEST_GATED, 4096, 16, 1, why="8 warps: to 8 % slower; two such at 4096: 11 % faster or 8 % slower"),
+    ),
+    "heads_forward": (
+        Rule(1024, 1024, 2, why="16 elements a lane; 4 warps are up to 2 % slower"),
+        Rule(4096, 1024, 4),
+        Rule(_ANY, 1024, 16),
+    ),
+    "rotated_heads_forward": (
+        Rule(128, 1024, 2, why="eight rows share a token's cos and sin in cache: .92 of a copy's bandwidth"),
+        Rule(1024, 2048, 2, why="the same: .89 at 256; tiles of 4096 in 8 warps made .86 at 128 and .84 at 256"),
+        Rule(4096, 2048, 4),
+        Rule(_ANY, 2048, 16),
+    ),
+    "qk_backward": (
+        Rule(4096, 4096, 4, 2, why=".95 of a copy's bandwidth at 128 wide, with a third program a processor .84"),
+        Rule(_ANY, 4096, 16, 2),
+    ),
+    "qk_rope_backward": (
+        Rule(4096, 2048, 4, 3, why="half as many, beside cos and sin: three programs fit, .93 at 128 wide, .86 at 256"),
+        Rule(_ANY, 2048, 16, 3),
+    ),
+    # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. Both directions reach .97 to
+    # 1.02 of a copy's bandwidth where all rows follow each other; elsewhere they were not measured.
+    "glu_forward": (Rule(_ANY, 2048, 4),),
+    "glu_backward": (Rule(_ANY, 1024, 4),),
+}
+"""By section: the kernels that have rules of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTable:
+    """What was measured on one kind of device; widths that have no row follow ``RULES``.
+
+    Attributes:
+        device: as its driver names it.
+        capability: of its architecture.
+        measured: the versions that it was measured with, and the day.
+        rows: by section, for one width each, which is their ``widest``. One of ``forward`` is that of
+            ``sandwich_forward`` too, and one of ``heads_forward`` that of ``rotated_heads_forward``: so a norm has the
+            same bits by itself and fused.
+    """
+
+    device: str
+    capability: str
+    measured: str
+    rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+
+    def row(self, section: str, width: int) -> Rule | None:
+        """The row for a width, or None."""
+        return next((rule for rule in self.rows.get(section, ()) if rule.widest == width), None)
+
+
+H200 = PlanTable("NVIDIA H200", "9.0", "fused_norm 0.1.0, torch 2.11.0, triton 3.6.0, 2026-11-20")
+"""No rows: the rules are the plans of this device."""
+
+H100 = PlanTable(
+    "NVIDIA H100 80GB HBM3",
+    "9.0",
+    "fused_norm 0.1.0, torch 2.11.0, triton 3.6.0, 2026-11-22",
+    # Why: the time with this row, and that by the rules, in us, of bf16 rows of 33.5 million elements.
+    {
+        "norm_backward": (
+            Rule(128, 1024, 2, 4, reload=True, why="72.3, by the rules 75.2"),
+            Rule(1024, 8192, 8, 1, reload=True, why="72.2, by the rules 74.7"),
+            Rule(2048, 8192, 8, 1, why="71.6, by the rules 75.3"),
+            Rule(4096, 8192, 8, 1, reload=True, why="71.9, by the rules 75.6"),
+            Rule(5120, 8192, 8, 1, why="73.6, by the rules 77.4"),
+        ),
+        "add_backward": (
+            Rule(128, 1024, 2, 4, reload=True, why="92.3, by the rules 94.7"),
+            Rule(4096, 4096, 8, 1, why="92.4, by the rules 94.6"),
+        ),
+        "sandwich_backward": (
+            Rule(128, 512, 2, 3, stages=4, why="139.9, by the rules 153.5"),
+            Rule(1024, 1024, 4, 2, why="144.3, by the rules 152.2"),
+            Rule(2048, 8192, 8, 1, reload=True, why="141.6, by the rules 147.0"),
+            Rule(4096, 8192, 8, 1, stages=2, why="142.7, by the rules 147.7"),
+            Rule(5120, 8192, 8, 1, stages=4, why="142.6, by the rules 154.5"),
+        ),
+        "qk_backward": (Rule(128, 2048, 4, 3, why="73.2, by the rules 75.0 (32 + 8 heads)"),),
+    },
 )
 
-Rule = TypeVar("Rule", ForwardRule, BackwardRule)
+TABLES = (H200, H100)
 
 
-def _rule(rules: Sequence[Rule], width: int) -> Rule:
-    """The first row of a table that takes a width."""
-    return next(rule for rule in rules if width <= rule.widest)
+def table_of(name: str, capability: str) -> tuple[PlanTable, str]:
+    """The table that a device of this name and capability plans by, and in words why."""
+    for table in TABLES:
+        if name == table.device:
+            return table, "measured on this device"
+    if capability and capability == H200.capability:
+        return H200, f"this device's own were not measured; it has the same architecture ({capability})"
+    return H200, "nothing was measured on this device or its architecture; `python -m benchmarks.tune` does"
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,24 @@ class Device:
     """Bytes that one program may use at most."""
     overlaps: bool = False
     """A launch may begin before the one in front of it has ended (programmatic dependent launch)."""
-    table: PlanTable = BUILT_IN
+    table: PlanTable = H200
     """The plans that go before the rules."""
 
     def warps(self, wanted: int) -> int:
         """``wanted`` counts warps of 32 lanes; a 64-lane device gets half as many for the same number of lanes."""
         return max(1, wanted * 32 // self.warp_size)
+
+    def rule(self, section: str, width: int, measured: str | None = None) -> Rule:
+        """The rule of a section for rows of ``width`` elements.
+
+        ``measured``: the section whose row in the device's table goes before it, where that is another one.
+        """
+        row = self.table.row(measured or section, width)
+        return row or next(rule for rule in RULES[section] if width <= rule.widest)
+
+    def stages(self, wanted: int, tile_bytes: int) -> int:
+        """As many tiles in flight as are ``wanted``, or as shared memory holds: each beyond the first lies there."""
+        return max(1, min(wanted, 1 + (self.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes))
 
 
 @dataclass(frozen=True)
@@ -305,30 +317,38 @@ def forward_plan(width: int, device: Device = Device(), mode: Mode | None = None
         ValueError: for a mode that is none, or that cannot hold a row this wide.
     """
     block = next_power_of_2(width)
-    tuned: ForwardPlan | None = device.table.row("forward", width)
-    if tuned is not None and (mode is None or mode == tuned.mode):
-        return tuned
     if mode is None:
         # At 32768 wide a norm is 3 % faster in two halves, and 4 % slower so with a residual.
         mode = "multi_wave_cached" if block <= WIDEST_FORWARD else "multi_wave_reload"
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)} or None, not {mode!r}")
     if mode == "multi_wave_reload":
-        rule = _rule(_CHUNKED_FORWARD, block)
+        rule = device.rule("chunked_forward", block)
         return ForwardPlan(mode, rows=1, block=min(block, rule.elements), warps=device.warps(rule.warps))
     if block > WIDEST_FORWARD:
         raise ValueError(
             f"mode {mode!r} holds rows of up to {WIDEST_FORWARD} elements, not {width}; use multi_wave_reload"
         )
     programs = (8 if block <= 4096 else 4) * device.processors if mode == "static_persistent" else 0
-    if tuned is not None:  # A row has the same tile in every mode that holds it, and so the same bits.
-        return replace(tuned, mode=mode, programs=programs)
-    return _forward_by(_rule(_FORWARD, width), block, mode, programs, device)
+    return replace(_whole_rows(device.rule("forward", width), width, device), mode=mode, programs=programs)
 
 
-def _forward_by(rule: ForwardRule, block: int, mode: Mode, programs: int, device: Device) -> ForwardPlan:
-    """The plan of a rule for rows that are held whole."""
-    return ForwardPlan(mode, max(1, rule.elements // max(block, 32)), block, device.warps(rule.warps), programs)
+def _whole_rows(rule: Rule, width: int, device: Device) -> ForwardPlan:
+    """The forward by a rule that holds rows whole."""
+    block = next_power_of_2(width)
+    return ForwardPlan("multi_wave_cached", max(1, rule.elements // max(block, 32)), block, device.warps(rule.warps))
+
+
+@lru_cache(maxsize=1024)
+def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
+    """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``."""
+    return _whole_rows(device.rule("sandwich_forward", width, measured="forward"), width, device)
+
+
+@lru_cache(maxsize=1024)
+def gated_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
+    """A gated norm's forward, for groups of up to ``WIDEST_GATED`` elements, ``width`` being those of one group."""
+    return _whole_rows(device.rule("gated_forward", width), width, device)
 
 
 @lru_cache(maxsize=1024)
@@ -341,64 +361,34 @@ def backward_plan(
     first holds a tile of each in shared memory; where they do not fit, fewer are in flight. ``summed``: the gradient of
     a residual sum is read and added as well.
     """
-    return _fitting(_backward_plan(width, device, summed), column_bytes, device)
-
-
-def _fitting(plan: BackwardPlan, column_bytes: int, device: Device) -> BackwardPlan:
-    """The plan with as many tiles in flight as shared memory holds."""
-    tile_bytes = plan.rows * plan.columns * column_bytes
-    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
-    return replace(plan, stages=min(plan.stages, fitting))
-
-
-def _backward_plan(width: int, device: Device, summed: bool) -> BackwardPlan:
-    """The rules of ``backward_plan``, shared memory aside."""
-    tuned: BackwardPlan | None = device.table.row("add_backward" if summed else "norm_backward", width)
-    if tuned is not None:
-        return tuned
-    if width > WIDEST_BACKWARD:
-        # x and dy are read twice and dw stays in registers: a row in registers would spill.
-        return BackwardPlan(2, 2048, device.warps(4), stages=2, programs=4 * device.processors, chunked=True)
-    return _backward_by(_rule(_ADD_BACKWARD if summed else _NORM_BACKWARD, width), width, device)
-
-
-def _backward_by(rule: BackwardRule, width: int, device: Device) -> BackwardPlan:
-    """The plan of a rule, shared memory aside."""
-    columns = next_power_of_2(width)
-    rows = max(1, rule.elements // max(columns, 64))
-    block = columns // 2 if rule.tail else columns
-    programs = rule.programs * device.processors
-    return BackwardPlan(rows, block, device.warps(rule.warps), rule.stages, programs, rule.reload, tail=rule.tail)
-
-
-@lru_cache(maxsize=1024)
-def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
-    """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``."""
-    if device.table.row("forward", width) is not None:
-        return forward_plan(width, device, "multi_wave_cached")
-    return _forward_by(_rule(_SANDWICH_FORWARD, width), next_power_of_2(width), "multi_wave_cached", 0, device)
+    rule = device.rule("add_backward" if summed else "norm_backward", width)
+    return _backward_by(rule, width, column_bytes, device)
 
 
 @lru_cache(maxsize=1024)
 def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = Device()) -> BackwardPlan:
     """A sandwich's backward, for rows up to ``WIDEST_SANDWICH_BACKWARD``; ``column_bytes`` as in ``backward_plan``."""
-    plan: BackwardPlan | None = device.table.row("sandwich_backward", width)
-    if plan is None:
-        rules = _SANDWICH_BACKWARD if column_bytes <= 12 else _FP32_SANDWICH_BACKWARD
-        plan = _backward_by(_rule(rules, width), width, device)
-    return _fitting(plan, column_bytes, device)
-
-
-@lru_cache(maxsize=1024)
-def gated_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
-    """A gated norm's forward, for groups of up to ``WIDEST_GATED`` elements, ``width`` being those of one group."""
-    return _forward_by(_rule(_GATED_FORWARD, width), next_power_of_2(width), "multi_wave_cached", 0, device)
+    section = "sandwich_backward" if column_bytes <= 12 else "fp32_sandwich_backward"
+    return _backward_by(device.rule(section, width, measured="sandwich_backward"), width, column_bytes, device)
 
 
 @lru_cache(maxsize=1024)
 def gated_backward_plan(width: int, column_bytes: int = 8, device: Device = Device()) -> BackwardPlan:
-    """Its backward, for the same; ``column_bytes`` as in ``backward_plan``. The programs are those of all groups."""
-    return _fitting(_backward_by(_rule(_GATED_BACKWARD, width), width, device), column_bytes, device)
+    """A gated norm's backward, for what ``gated_forward_plan`` takes; ``column_bytes`` as in ``backward_plan``.
+
+    The programs are those of all groups.
+    """
+    return _backward_by(device.rule("gated_backward", width), width, column_bytes, device)
+
+
+def _backward_by(rule: Rule, width: int, column_bytes: int, device: Device) -> BackwardPlan:
+    chunked = width > WIDEST_BACKWARD
+    columns = rule.elements // 2 if chunked else next_power_of_2(width)
+    rows = max(1, rule.elements // max(columns, 64))
+    block = columns // 2 if rule.tail else columns
+    stages = device.stages(rule.stages, rows * (block + rule.tail) * column_bytes)
+    programs = rule.programs * device.processors
+    return BackwardPlan(rows, block, device.warps(rule.warps), stages, programs, rule.reload, chunked, rule.tail)
 
 
 @dataclass(frozen=True)
@@ -435,48 +425,15 @@ class HeadsPlan:
     programs: int = 0
 
 
-@dataclass(frozen=True)
-class HeadsSize:
-    """What a ``HeadsPlan`` is made of for every number of heads.
-
-    Attributes:
-        elements: of a tile, or those of one row where that has more.
-        warps: of a program.
-        stages: as in ``HeadsPlan``, and so are programs.
-        programs: as above.
-    """
-
-    elements: int
-    warps: int
-    stages: int = 1
-    programs: int = 0
-
-
 @lru_cache(maxsize=1024)
-def heads_forward_plan(
-    q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device(), *, normed: bool = True
-) -> HeadsPlan:
+def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device()) -> HeadsPlan:
     """The forward's launch for rows of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
 
-    ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do. ``normed``:
-    there is a norm; else RoPE is all that is done.
+    ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do. RoPE alone
+    has the plan of a norm and RoPE.
     """
-    block, padded = _pieces(width, rotary)
-    size = heads_forward_size(width, rotary, device, normed=normed)
-    q, k = (_heads_tile(heads, size.elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
-    return HeadsPlan(q, k, block, size.warps)
-
-
-def heads_forward_size(width: int, rotary: int, device: Device, *, normed: bool) -> HeadsSize:
-    """The size of a tile of ``heads_forward_plan``."""
-    tuned: HeadsSize | None = device.table.row("heads_forward" if normed else "rope", width)
-    if tuned is not None:
-        return tuned
-    _, padded = _pieces(width, rotary)
-    # 16 elements a lane, in 2 warps up to 2 % faster than in 4. With RoPE eight rows share a token's cos and sin in
-    # cache: .92 of a copy's bandwidth at 128 wide, .89 at 256; tiles of 4096 elements in 8 warps made .86 and .84.
-    elements = min(max(1024, 8 * padded), 2048) if rotary else 1024
-    return HeadsSize(elements, device.warps(2 if padded <= 1024 else 4 if padded <= 4096 else 16))
+    rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width, measured="heads_forward")
+    return _heads_by(rule, (q_heads, k_heads), width, rotary, device)
 
 
 @lru_cache(maxsize=1024)
@@ -494,32 +451,17 @@ def heads_backward_plan(
     ``column_bytes``: what the loop reads for one element of a row, ``angle_bytes`` of cos and sin for one of a token;
     stages are cut as in ``backward_plan``.
     """
-    block, padded = _pieces(width, rotary)
-    size = heads_backward_size(width, rotary, device)
-    q, k = (_heads_tile(heads, size.elements // padded, bool(rotary)) for heads in (q_heads, k_heads))
-    tile_bytes = max(tile.tokens * tile.heads for tile in (q, k)) * padded * (column_bytes + angle_bytes)
-    fitting = 1 + (device.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes
-    return HeadsPlan(q, k, block, size.warps, max(1, min(size.stages, fitting)), size.programs)
+    rule = device.rule("qk_rope_backward" if rotary else "qk_backward", width)
+    plan = _heads_by(rule, (q_heads, k_heads), width, rotary, device)
+    rows = max(tile.tokens * tile.heads for tile in (plan.q, plan.k))
+    stages = device.stages(rule.stages, rows * next_power_of_2(width) * (column_bytes + angle_bytes))
+    return replace(plan, stages=stages, programs=rule.programs * device.processors)
 
 
-def heads_backward_size(width: int, rotary: int, device: Device) -> HeadsSize:
-    """The size of a tile of ``heads_backward_plan``, with as many stages as there are at most."""
-    tuned: HeadsSize | None = device.table.row("qk_rope_backward" if rotary else "qk_backward", width)
-    if tuned is not None:
-        return tuned
-    _, padded = _pieces(width, rotary)
-    # 4096 elements: .95 of a copy's bandwidth at 128 wide, with a third program a processor .84. RoPE holds cos and sin
-    # as well: with half the elements three programs fit, .93 at 128 wide and .86 at 256.
-    elements, programs = (2048, 3) if rotary else (4096, 2)
-    return HeadsSize(elements, device.warps(4 if padded <= 4096 else 16), 3, programs * device.processors)
-
-
-def _pieces(width: int, rotary: int) -> tuple[int, int]:
-    """Columns in a piece of a row, of which there are two where RoPE turns all of it, and in a row as loaded."""
-    if rotary == width:
-        half = next_power_of_2(width // 2)
-        return half, 2 * half
-    return next_power_of_2(width), next_power_of_2(width)
+def _heads_by(rule: Rule, heads: tuple[int, int], width: int, rotary: int, device: Device) -> HeadsPlan:
+    padded = next_power_of_2(width)
+    q, k = (_heads_tile(count, rule.elements // padded, bool(rotary)) for count in heads)
+    return HeadsPlan(q, k, max(1, padded // 2) if rotary == width else padded, device.warps(rule.warps))
 
 
 def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:
@@ -549,35 +491,12 @@ class GluPlan:
     warps: int
 
 
-@dataclass(frozen=True)
-class GluSize:
-    """What a ``GluPlan`` is made of for every width.
-
-    Attributes:
-        elements: of a tile.
-        warps: of a program.
-    """
-
-    elements: int
-    warps: int
-
-
 @lru_cache(maxsize=1024)
 def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> GluPlan:
     """The launch for rows of ``width`` elements, None where all rows follow each other and are cut anywhere."""
-    size = glu_size(backward, device)
-    block = size.elements if width is None else min(size.elements, next_power_of_2(width))
-    return GluPlan(size.elements // block, block, size.warps)
-
-
-def glu_size(backward: bool, device: Device) -> GluSize:
-    """The size of a tile of ``glu_plan``."""
-    tuned: GluSize | None = device.table.row("glu_backward" if backward else "glu_forward", None)
-    if tuned is not None:
-        return tuned
-    # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. On an H200 both directions
-    # reach .97 to 1.02 of a copy's bandwidth where all rows follow each other; elsewhere they were not measured.
-    return GluSize(1024 if backward else 2048, device.warps(4))
+    rule = device.rule("glu_backward" if backward else "glu_forward", 0)
+    block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
+    return GluPlan(rule.elements // block, block, device.warps(rule.warps))
 
 
 def next_power_of_2(value: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_BACKWARD, BackwardPlan, backward_plan
-from ..triton.devices import facts_of, planned_launches
+from ..triton.devices import device_facts, planned_launches
 from ..triton.language import input_grad, let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
@@ -83,7 +83,7 @@ def launch_backward_from_codes(
     (rstd, dy, codes, codes_scale, dx), spacing = same_rows(rstd, dy, codes, codes_scale, dx)  # type: ignore[assignment]
     weight = contiguous(weight)
     long = rows * max(spacing) >= INT32_LIMIT
-    device = facts_of(codes.device)
+    device = device_facts(codes.device)
     key = (codes.device, dtypes_of(dy, codes, codes_scale, weight, dx, dw), width, spec, long)
     planned = _planned.get(key)
     if planned is None:

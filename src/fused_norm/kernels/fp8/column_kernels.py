@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import next_power_of_2
-from ..triton.devices import facts_of
+from ..triton.devices import device_facts
 from ..triton.language import load_gamma, load_tile, normalised, round_to, rows_of
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, same_rows
@@ -117,7 +117,7 @@ def launch_columns_fp8(
             "N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, "LONG": long, "Y": TRITON_DTYPES[y_dtype],
             "SPEC": spec.without_eps(), "RULE": rule_of(recipe, y_dtype),
         }  # fmt: skip
-        warps = facts_of(x.device).warps(8)
+        warps = device_facts(x.device).warps(8)
         launches = Launch(_columns_kernel, warps, constants), Launch(_columns_kernel, warps, constants)
         planned = _planned[key] = tile, blocks, *launches
     tile, blocks, find_largest, launch = planned

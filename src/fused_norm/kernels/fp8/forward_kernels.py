@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
-from ..triton.devices import facts_of, planned_launches
+from ..triton.devices import device_facts, planned_launches
 from ..triton.language import columns_of, load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
 from ..triton.launch import Launch
 from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, promoted, same_rows
@@ -227,7 +227,7 @@ def launch_fp8_norm(
     planned = _planned.get(key)
     if planned is None:
         # The plan of the 16-bit norm, whose rows are summed in the same order.
-        plan = forward_plan(width, facts_of(q.device), "multi_wave_cached")
+        plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
         constants = {
             "N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, recipe, dtypes, long)
         }  # fmt: skip
@@ -274,7 +274,7 @@ def _launch_tiles(
     launch = _tiles_planned.get(key)
     if launch is None:
         constants = {"N": width, "ROWS": tile, "BLOCK": block, **_constants(spec, recipe, dtypes, long)}
-        warps = facts_of(q.device).warps(4 if transposed is None else 8)
+        warps = device_facts(q.device).warps(4 if transposed is None else 8)
         launch = _tiles_planned[key] = Launch(_tiles_kernel, warps, constants)
     grid = (-(-rows // tile) * -(-width // block), 1)
     launch(grid, (*read, *written), (rows,), (*strides, width, rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -14,10 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from triton import knobs
 
-from ..plan_files import ChosenTable, choose
-from ..plans import Device, PlanTable
-
-logger = logging.getLogger("fused_norm")
+from ..plans import Device, PlanTable, table_of
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
@@ -48,27 +44,10 @@ def runs_kernels_on(*tensors: Tensor | None) -> bool:
 
 
 @lru_cache(maxsize=64)
-def facts_of(device: torch.device) -> Device:
-    """The facts about ``device`` that launch plans use, its table of plans among them.
-
-    Raises:
-        PlanFileError: its file of plans cannot be taken.
-    """
-    if _imposed:
-        return replace(_hardware_of(device), table=_imposed[0])
-    chosen = chosen_table(device)
-    if chosen.path is not None:
-        logger.info("launch plans on %s are those of %s: %s", device, chosen.path, chosen.why)
-    return replace(_hardware_of(device), table=chosen.table)
-
-
-def chosen_table(device: torch.device) -> ChosenTable:
-    """The table of plans that ``device`` takes, and why.
-
-    Raises:
-        PlanFileError: as ``facts_of``.
-    """
-    return choose(*name_of(device), _hardware_of(device))
+def device_facts(device: torch.device) -> Device:
+    """The facts about ``device`` that launch plans use, its table of plans among them."""
+    table = _table_in_use[0] if _table_in_use else table_of(*name_of(device))[0]
+    return replace(_hardware_of(device), table=table)
 
 
 def name_of(device: torch.device) -> tuple[str, str]:
@@ -90,33 +69,35 @@ def _hardware_of(device: torch.device) -> Device:
     return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
 
 
-_imposed: list[PlanTable] = []
+_table_in_use: list[PlanTable] = []
+"""The table that ``use_plans`` has chosen; empty outside of it."""
+
 _planned: list[dict[Any, Any]] = []
 
 
 def planned_launches() -> dict[Any, Any]:
-    """A new dictionary of launches by what they were planned for, emptied when ``planned_by`` changes the plans."""
+    """A new dictionary of launches by what they were planned for, emptied when ``use_plans`` changes the plans."""
     found: dict[Any, Any] = {}
     _planned.append(found)
     return found
 
 
 @contextlib.contextmanager
-def planned_by(table: PlanTable) -> Iterator[None]:
+def use_plans(table: PlanTable) -> Iterator[None]:
     """A context in which every device plans by ``table``. For measurements: no other thread may launch meanwhile."""
 
-    def impose(tables: list[PlanTable]) -> None:
-        _imposed[:] = tables
-        facts_of.cache_clear()
+    def use(tables: list[PlanTable]) -> None:
+        _table_in_use[:] = tables
+        device_facts.cache_clear()
         for launches in _planned:
             launches.clear()
 
-    before = list(_imposed)
-    impose([table])
+    before = list(_table_in_use)
+    use([table])
     try:
         yield
     finally:
-        impose(before)
+        use(before)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, gated_backward_plan, gated_forward_plan
-from .devices import facts_of, planned_launches
+from .devices import device_facts, planned_launches
 from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, same_rows
@@ -180,7 +180,7 @@ def launch_gated_forward(
     key = x.device, dtypes_of(x, gate, weight, y, rstd), width, meaning, long
     planned = _planned_forwards.get(key)
     if planned is None:
-        plan = gated_forward_plan(width, facts_of(x.device))
+        plan = gated_forward_plan(width, device_facts(x.device))
         constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
         constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
         planned = _planned_forwards[key] = plan, Launch(_gated_forward_kernel, plan.warps, constants)
@@ -215,7 +215,7 @@ def launch_gated_backward(
     strides = (spacing[1], spacing[0], *spacing[2:5])
     weight = contiguous(weight)
     long = rows * max(spacing) >= INT32_LIMIT
-    device = facts_of(x.device)
+    device = device_facts(x.device)
     meaning = spec, activation, norm_before_gate, groups
     key = x.device, dtypes_of(dy, x, gate, weight, dx, dgate, dw), width, meaning, long
     planned = _planned_backwards.get(key)

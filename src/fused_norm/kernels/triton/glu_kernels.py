@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import GluPlan, glu_plan
-from .devices import facts_of, planned_launches
+from .devices import device_facts, planned_launches
 from .language import round_to, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, dtypes_of, empty_rows_like, promoted, same_rows
@@ -170,7 +170,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], act
     key = kernel, like.device, dtypes_of(*arranged), activation, grain or -width, long
     planned = _planned.get(key)
     if planned is None:
-        plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, facts_of(like.device))
+        plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(like.device))
         constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
         planned = _planned[key] = plan, Launch(kernel, plan.warps, constants, fuse=False)
     plan, launch = planned

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, backward_plan
-from .devices import facts_of, planned_launches
+from .devices import device_facts, planned_launches
 from .language import let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from .launch import Launch
 from .memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
@@ -229,7 +229,7 @@ def launch_norm_backward(
         read, grid = (*read, pull), (blocks, programs)
     launches[-1](grid, (*read, dx, dr, shares), (rows,), strides, (factor,))
     if shares is not None:
-        sum_shares(shares, dw, None, programs, -(-plan.programs // blocks), facts_of(total.device))
+        sum_shares(shares, dw, None, programs, -(-plan.programs // blocks), device_facts(total.device))
 
 
 def _plan(
@@ -238,7 +238,7 @@ def _plan(
     """The plan and the launches of its kernels."""
     total, dy, ds, weight, _, _, dw = tensors
     assert total is not None
-    device = facts_of(total.device)
+    device = device_facts(total.device)
     column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
     plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
     overlaps = dw is not None and device.overlaps

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
-from .devices import facts_of, planned_launches
+from .devices import device_facts, planned_launches
 from .language import (
     columns_of,
     load_gamma,
@@ -222,7 +222,7 @@ def launch_norm_forward(
     key = (x.device, dtypes_of(x, residual, weight, rstd), width, spec, mode, scaled, long, plan)
     planned = _planned.get(key)
     if planned is None:
-        plan = plan or forward_plan(width, facts_of(x.device), mode)
+        plan = plan or forward_plan(width, device_facts(x.device), mode)
         # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the
         # compiler would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
         fuse = (x if sums is None else sums).dtype != torch.float32
@@ -258,7 +258,7 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     launch = _from_rstd_planned.get(key)
     if launch is None:
         constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
-        launch = _from_rstd_planned[key] = Launch(_from_rstd_kernel, facts_of(x.device).warps(4), constants)
+        launch = _from_rstd_planned[key] = Launch(_from_rstd_kernel, device_facts(x.device).warps(4), constants)
     launch((-(-rows // tile), -(-width // block)), (x, weight, rstd, y), (rows,), (x_stride, y_stride))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan
-from .devices import facts_of, planned_launches
+from .devices import device_facts, planned_launches
 from .launch import Launch
 from .memory import (
     against_heads,
@@ -174,7 +174,7 @@ def launch_qk_backward(
     if programs:
         launch((programs, 1), (*inputs, *incoming, *dx, shares), counts, strides, (spec.eps,))
     if shares is not None and q.shape[-1]:
-        sum_shares(shares, *dw, counts[-1], most, facts_of(q.device))
+        sum_shares(shares, *dw, counts[-1], most, device_facts(q.device))
 
 
 def _signature(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -254,7 +254,7 @@ def _plan_forward(
     ]
     rotary = 0 if cos is None else cos.shape[-1]
     heads = (layout.heads for layout in layouts)
-    plan = heads_forward_plan(*heads, q.shape[-1], rotary, facts_of(q.device), normed=spec is not None)
+    plan = heads_forward_plan(*heads, q.shape[-1], rotary, device_facts(q.device))
     constants = _constants(spec, plan, inputs, layouts)
     for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
         normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
@@ -280,7 +280,7 @@ def _plan_backward(
     column_bytes = max(
         x.element_size() + loads * d.element_size() for x, d in zip(inputs[:2], incoming, strict=True) if d is not None
     )
-    device = facts_of(q.device)
+    device = device_facts(q.device)
     angle_bytes = 0 if cos is None else 2 * cos.element_size()
     plan = heads_backward_plan(*(layout.heads for layout in layouts), width, rotary, column_bytes, angle_bytes, device)
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)

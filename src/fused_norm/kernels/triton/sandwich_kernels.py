@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, sandwich_backward_plan, sandwich_forward_plan
-from .devices import facts_of, planned_launches
+from .devices import device_facts, planned_launches
 from .language import (
     input_grad,
     let_next_begin,
@@ -204,7 +204,7 @@ def launch_sandwich_forward(
     key = (x.device, dtypes_of(*tensors), width, spec, long, plan)
     planned = _planned_forwards.get(key)
     if planned is None:
-        plan = plan or sandwich_forward_plan(width, facts_of(x.device))
+        plan = plan or sandwich_forward_plan(width, device_facts(x.device))
         constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long, "SPEC": spec.without_eps()}
         planned = _planned_forwards[key] = plan, Launch(_sandwich_forward_kernel, plan.warps, constants, fuse=False)
     plan, launch = planned
@@ -254,7 +254,7 @@ def launch_sandwich_backward(
         shares = dy.new_empty((programs * (1 if second is None else 2), width), dtype=torch.float32)
     launch((programs, 1), (*tensors, shares), (rows,), strides)
     if shares is not None:
-        sum_shares(shares, first, second, programs, plan.programs, facts_of(dy.device))
+        sum_shares(shares, first, second, programs, plan.programs, device_facts(dy.device))
 
 
 def _plan_backward(
@@ -267,7 +267,7 @@ def _plan_backward(
     """The plan and its launch."""
     dy = tensors[0]
     assert dy is not None
-    width, device = dy.shape[-1], facts_of(dy.device)
+    width, device = dy.shape[-1], device_facts(dy.device)
     column_bytes = sum(tensor.element_size() for tensor in tensors[:6] if tensor is not None)
     plan = plan or sandwich_backward_plan(width, column_bytes, device)
     wanted = [gradient is not None for gradient in weight_gradients]
