@@ -8,7 +8,7 @@ differ from theirs by roundings alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,11 +51,11 @@ class CallRecord:
         not_seen: sites, with their kinds, that did not run fused.
     """
 
-    outputs: Mapping[str, float] = field(default_factory=dict)
-    rows: Mapping[str, float] = field(default_factory=dict)
-    gradients: Mapping[str, float] = field(default_factory=dict)
-    slopes: Mapping[str, float] = field(default_factory=dict)
-    changes: Mapping[str, float] = field(default_factory=dict)
+    outputs: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    slopes: dict[str, float] = field(default_factory=dict)
+    changes: dict[str, float] = field(default_factory=dict)
     not_seen: tuple[str, ...] = ()
 
     def joined(self, other: CallRecord, where: str) -> CallRecord:
@@ -94,29 +94,20 @@ def probe_calls(
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
         (_LOSS_SCALE * loss).backward()
     model.zero_grad(set_to_none=True)
-    record = compare_calls(model, calls_wanted(calls), mixed=mixed)
+    record = _compared(model, calls_wanted(calls), mixed)
     return replace(record, not_seen=sites_not_seen(sites, calls))
 
 
-def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool = False) -> CallRecord:
+def _compared(model: nn.Module, calls: Iterable[FusedCall], mixed: bool) -> CallRecord:
     """Make fused calls again and hold them to the stock modules.
 
     Each is made as it was. The first of each kind is also made with its norms frozen, without gradients, of the
     beginning of the first sequence, which is another shape, and with a number that is none.
-
-    Args:
-        model: neither wrapped nor sharded; gradients that its parameters have are left as they are.
-        calls: of ``watched_calls``, after the backward.
-        mixed: under bf16 autocast.
     """
-    outputs: dict[str, float] = {}
-    rows: dict[str, float] = {}
-    gradients: dict[str, float] = {}
-    slopes: dict[str, float] = {}
-    changes: dict[str, float] = {}
+    found = CallRecord()
     kinds: set[tuple[Any, ...]] = set()
     for call in calls:
-        changes[call.name] = call.changed
+        found.changes[call.name] = call.changed
         ways = _ways(call)
         if call.kind in kinds:
             ways = {"": ways[""]}
@@ -127,15 +118,15 @@ def compare_calls(model: nn.Module, calls: Sequence[FusedCall], *, mixed: bool =
             with disabled():
                 stock = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             pairs = list(zip(fused.outputs, stock.outputs, strict=True))
-            outputs[name] = max(share_apart(*pair) for pair in pairs)
-            rows[name] = max(share_far_in_worst_row(*pair) for pair in pairs)
-            changes[name] = max(changes.get(name, 0.0), fused.changed)
+            found.outputs[name] = max(share_apart(*pair) for pair in pairs)
+            found.rows[name] = max(share_far_in_worst_row(*pair) for pair in pairs)
+            found.changes[name] = max(found.changes.get(name, 0.0), fused.changed)
             for argument, one in fused.gradients.items():
                 where, other = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = fused.rounding_of(argument)
-                gradients[where] = distance(one, other) / rounding
-                slopes[where] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
-    return CallRecord(outputs, rows, gradients, slopes, changes)
+                found.gradients[where] = distance(one, other) / rounding
+                found.slopes[where] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
+    return found
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:

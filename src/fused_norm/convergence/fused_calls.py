@@ -11,11 +11,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.operator import Operator
+from ..kernels.operator import calls as operator_calls
 from ..patcher import Site
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
@@ -81,48 +83,53 @@ class FusedCall:
 @contextlib.contextmanager
 def watched_calls(model: nn.Module) -> Iterator[list[FusedCall]]:
     """Keep every fused call that ``model`` makes inside the ``with``, in order; inner calls are part of outer ones."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    calls: list[FusedCall] = []
-    under_way: list[FusedCall] = []
-    run_operator = Operator.__call__
+    watch = _Watch({id(module): path for path, module in model.named_modules()})
+    methods: list[tuple[type, str]] = [(norm, "forward") for norm in (FusedNorm, FusedGatedNorm)]
+    methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(operator_calls.by(watch))
+        for owner, name in methods:
+            stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
+        yield watch.calls
 
-    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+
+class _Watch:
+    """Keeps the calls of methods of modules in ``paths``, by id, and observes the operators that they run."""
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self._paths = paths
+        self.calls: list[FusedCall] = []
+        self._outermost: FusedCall | None = None
+
+    def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(method)
 
         @functools.wraps(method)
         def watch(*positional: Any, **named: Any) -> Any:
-            if under_way or id(positional[0]) not in paths:
+            path = self._paths.get(id(positional[0]))
+            if self._outermost is not None or path is None:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
             norms = [one for one in given.arguments.values() if isinstance(one, FusedNorm)]
             kept = with_arguments(given, copied)
-            call = FusedCall(paths[id(positional[0])], method, tuple(paths[id(one)] for one in norms), kept)
-            under_way.append(call)
+            call = FusedCall(path, method, tuple(self._paths[id(one)] for one in norms), kept)
+            self._outermost = call
             try:
                 outputs = method(*positional, **named)
             finally:
-                under_way.pop()
-            calls.append(call)
+                self._outermost = None
+            self.calls.append(call)
             call.changed = share_changed(given, kept)
             _keep_gradients(call, tensors_in(outputs))
             return outputs
 
         return watch
 
-    def counted(operator: Operator, *arguments: Any) -> Any:
-        if under_way:
-            rotates = operator.name == "qk_norm" and arguments[5] is not None
-            under_way[0].operators.append("qk_norm_rope" if rotates else operator.name)
-        return run_operator(operator, *arguments)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(Operator, "__call__", counted))
-        for owner, name in (
-            *((norm, "forward") for norm in (FusedNorm, FusedGatedNorm)),
-            *((FusedBlock, name) for name in _BLOCK_METHODS),
-        ):
-            stack.enter_context(_replaced(owner, name, watched(getattr(owner, name))))
-        yield calls
+    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        if self._outermost is not None:
+            rotates = operator.name == "qk_norm" and arguments[4] is not None
+            self._outermost.operators.append("qk_norm_rope" if rotates else operator.name)
+        return operator.results_of(spec, *arguments)
 
 
 def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[str, ...]:
@@ -182,13 +189,3 @@ def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
     for index, output in enumerate(outputs):
         if output.requires_grad:
             output.register_hook(functools.partial(keep, index))
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)

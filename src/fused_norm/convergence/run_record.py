@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
 
 from .distances import slope_error
+from .training import TrainingResult
 
 ZERO_SHARE = 1e-3
 """A tensor that is zero in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance. Each
@@ -24,14 +25,10 @@ TRIMMED = 3
 
 
 @dataclass(frozen=True)
-class RunTensors:
+class RunTensors(TrainingResult):
     """One run with its tensors, which are on the CPU.
 
     Attributes:
-        losses: of each step.
-        gradient_norms: of each step, before clipping.
-        seconds_per_step: median.
-        memory_bytes, evaluation_loss: as in ``TrainingResult``.
         outputs: of each layer and of the model, for one micro-batch at the initial weights, in the order they run in.
         output_gradients: of the loss with respect to them.
         gradients: of each trained parameter in the first step, before clipping.
@@ -43,32 +40,23 @@ class RunTensors:
         not_compiled: fused sites, with their kinds, that compiled code has no operator for.
     """
 
-    losses: tuple[float, ...]
-    gradient_norms: tuple[float, ...]
-    seconds_per_step: float
-    memory_bytes: int
-    evaluation_loss: float
     outputs: Mapping[str, Tensor]
     output_gradients: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
     rounding: float
-    norm_weights: tuple[str, ...] = ()
-    sites: Mapping[str, int] = field(default_factory=dict)
-    not_compiled: tuple[str, ...] = ()
-
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, self.losses + self.gradient_norms))
+    norm_weights: tuple[str, ...]
+    sites: Mapping[str, int]
+    not_compiled: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(TrainingResult):
     """One run as numbers: its losses and costs, and how far it was from the stock run.
 
     Attributes:
-        losses, gradient_norms, seconds_per_step, memory_bytes, evaluation_loss, sites: as in ``RunTensors``.
+        sites: how many sites of each kind were fused.
         moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
         constant: norm weights that started as one number throughout, which hides a wrong cast.
         outputs, output_gradients, gradients: relative distances from the stock run's.
@@ -80,11 +68,6 @@ class RunRecord:
             it moved.
     """
 
-    losses: tuple[float, ...]
-    gradient_norms: tuple[float, ...]
-    seconds_per_step: float
-    memory_bytes: int
-    evaluation_loss: float
     sites: Mapping[str, int]
     moved: Mapping[str, float]
     constant: tuple[str, ...] = ()
@@ -96,21 +79,13 @@ class RunRecord:
     drifts: Mapping[str, float] = field(default_factory=dict)
     drift_roundings: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, self.losses + self.gradient_norms))
-
 
 def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
     """The numbers of a run, compared with those of the stock run, which may be the same."""
     stock_drifts = {name: value - stock.initial[name] for name, value in stock.final.items()}
     drifts = {name: value - stock.initial[name] for name, value in run.final.items()}
     return RunRecord(
-        losses=run.losses,
-        gradient_norms=run.gradient_norms,
-        seconds_per_step=run.seconds_per_step,
-        memory_bytes=run.memory_bytes,
-        evaluation_loss=run.evaluation_loss,
+        **{each.name: getattr(run, each.name) for each in fields(TrainingResult)},
         sites=run.sites,
         moved={
             name: _ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import datasets
 import torch
 from torch import Tensor
 
@@ -51,23 +49,12 @@ def read_files(paths: Iterable[str | Path]) -> Iterator[str]:
 
 
 def _lines(files: list[Path]) -> Iterator[str]:
-    # The names are patterns to datasets, and a bracket in one must not be read as such.
-    names = [glob.escape(str(path.resolve())) for path in files]
-    rows = datasets.load_dataset("text", data_files=names, split="train", streaming=True, keep_linebreaks=True)
-    try:
-        for row in rows:
-            yield row["text"]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{_first_undecodable(files)} is not UTF-8 text; convert it or leave it out") from error
-
-
-def _first_undecodable(files: list[Path]) -> Path:
     for path in files:
         try:
-            path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            return path
-    raise AssertionError("datasets could not decode what Python can")
+            with path.open(encoding="utf-8") as file:
+                yield from file
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text; convert it or leave it out") from error
 
 
 def read_dataset(name: str, *, column: str = "text", split: str = "train") -> Iterator[str]:
@@ -82,6 +69,8 @@ def read_dataset(name: str, *, column: str = "text", split: str = "train") -> It
     Raises:
         ValueError: the dataset cannot be loaded, or has no such column.
     """
+    import datasets  # takes a second to import, and files need it not
+
     path, _, config = name.partition(":")
     try:
         rows = datasets.load_dataset(path, config or None, split=split, streaming=True)

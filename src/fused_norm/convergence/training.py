@@ -39,6 +39,11 @@ class TrainingResult:
     memory_bytes: int
     evaluation_loss: float
 
+    @property
+    def finite(self) -> bool:
+        """Every loss and gradient norm is a finite number."""
+        return all(map(math.isfinite, self.losses + self.gradient_norms))
+
 
 def accelerator_for(*, mixed: bool | None = None, accumulation: int = 1, cpu: bool = False) -> Accelerator:
     """An ``Accelerator`` whatever the one before it was set to; what the launcher asked for stays.

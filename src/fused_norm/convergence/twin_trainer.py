@@ -151,7 +151,7 @@ class TwinTrainer:
         # The control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(device)
         with make_twin(model) as changed, in_all_graphs():
-            probe = probe_step(model, tokens, mixed=precision.mixed)
+            outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
             initial = _snapshots(model)
@@ -176,13 +176,9 @@ class TwinTrainer:
             )
         norm_weights = tuple(name for name in final if any(name.endswith(f"{path}.weight") for path in norms))
         return RunTensors(
-            losses=result.losses,
-            gradient_norms=result.gradient_norms,
-            seconds_per_step=result.seconds_per_step,
-            memory_bytes=result.memory_bytes,
-            evaluation_loss=result.evaluation_loss,
-            outputs=probe.outputs,
-            output_gradients=probe.output_gradients,
+            **vars(result),
+            outputs=outputs,
+            output_gradients=output_gradients,
             gradients=gradients,
             initial=initial,
             final=final,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,8 +37,6 @@ NOISE_CAPS: Mapping[str, Mapping[str, float]] = {
 }
 """The relative noise, in the median place, beyond which a comparison says nothing, by precision and measure. In 57
 comparisons on an H200 it was 4e-6 and 3e-5 at most in fp32, .007 and .013 in the others."""
-
-_NOISY = "a fault could hide in that"
 
 MULTIPLE = 3.0
 """The multiple of the noise floor that a fused run may be off: what was measured, 2.9 at most, and no more."""
@@ -265,16 +263,15 @@ def _invalid(
         values = [_values(measure, control, stock) for control in controls]
         floors = noise_floor(values).values() if values else ()
         if floors and (noise := statistics.median(floors)) > cap:
-            what = BY_NAME[measure].what
-            yield f"the controls themselves are {noise:.1e} off in the median ({what}), more than {cap:.1e}: {_NOISY}"
+            off = f"{noise:.1e} off in the median ({BY_NAME[measure].what}), more than {cap:.1e}"
+            yield f"the controls themselves are {off}: a fault could hide in that"
     for index, control in enumerate(controls):
         if _is_identical(control, stock):
             yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
 
 
 def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
-    numbers = (getattr(run, measure.name, {}) for measure in MEASURES if measure.name not in _OF_RUNS)
-    distances = [value for each in numbers for value in each.values()]
+    distances = [value for measure in MEASURES for value in getattr(run, measure.name, {}).values()]
     return run.losses == stock.losses and run.gradient_norms == stock.gradient_norms and not any(distances)
 
 
@@ -295,13 +292,13 @@ def _checks(
     for measure in MEASURES:
         if measure.bar is not None or measure.name == "first_losses":
             continue
-        values = _values(measure.name, fused, stock)
         floors = noise_floor([_values(measure.name, control, stock) for control in controls])
-        for where, value in values.items():
+        for where, value in _values(measure.name, fused, stock).items():
             noise = floors.get(where, 0.0)
             own = stock.drift_roundings.get(where, rounding) if measure.name == "drifts" else rounding
-            granted = max(measure.floor * own, _LEAST.get(measure.name, 0.0))
-            yield BoundCheck(measure.name, where, value, noise, MULTIPLE * noise + granted)
+            # A loss is an fp32 in every precision, and may be off by its last place.
+            least = torch.finfo(torch.float32).eps if measure.name == "loss" else 0.0
+            yield BoundCheck(measure.name, where, value, noise, MULTIPLE * noise + max(measure.floor * own, least))
 
 
 def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -315,27 +312,13 @@ def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _values(measure: str, run: RunRecord, stock: RunRecord) -> Mapping[str, float]:
-    of_run = _OF_RUNS.get(measure)
-    return {"": of_run(run, stock)} if of_run else getattr(run, measure)
-
-
-def _loss(run: RunRecord, stock: RunRecord) -> float:
-    gaps = relative_gaps([*run.losses, run.evaluation_loss], [*stock.losses, stock.evaluation_loss])
-    return math.sqrt(sum(gap * gap for gap in gaps) / len(gaps))
-
-
-def _gradient_norm(run: RunRecord, stock: RunRecord) -> float:
-    # The median, because the largest gap is that of a spike, a matter of luck.
-    return statistics.median(relative_gaps(run.gradient_norms, stock.gradient_norms))
-
-
-_LEAST: Mapping[str, float] = {"loss": torch.finfo(torch.float32).eps}
-"""A loss is an fp32 in every precision, and may be off by its last place."""
-
-_OF_RUNS: Mapping[str, Callable[[RunRecord, RunRecord], float]] = {
-    "loss": _loss,
-    "gradient_norm": _gradient_norm,
-}
+    """A run's numbers of one measure, by place; the place of those of a whole run has no name."""
+    if measure == "loss":
+        gaps = relative_gaps([*run.losses, run.evaluation_loss], [*stock.losses, stock.evaluation_loss])
+        return {"": math.sqrt(sum(gap * gap for gap in gaps) / len(gaps))}
+    if measure == "gradient_norm":  # the median, because the largest gap is that of a spike, a matter of luck
+        return {"": statistics.median(relative_gaps(run.gradient_norms, stock.gradient_norms))}
+    return getattr(run, measure)
 
 
 def relative_gaps(one: Sequence[float], other: Sequence[float]) -> list[float]:
