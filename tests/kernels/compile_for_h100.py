@@ -22,14 +22,14 @@ _TYPES = {
 }
 
 
-def compiled(launch: Launch, arguments: tuple[Any, ...]) -> Any:
-    """The kernel of a launch, for tensors at multiples of 16 bytes; ``arguments`` are those without its constants."""
-    kernel = launch._kernel
+def compiled(launch: Launch) -> Any:
+    """The kernel of a launch, for tensors at multiples of 16 bytes."""
+    kernel, arguments = launch.kernel, (*launch.tensors, *launch.numbers)
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for index, parameter in enumerate(kernel.params):
-        value = arguments[index] if index < len(arguments) else launch._values[index - len(arguments)]
+        value = arguments[index] if index < len(arguments) else launch.constants[parameter.name]
         if index >= len(arguments) or value is None:
             signature[parameter.name], constants[index,] = "constexpr", value
         elif isinstance(value, torch.Tensor):

@@ -41,9 +41,9 @@ class Compiler:
     def __init__(self) -> None:
         self.found: list[tuple[str, int, int]] = []
 
-    def launched(self, launch: Launch, grid: tuple[int, int], arguments: tuple[Any, ...], strides: Any) -> None:
+    def launched(self, launch: Launch) -> None:
         """Compile one launch and keep its name, shared memory and spilled bytes."""
-        kernel = compiled(launch, arguments)
+        kernel = compiled(launch)
         self.found.append((launch.name, kernel.metadata.shared, spilled_bytes(kernel.asm["ptx"])))
 
 

@@ -3,11 +3,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import Operator
@@ -32,35 +31,26 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Launched(NamedTuple):
-    """One launch of a kernel."""
-
-    launch: Launch
-    grid: tuple[int, int]
-    tensors: tuple[Tensor | None, ...]
-    floats: tuple[float | None, ...]
-
-
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Every launch of the test, in order."""
-    found: list[Launched] = []
-    launch = Launch.__call__
+    found: list[Launch] = []
+    run = Launch.run
 
-    def noted(self: Launch, grid: Any, tensors: Any, counts: Any, strides: Any = (), floats: Any = ()) -> None:
-        found.append(Launched(self, grid, tensors, floats))
-        launch(self, grid, tensors, counts, strides, floats)
+    def noted(launch: Launch) -> Any:
+        found.append(launch)
+        return run(launch)
 
-    monkeypatch.setattr(Launch, "__call__", noted)
+    monkeypatch.setattr(Launch, "run", noted)
     return found
 
 
 @pytest.fixture
-def launched(launches: list[Launched]) -> Callable[[], list[str]]:
+def launched(launches: list[Launch]) -> Callable[[], list[str]]:
     """Return the names of the kernels launched since the last look, in order."""
 
     def names() -> list[str]:
-        found = [one.launch.name for one in launches]
+        found = [one.name for one in launches]
         launches.clear()
         return found
 

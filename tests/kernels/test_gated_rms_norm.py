@@ -14,9 +14,9 @@ from torch.nn import functional
 from fused_norm.kernels import gated_rms_norm
 from fused_norm.kernels.plans import WIDEST_GATED, gated_backward_plan
 from fused_norm.kernels.triton import gated_kernels, weight_grad
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
-from .conftest import Launched
 from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, far_apart, floor, in_layout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
@@ -233,7 +233,7 @@ def test_one_launch_each_way_that_keeps_x_gate_and_a_number_for_each_group(
 @ORDERS
 @pytest.mark.parametrize("frozen", [("w",), ("gate",), ("x",), ("x", "gate"), ("gate", "w")])
 def test_what_is_frozen_gets_no_gradient(
-    frozen: tuple[str, ...], norm: Gated, launches: list[Launched], device: str
+    frozen: tuple[str, ...], norm: Gated, launches: list[Launch], device: str
 ) -> None:
     given = make_inputs(norm, device, 6, 32)
     everything = run(norm.fused, given)
@@ -278,7 +278,7 @@ def test_a_closed_gate_passes_nothing_on(device: str) -> None:
             assert torch.equal(value, torch.zeros_like(value)), name
 
 
-def test_float64_and_groups_too_wide_for_a_program_take_the_reference(launches: list[Launched], device: str) -> None:
+def test_float64_and_groups_too_wide_for_a_program_take_the_reference(launches: list[Launch], device: str) -> None:
     for norm in (QWEN, MAMBA):
         given = make_inputs(norm, device, 3, 8).double()
         ours, expected = run(norm.fused, given), run(norm.stock, given)

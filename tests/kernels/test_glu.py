@@ -13,8 +13,8 @@ from torch.nn import functional
 from fused_norm.kernels import glu
 from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.triton import glu_kernels
+from fused_norm.kernels.triton.launch import Launch
 
-from .conftest import Launched
 from .numerics import BF16, DTYPES, FP16, FP32, ROW_LAYOUTS, Guarded, far_apart, floor, in_layout
 
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
@@ -171,7 +171,7 @@ def test_one_row_for_all(device: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_one_launch_each_way_that_keeps_gate_and_up_alone(packed: bool, launches: list[Launched], device: str) -> None:
+def test_one_launch_each_way_that_keeps_gate_and_up_alone(packed: bool, launches: list[Launch], device: str) -> None:
     gate, up, dy = inputs(device, 6, 32, up=None if packed else BF16)
     leaves = [x.requires_grad_() for x in (gate, up) if x is not None]
     kept: list[Tensor] = []
@@ -195,7 +195,7 @@ def test_nothing_is_written_outside(packed: bool, width: int, device: str) -> No
 
 
 @pytest.mark.parametrize("frozen", ["gate", "up"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, launches: list[Launched], device: str) -> None:
+def test_what_is_frozen_gets_no_gradient(frozen: str, launches: list[Launch], device: str) -> None:
     gate, up, dy = inputs(device, 6, 32)
     both = run(glu, gate, up, dy, "silu")
     launches.clear()
@@ -207,7 +207,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, launches: list[Launched], 
     assert sum(t is None for t in launches[1].tensors) == 1
 
 
-def test_float64_and_empty_tensors(launches: list[Launched], device: str) -> None:
+def test_float64_and_empty_tensors(launches: list[Launch], device: str) -> None:
     gate, up, dy = (None if x is None else x.double() for x in inputs(device, 3, 8))
     for activation in ACTIVATIONS:
         assert all(map(torch.allclose, run(glu, gate, up, dy, activation), run(stock, gate, up, dy, activation)))

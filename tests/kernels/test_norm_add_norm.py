@@ -16,13 +16,13 @@ from fused_norm.kernels.plans import (
     sandwich_backward_plan,
     sandwich_forward_plan,
 )
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.sandwich_kernels import (
     empty_sandwich,
     launch_sandwich_backward,
     launch_sandwich_forward,
 )
 
-from .conftest import Launched
 from .numerics import (
     BASE_CASTINGS,
     BF16,
@@ -182,7 +182,7 @@ def test_frozen_arguments_get_no_gradient_and_change_no_other(frozen: tuple[str,
 
 @pytest.mark.parametrize("frozen", [(), *FROZEN], ids="-".join)
 def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
-    frozen: tuple[str, ...], device: str, launches: list[Launched]
+    frozen: tuple[str, ...], device: str, launches: list[Launch]
 ) -> None:
     inputs = make_inputs(GEMMA, (5, 123), device)
     run(GEMMA.fused, inputs, frozen)
@@ -195,7 +195,7 @@ def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
     if sums:
         names.append("_sum_shares_kernel")
         assert sum(tensor is not None for tensor in launches[2].tensors) == 1 + sums
-    assert [one.launch.name for one in launches] == names
+    assert [one.name for one in launches] == names
     with torch.no_grad():
         norm_add_norm(*(inputs[name] for name in ("x", "r", "inner", "w")), casting="gemma")
     assert launches[-1].tensors[-2:] == (None, None), "no rstd without a backward"

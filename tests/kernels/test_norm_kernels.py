@@ -13,10 +13,10 @@ from torch import Tensor
 from fused_norm.kernels import MODES
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, forward_plan
 from fused_norm.kernels.triton import norm_backward
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.norm_backward import launch_norm_backward
 from fused_norm.kernels.triton.norm_forward import empty_norm, launch_norm_forward
 
-from .conftest import Launched
 from .numerics import (
     BF16,
     FP16,
@@ -151,7 +151,7 @@ def test_rows_in_two_pieces_are_read_in_any_layout(layout: str, device: str, pla
 
 @pytest.mark.parametrize(("plan", "grid"), [(IN_TWO_PIECES, (2, 1)), (IN_CHUNKS, (2, 4))], ids=str)
 def test_a_backward_has_no_more_programs_than_planned(
-    plan: BackwardPlan, grid: tuple[int, int], device: str, planned: Callable, launches: list[Launched]
+    plan: BackwardPlan, grid: tuple[int, int], device: str, planned: Callable, launches: list[Launch]
 ) -> None:
     """Each holds a share of dw; without a dw there may be one for each tile."""
     planned(plan)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import rope
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.kernels.triton.qk_launch import launch_qk_forward
 
-from .conftest import Launched
 from .numerics import BF16, FP16, FP32, Guarded, Norm, far_apart, floor
 from .test_qk_norm import LAYOUTS, Inputs, _steps, make_inputs, rotate_part, rotate_whole
 from .test_qk_norm import Heads as NormedHeads
@@ -180,7 +180,7 @@ def test_cos_of_any_shape_that_broadcasts(shape: str, unsqueeze_dim: int, device
         torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=2**-5)
 
 
-def test_one_launch_each_way_that_keeps_cos_and_sin_alone(launches: list[Launched], device: str) -> None:
+def test_one_launch_each_way_that_keeps_cos_and_sin_alone(launches: list[Launch], device: str) -> None:
     heads = Heads()
     inputs = make_inputs(heads, 16, device)
     kept: list[Tensor] = []
@@ -208,7 +208,7 @@ def test_nothing_is_written_outside(rotary: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("used", ["k", *_slow("q")])
-def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launched], device: str) -> None:
+def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launch], device: str) -> None:
     for rotary in (16, 8):
         heads = Heads(rotary)
         inputs = make_inputs(heads, 16, device)
@@ -221,7 +221,7 @@ def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launched],
         assert backward.grid[0] < forward.grid[0]
 
 
-def test_a_frozen_side_gets_no_gradient(launches: list[Launched], device: str) -> None:
+def test_a_frozen_side_gets_no_gradient(launches: list[Launch], device: str) -> None:
     inputs = make_inputs(Heads(), 16, device)
     k = inputs.k.detach().requires_grad_()
     outputs = rope(inputs.q, k, inputs.cos, inputs.sin)
@@ -252,7 +252,7 @@ def test_q_and_k_of_two_dtypes(device: str) -> None:
     assert (ours["q_out"].dtype, ours["k_out"].dtype) == (BF16, FP32)
 
 
-def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(launches: list[Launched], device: str) -> None:
+def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(launches: list[Launch], device: str) -> None:
     heads = Heads(16, FP32, FP32)
     inputs = make_inputs(heads, 16, device)
     cos, sin = (x.clone().requires_grad_() for x in (inputs.cos, inputs.sin))
@@ -267,7 +267,7 @@ def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(launches: l
     assert len(launches) == 2
 
 
-def test_float64_and_empty_tensors(launches: list[Launched], device: str) -> None:
+def test_float64_and_empty_tensors(launches: list[Launch], device: str) -> None:
     inputs = make_inputs(Heads(), 16, device).mapped(Tensor.double)
     assert_right(Heads(), inputs)
     assert not launches

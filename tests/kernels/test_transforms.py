@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_norm.kernels.operator import Operator
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
-from .conftest import OPERATORS, Launched
+from .conftest import OPERATORS
 
 LLAMA, GEMMA, NONE = NormSpec("llama", eps=1e-3), NormSpec("gemma", True, eps=1e-3), NormSpec("none", True, eps=1e-3)
 
@@ -226,7 +227,7 @@ def _negated(tensor: Tensor) -> Tensor:
 
 
 @CASES
-def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(name: str, launches: list[Launched], device: str) -> None:
+def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(name: str, launches: list[Launch], device: str) -> None:
     case = _cases(device)[name]
     expected = case.by_formula(*case.inputs)
     incoming = [output.cos() for output in expected]

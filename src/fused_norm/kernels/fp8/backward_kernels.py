@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import WIDEST_BACKWARD, BackwardPlan, backward_plan
-from ..triton.devices import device_facts, planned_launches
+from ..plans import WIDEST_BACKWARD, backward_plan
+from ..triton.devices import device_facts
 from ..triton.language import input_grad, let_next_begin, load_gamma, load_tile, rows_of, store_tile
-from ..triton.launch import Launch
-from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
+from ..triton.launch import launch
+from ..triton.memory import INT32_LIMIT, contiguous, same_rows
 from ..triton.norm_backward import launch_norm_backward
 from ..triton.weight_grad import sum_shares
 from .cast import numbers_of
@@ -60,9 +58,6 @@ def _backward_from_codes_kernel(
         tl.store(shares_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
 
 
-_planned: dict[Any, tuple[BackwardPlan, Launch]] = planned_launches()
-
-
 def launch_backward_from_codes(
     spec: NormSpec,
     dy: Tensor,
@@ -84,23 +79,19 @@ def launch_backward_from_codes(
     weight = contiguous(weight)
     long = rows * max(spacing) >= INT32_LIMIT
     device = device_facts(codes.device)
-    key = (codes.device, dtypes_of(dy, codes, codes_scale, weight, dx, dw), width, spec, long)
-    planned = _planned.get(key)
-    if planned is None:
-        # Planned as with a residual's gradient: codes and scales are two more tensors in flight beside dy, and one
-        # piece holds a row.
-        plan = backward_plan(width, dy.element_size() + 2 * codes.element_size(), device, summed=True)
-        overlaps = dw is not None and device.overlaps
-        constants = {
-            "N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages, "OVERLAPS": overlaps,
-            "LONG": long, "SPEC": spec.without_eps(),
-        }  # fmt: skip
-        planned = _planned[key] = plan, Launch(_backward_from_codes_kernel, plan.warps, constants)
-    plan, launch = planned
+    # Planned as with a residual's gradient: codes and scales are two more tensors in flight beside dy, and one
+    # piece holds a row.
+    plan = backward_plan(width, dy.element_size() + 2 * codes.element_size(), device, summed=True)
+    overlaps = dw is not None and device.overlaps
+    constants = {
+        "N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages, "OVERLAPS": overlaps,
+        "LONG": long, "SPEC": spec.without_eps(),
+    }  # fmt: skip
     programs = -(-rows // plan.rows)
     if dw is not None:
         programs = min(programs, plan.programs)
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
-    launch((programs, 1), (dy, codes, codes_scale, weight, rstd, dx, shares), (rows,), spacing[1:])
+    tensors, numbers = (dy, codes, codes_scale, weight, rstd, dx, shares), (rows, *spacing[1:])
+    launch(_backward_from_codes_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
     if shares is not None:
         sum_shares(shares, dw, None, programs, plan.programs, device)

@@ -7,7 +7,6 @@ rows of one column.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -18,8 +17,8 @@ from ...spec import NormSpec
 from ..plans import next_power_of_2
 from ..triton.devices import device_facts
 from ..triton.language import load_gamma, load_tile, normalised, round_to, rows_of
-from ..triton.launch import Launch
-from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, same_rows
+from ..triton.launch import launch
+from ..triton.memory import INT32_LIMIT, contiguous, norm_dtype, same_rows
 from .cast import cast, empty_swizzled
 from .codes import codes_of, in_bytes, magnitude_bits, rule_of, scale_of, store_scales
 from .forward_kernels import TRITON_DTYPES
@@ -81,8 +80,6 @@ def _columns_kernel(
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
 """32 elements a lane in 8 warps: 128 bytes of bf16 that follow each other are read, and as many codes written."""
 
-_planned: dict[Any, tuple[int, int, Launch, Launch]] = {}
-
 
 def empty_columns_fp8(x: Tensor, recipe: FP8Recipe) -> tuple[Tensor, Tensor]:
     """Codes [N, M] and scales, not yet written."""
@@ -106,23 +103,17 @@ def launch_columns_fp8(
     weight = contiguous(weight)
     y_dtype = norm_dtype(spec, x.dtype, weight)
     long = max(rows * x_stride, q.numel()) >= INT32_LIMIT
-    key = (x.device, dtypes_of(x, weight), width, spec, recipe, long)
-    planned = _planned.get(key)
-    if planned is None:
-        swizzled = recipe.layout == "swizzled"
-        tile = max(_TILE_ROWS, 4 * recipe.group if swizzled else recipe.group)
-        block = min(_TILE_COLUMNS, next_power_of_2(width))
-        blocks = -(-(-(-width // 128) * 128 if swizzled else width) // block)
-        constants = {
-            "N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, "LONG": long, "Y": TRITON_DTYPES[y_dtype],
-            "SPEC": spec.without_eps(), "RULE": rule_of(recipe, y_dtype),
-        }  # fmt: skip
-        warps = device_facts(x.device).warps(8)
-        launches = Launch(_columns_kernel, warps, constants), Launch(_columns_kernel, warps, constants)
-        planned = _planned[key] = tile, blocks, *launches
-    tile, blocks, find_largest, launch = planned
-    grid, amax = (-(-rows // tile) * blocks, 1), None
+    swizzled = recipe.layout == "swizzled"
+    tile = max(_TILE_ROWS, 4 * recipe.group if swizzled else recipe.group)
+    block = min(_TILE_COLUMNS, next_power_of_2(width))
+    blocks = -(-(-(-width // 128) * 128 if swizzled else width) // block)
+    constants = {
+        "N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, "LONG": long, "Y": TRITON_DTYPES[y_dtype],
+        "SPEC": spec.without_eps(), "RULE": rule_of(recipe, y_dtype),
+    }  # fmt: skip
+    grid, numbers, warps = (-(-rows // tile) * blocks, 1), (rows, x_stride, rows), device_facts(x.device).warps(8)
+    amax = None
     if recipe.granularity == "row":
         amax = x.new_zeros((width,), dtype=torch.int32)
-        find_largest(grid, (x, weight, rstd, amax, None, None), (rows,), (x_stride, rows))
-    launch(grid, (x, weight, rstd, amax, q, in_bytes(scale)), (rows,), (x_stride, rows))
+        launch(_columns_kernel, grid, (x, weight, rstd, amax, None, None), numbers, constants, warps=warps)
+    launch(_columns_kernel, grid, (x, weight, rstd, amax, q, in_bytes(scale)), numbers, constants, warps=warps)

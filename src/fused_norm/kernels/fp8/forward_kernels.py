@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import ForwardPlan, forward_plan, next_power_of_2
-from ..triton.devices import device_facts, planned_launches
+from ..plans import forward_plan, next_power_of_2
+from ..triton.devices import device_facts
 from ..triton.language import columns_of, load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
-from ..triton.launch import Launch
-from ..triton.memory import INT32_LIMIT, contiguous, dtypes_of, norm_dtype, promoted, same_rows
+from ..triton.launch import launch
+from ..triton.memory import INT32_LIMIT, contiguous, norm_dtype, promoted, same_rows
 from ..triton.norm_forward import add_rounded
 from .cast import cast, empty_columns, empty_swizzled
 from .codes import codes_of, in_bytes, load_input, magnitude_bits, rule_of, scale_of, store_scales
@@ -186,9 +186,6 @@ def _empty_scale(x: Tensor, rows: int, width: int, recipe: FP8Recipe) -> Tensor:
     return x.new_empty((*x.shape[:-1], width // recipe.group), dtype=torch.float32)
 
 
-_planned: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
-_tiles_planned: dict[Any, Launch] = {}
-
 _TILE_ELEMENTS = 2048
 """Elements of a tile where no row is summed: 16 a lane."""
 
@@ -222,29 +219,21 @@ def launch_fp8_norm(
     strides = spacing[1:5]
     weight = contiguous(weight)
     long = max(rows, 128) * max(spacing) >= INT32_LIMIT
-    scaled = scale != 1.0
-    key = (q.device, dtypes_of(x, x_scale, residual, weight), dtypes, width, spec, recipe, scaled, long)
-    planned = _planned.get(key)
-    if planned is None:
-        # The plan of the 16-bit norm, whose rows are summed in the same order.
-        plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
-        constants = {
-            "N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, recipe, dtypes, long)
-        }  # fmt: skip
-        # As in the 16-bit norm.
-        fuse = dtypes[0] != torch.float32
-        planned = _planned[key] = plan, Launch(_rows_kernel, plan.warps, constants, fuse=fuse)
-    plan, launch = planned
+    # The plan of the 16-bit norm, whose rows are summed in the same order.
+    plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
+    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, recipe, dtypes, long)}
     amax = x.new_zeros((1,), dtype=torch.int32) if whole else None
     used = torch.empty_like(rstd) if whole and spec.casting == "none" else None
     written = (None, None) if whole else (q, in_bytes(scales))
     padded = -(-rows // 128) * 128 if recipe.layout == "swizzled" else rows
     launch(
+        _rows_kernel,
         (-(-padded // plan.rows), 1),
         (x, x_scale, residual, weight, s, rstd, used, amax, *written, carrier),
-        (rows,),
-        (*strides, width, *_scale_strides(scales, recipe)),
-        (spec.eps, float(scale) if scaled else None),
+        (rows, *strides, width, *_scale_strides(scales, recipe), spec.eps, None if scale == 1.0 else float(scale)),
+        constants,
+        warps=plan.warps,
+        fuse=dtypes[0] != torch.float32,  # as in the 16-bit norm
     )
     if amax is not None:
         total, stride = (x, strides[0]) if s is None else (s, strides[3])
@@ -270,14 +259,10 @@ def _launch_tiles(
     tile, block = (
         (_TILE_ELEMENTS // whole, whole) if transposed is None else (_TURNED_ROWS, min(_TURNED_COLUMNS, whole))
     )
-    key = (q.device, dtypes_of(*read[:3]), dtypes, width, spec, recipe, long, transposed is None)
-    launch = _tiles_planned.get(key)
-    if launch is None:
-        constants = {"N": width, "ROWS": tile, "BLOCK": block, **_constants(spec, recipe, dtypes, long)}
-        warps = device_facts(q.device).warps(4 if transposed is None else 8)
-        launch = _tiles_planned[key] = Launch(_tiles_kernel, warps, constants)
-    grid = (-(-rows // tile) * -(-width // block), 1)
-    launch(grid, (*read, *written), (rows,), (*strides, width, rows))
+    constants = {"N": width, "ROWS": tile, "BLOCK": block, **_constants(spec, recipe, dtypes, long)}
+    warps = device_facts(q.device).warps(4 if transposed is None else 8)
+    grid, numbers = (-(-rows // tile) * -(-width // block), 1), (rows, *strides, width, rows)
+    launch(_tiles_kernel, grid, (*read, *written), numbers, constants, warps=warps)
 
 
 def _constants(

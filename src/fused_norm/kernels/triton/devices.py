@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,15 +71,6 @@ def _hardware_of(device: torch.device) -> Device:
 _table_in_use: list[PlanTable] = []
 """The table that ``use_plans`` has chosen; empty outside of it."""
 
-_planned: list[dict[Any, Any]] = []
-
-
-def planned_launches() -> dict[Any, Any]:
-    """A new dictionary of launches by what they were planned for, emptied when ``use_plans`` changes the plans."""
-    found: dict[Any, Any] = {}
-    _planned.append(found)
-    return found
-
 
 @contextlib.contextmanager
 def use_plans(table: PlanTable) -> Iterator[None]:
@@ -89,8 +79,6 @@ def use_plans(table: PlanTable) -> Iterator[None]:
     def use(tables: list[PlanTable]) -> None:
         _table_in_use[:] = tables
         device_facts.cache_clear()
-        for launches in _planned:
-            launches.clear()
 
     before = list(_table_in_use)
     use([table])

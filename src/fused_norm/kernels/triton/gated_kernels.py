@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import BackwardPlan, ForwardPlan, gated_backward_plan, gated_forward_plan
-from .devices import device_facts, planned_launches
+from ..plans import gated_backward_plan, gated_forward_plan
+from .devices import device_facts
 from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
-from .launch import Launch
-from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, same_rows
+from .launch import launch
+from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, same_rows
 from .weight_grad import sum_shares
 
 
@@ -153,10 +153,6 @@ def empty_gated_norm(
     return empty_rows_like(x, dtype), empty_rows_like(x, torch.float32, width=groups) if training else None
 
 
-_planned_forwards: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
-_planned_backwards: dict[Any, tuple[BackwardPlan, Launch]] = planned_launches()
-
-
 def launch_gated_forward(
     spec: NormSpec,
     x: Tensor,
@@ -176,16 +172,11 @@ def launch_gated_forward(
     (x, gate, y, rstd), spacing = same_rows(x, gate, y, rstd)  # type: ignore[assignment]
     weight = contiguous(weight)
     long = rows * max(spacing) >= INT32_LIMIT
-    meaning = spec, activation, norm_before_gate, groups
-    key = x.device, dtypes_of(x, gate, weight, y, rstd), width, meaning, long
-    planned = _planned_forwards.get(key)
-    if planned is None:
-        plan = gated_forward_plan(width, device_facts(x.device))
-        constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
-        constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
-        planned = _planned_forwards[key] = plan, Launch(_gated_forward_kernel, plan.warps, constants)
-    plan, launch = planned
-    launch((-(-rows // plan.rows), groups), (x, gate, weight, y, rstd), (rows,), spacing[:3], (spec.eps,))
+    plan = gated_forward_plan(width, device_facts(x.device))
+    constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
+    constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
+    grid, tensors, numbers = (-(-rows // plan.rows), groups), (x, gate, weight, y, rstd), (rows, *spacing[:3], spec.eps)
+    launch(_gated_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
 
 
 def launch_gated_backward(
@@ -216,28 +207,17 @@ def launch_gated_backward(
     weight = contiguous(weight)
     long = rows * max(spacing) >= INT32_LIMIT
     device = device_facts(x.device)
-    meaning = spec, activation, norm_before_gate, groups
-    key = x.device, dtypes_of(dy, x, gate, weight, dx, dgate, dw), width, meaning, long
-    planned = _planned_backwards.get(key)
-    if planned is None:
-        read = (dy, x, gate, weight)
-        plan = gated_backward_plan(width, sum(one.element_size() for one in read if one is not None), device)
-        constants: dict[str, Any] = {
-            "N": width,
-            "GROUPS": groups,
-            "ROWS": plan.rows,
-            "BLOCK": plan.block,
-            "STAGES": plan.stages,
-        }
-        constants |= {"RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps, "LONG": long}
-        constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
-        planned = _planned_backwards[key] = plan, Launch(_gated_backward_kernel, plan.warps, constants)
-    plan, launch = planned
+    read = (dy, x, gate, weight)
+    plan = gated_backward_plan(width, sum(one.element_size() for one in read if one is not None), device)
+    constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block}
+    constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
+    constants |= {"LONG": long, "SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
     shares = None
     if dw is not None:
         programs = min(programs, most)
         shares = dw.new_empty((programs, groups * width), dtype=torch.float32)
-    launch((programs, groups), (dy, x, gate, weight, rstd, dx, dgate, shares), (rows,), strides)
+    tensors = dy, x, gate, weight, rstd, dx, dgate, shares
+    launch(_gated_backward_kernel, (programs, groups), tensors, (rows, *strides), constants, warps=plan.warps)
     if shares is not None:
         sum_shares(shares, dw, None, programs, most, device)

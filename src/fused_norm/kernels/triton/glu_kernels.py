@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import GluPlan, glu_plan
-from .devices import device_facts, planned_launches
+from ..plans import glu_plan
+from .devices import device_facts
 from .language import round_to, store_tile
-from .launch import Launch
-from .memory import INT32_LIMIT, dtypes_of, empty_rows_like, promoted, same_rows
+from .launch import launch
+from .memory import INT32_LIMIT, empty_rows_like, promoted, same_rows
 
 
 @triton.jit
@@ -139,9 +139,6 @@ def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
     return empty_rows_like(gate, promoted(gate.dtype, up.dtype))
 
 
-_planned: dict[Any, tuple[GluPlan, Launch]] = planned_launches()
-
-
 def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
     """Write ``y``, from ``empty_product``; without ``up`` gate has both."""
     _launch(_glu_forward_kernel, (gate, up, y), activation, y)
@@ -167,15 +164,10 @@ def _launch(kernel: Any, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], act
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
-    key = kernel, like.device, dtypes_of(*arranged), activation, grain or -width, long
-    planned = _planned.get(key)
-    if planned is None:
-        plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(like.device))
-        constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
-        planned = _planned[key] = plan, Launch(kernel, plan.warps, constants, fuse=False)
-    plan, launch = planned
+    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(like.device))
+    constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
     if grain:
-        launch((-(-size // plan.block), 1), tuple(arranged), (size // grain,), (0,) * (1 + len(spacing)))
+        tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))
     else:
-        tiles = -(-rows // plan.rows) * -(-width // plan.block)
-        launch((tiles, 1), tuple(arranged), (rows,), (width, *spacing))
+        tiles, numbers = -(-rows // plan.rows) * -(-width // plan.block), (rows, width, *spacing)
+    launch(kernel, (tiles, 1), tuple(arranged), numbers, constants, warps=plan.warps, fuse=False)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, backward_plan
-from .devices import device_facts, planned_launches
+from .devices import device_facts
 from .language import let_next_begin, load_gamma, load_tile, rows_of, store_tile
-from .launch import Launch
-from .memory import INT32_LIMIT, contiguous, dtypes_of, same_rows
+from .launch import launch
+from .memory import INT32_LIMIT, contiguous, same_rows
 from .weight_grad import sum_shares
 
 _GRID_LIMIT = 65_535
@@ -177,9 +177,6 @@ def _backward_columns_kernel(
         _store_share(shares_ptr, program, dw, col, N)
 
 
-_planned: dict[Any, tuple[BackwardPlan, tuple[Launch, ...]]] = planned_launches()
-
-
 def launch_norm_backward(
     spec: NormSpec,
     dy: Tensor,
@@ -208,44 +205,29 @@ def launch_norm_backward(
     strides = (*spacing[1:3], spacing[0], *spacing[3:5])
     weight = contiguous(weight)
     long = rows * max(spacing) >= INT32_LIMIT
-    planned_for = (total, dy, ds, weight, dx, dr, dw)
     factor = None if scale == 1.0 else float(scale)
-    key = (total.device, dtypes_of(*planned_for), width, spec, factor is None, long, plan)
-    planned = _planned.get(key)
-    if planned is None:
-        planned = _planned[key] = _plan(planned_for, width, spec.without_eps(), long, plan)
-    plan, launches = planned
+    device = device_facts(total.device)
+    column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
+    plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
     blocks = -(-width // plan.columns)
     programs = -(-rows // plan.rows)
     if dw is not None or plan.chunked:
         programs = min(programs, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
     read: tuple[Tensor | None, ...] = (dy, ds, total, weight, rstd)
-    grid = (programs, 1)
+    kernel, grid = _backward_kernel, (programs, 1)
+    short = spec.without_eps()
+    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     if plan.chunked:
         pull = total.new_empty((rows,), dtype=torch.float32)
         if dx is not None or dr is not None:
-            launches[0]((rows, 1), (dy, total, weight, rstd, pull), (rows,), (strides[0], strides[2]))
-        read, grid = (*read, pull), (blocks, programs)
-    launches[-1](grid, (*read, dx, dr, shares), (rows,), strides, (factor,))
+            tensors, numbers = (dy, total, weight, rstd, pull), (rows, strides[0], strides[2])
+            pulling = {"N": width, "BLOCK": 4 * plan.block, "SPEC": short}
+            launch(_backward_pull_kernel, (rows, 1), tensors, numbers, pulling, warps=plan.warps)
+        kernel, read, grid = _backward_columns_kernel, (*read, pull), (blocks, programs)
+    else:
+        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload}
+    constants |= {"OVERLAPS": dw is not None and device.overlaps, "LONG": long, "SPEC": short}
+    launch(kernel, grid, (*read, dx, dr, shares), (rows, *strides, factor), constants, warps=plan.warps)
     if shares is not None:
-        sum_shares(shares, dw, None, programs, -(-plan.programs // blocks), device_facts(total.device))
-
-
-def _plan(
-    tensors: tuple[Tensor | None, ...], width: int, spec: NormSpec, long: bool, plan: BackwardPlan | None
-) -> tuple[BackwardPlan, tuple[Launch, ...]]:
-    """The plan and the launches of its kernels."""
-    total, dy, ds, weight, _, _, dw = tensors
-    assert total is not None
-    device = device_facts(total.device)
-    column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
-    plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
-    overlaps = dw is not None and device.overlaps
-    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
-    rest = {"OVERLAPS": overlaps, "LONG": long, "SPEC": spec}
-    if not plan.chunked:
-        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload, **rest}
-        return plan, (Launch(_backward_kernel, plan.warps, constants),)
-    pulling = Launch(_backward_pull_kernel, plan.warps, {"N": width, "BLOCK": 4 * plan.block, "SPEC": spec})
-    return plan, (pulling, Launch(_backward_columns_kernel, plan.warps, constants | rest))
+        sum_shares(shares, dw, None, programs, -(-plan.programs // blocks), device)

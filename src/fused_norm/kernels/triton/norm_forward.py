@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import ForwardPlan, forward_plan, next_power_of_2
-from .devices import device_facts, planned_launches
+from .devices import device_facts
 from .language import (
     columns_of,
     load_gamma,
@@ -27,8 +27,8 @@ from .language import (
     square,
     store_tile,
 )
-from .launch import Launch
-from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, promoted, same_rows
+from .launch import launch
+from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, promoted, same_rows
 
 
 @triton.jit
@@ -191,8 +191,6 @@ def empty_norm(
     return empty_rows_like(x, norm_dtype(spec, total.dtype, weight)), total, rstd
 
 
-_planned: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
-
 _FROM_RSTD_ELEMENTS = 2048
 """Elements of a tile where no row is summed: 16 a lane."""
 
@@ -218,26 +216,23 @@ def launch_norm_forward(
     x, residual, y, sums = arranged  # type: ignore[assignment]
     weight = contiguous(weight)
     long = rows * max(strides) >= INT32_LIMIT
-    scaled = scale != 1.0
-    key = (x.device, dtypes_of(x, residual, weight, rstd), width, spec, mode, scaled, long, plan)
-    planned = _planned.get(key)
-    if planned is None:
-        plan = plan or forward_plan(width, device_facts(x.device), mode)
-        # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the
-        # compiler would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
-        fuse = (x if sums is None else sums).dtype != torch.float32
-        planned = _planned[key] = plan, _launch_of(plan, width, spec.without_eps(), long, fuse)
-    plan, launch = planned
+    plan = plan or forward_plan(width, device_facts(x.device), mode)
+    # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the
+    # compiler would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
+    fuse = (x if sums is None else sums).dtype != torch.float32
     tiles = -(-rows // plan.rows)
-    if plan.mode == "static_persistent":
-        tiles = min(tiles, plan.programs)
-    if plan.mode == "multi_wave_reload" and sums is None:
-        sums, strides = x, (*strides[:3], strides[0])
-    floats = spec.eps, float(scale) if scaled else None
-    launch((tiles, 1), (x, residual, weight, y, sums, rstd), (rows,), strides, floats)
-
-
-_from_rstd_planned: dict[Any, Launch] = {}
+    constants: dict[str, Any] = {"N": width, "BLOCK": plan.block, "SPEC": spec.without_eps()}
+    if plan.mode == "multi_wave_reload":
+        kernel = _forward_chunked_kernel
+        if sums is None:
+            sums, strides = x, (*strides[:3], strides[0])
+    else:
+        kernel, persistent = _forward_kernel, plan.mode == "static_persistent"
+        constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "LONG": long}
+        tiles = min(tiles, plan.programs) if persistent else tiles
+    tensors = x, residual, weight, y, sums, rstd
+    numbers = rows, *strides, spec.eps, None if scale == 1.0 else float(scale)
+    launch(kernel, (tiles, 1), tensors, numbers, constants, warps=plan.warps, fuse=fuse)
 
 
 def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
@@ -254,18 +249,7 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     long = rows * max(x_stride, y_stride) >= INT32_LIMIT
     block = min(next_power_of_2(width), _FROM_RSTD_ELEMENTS)
     tile = _FROM_RSTD_ELEMENTS // block
-    key = (x.device, dtypes_of(x, weight, y), width, spec, long)
-    launch = _from_rstd_planned.get(key)
-    if launch is None:
-        constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
-        launch = _from_rstd_planned[key] = Launch(_from_rstd_kernel, device_facts(x.device).warps(4), constants)
-    launch((-(-rows // tile), -(-width // block)), (x, weight, rstd, y), (rows,), (x_stride, y_stride))
-
-
-def _launch_of(plan: ForwardPlan, width: int, spec: NormSpec, long: bool, fuse: bool) -> Launch:
-    if plan.mode == "multi_wave_reload":
-        constants = {"N": width, "BLOCK": plan.block, "SPEC": spec}
-        return Launch(_forward_chunked_kernel, plan.warps, constants, fuse=fuse)
-    persistent = plan.mode == "static_persistent"
-    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "PERSISTENT": persistent, "LONG": long}
-    return Launch(_forward_kernel, plan.warps, {**constants, "SPEC": spec}, fuse=fuse)
+    grid = -(-rows // tile), -(-width // block)
+    constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
+    numbers, warps = (rows, x_stride, y_stride), device_facts(x.device).warps(4)
+    launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=warps)

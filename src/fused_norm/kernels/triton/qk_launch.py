@@ -1,4 +1,4 @@
-"""Launches the q and k kernels; what depends on shapes, strides and dtypes is worked out once for each set of them."""
+"""Launches the q and k kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan
-from .devices import device_facts, planned_launches
-from .launch import Launch
+from .devices import device_facts
+from .launch import launch
 from .memory import (
     against_heads,
-    dtypes_of,
     empty_rows_like,
     heads_dim_of,
     is_long,
@@ -38,9 +37,6 @@ Sides = tuple[Tensor | None, Tensor | None]
 """A tensor of q's side and one of k's."""
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-_PLANNED_LIMIT = 4096
-"""Sets of shapes and strides that are remembered; a program that goes through more of them starts anew."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +85,6 @@ def _absent(tensors: int) -> _Layout:
     return _Layout(0, 1, 1, (0,) * 3 * tensors, False)
 
 
-class _Planned(NamedTuple):
-    """A launch worked out for tensors of certain shapes, strides and dtypes."""
-
-    launch: Launch
-    programs: int
-    counts: tuple[int, ...]
-    strides: tuple[int, ...]
-    most_shares: int = 0
-    """Programs that there can be at most, each with its share of the weights' gradients."""
-
-
-_planned: dict[Any, _Planned] = planned_launches()
-_launches: dict[Any, Launch] = {}
-
-
 def takes_angles(cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
     """Return whether kernels take these angles: the same for all heads, and without a gradient."""
     learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
@@ -137,17 +118,28 @@ def launch_qk_forward(
     Without a ``spec`` they are rotated alone; then with ``once`` nothing but the result is rounded, and ``inverse``
     turns the other way, and rounds once.
     """
-    described = outputs if inverse else ()  # elsewhere they follow from the inputs
-    how = once, inverse
-    key = spec, unsqueeze_dim, how, _signature((*inputs, *described))
-    planned = _planned.get(key)
-    if planned is None:
-        inputs, _ = _readable(inputs, unsqueeze_dim)
-        key = spec, unsqueeze_dim, how, _signature((*inputs, *described))
-        planned = _planned.get(key) or _remember(key, _plan_forward(spec, inputs, outputs, unsqueeze_dim, *how))
-    if planned.programs:
-        launch, programs, counts, strides, _ = planned
-        launch((programs, 1), (*inputs, *outputs), counts, strides, (0.0 if spec is None else spec.eps,))
+    inputs, _ = _readable(inputs, unsqueeze_dim)
+    q, k, q_weight, k_weight, cos, _ = inputs
+    heads_dim = _heads_dim(inputs, unsqueeze_dim)
+    layouts = [
+        _absent(2) if x is None or y is None else _known(_layout((x, y), heads_dim))
+        for x, y in zip((q, k), outputs, strict=True)
+    ]
+    rotary = 0 if cos is None else cos.shape[-1]
+    heads = (layout.heads for layout in layouts)
+    plan = heads_forward_plan(*heads, q.shape[-1], rotary, device_facts(q.device), normed=spec is not None)
+    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
+    if not q_tiles + k_tiles:
+        return
+    constants = _constants(spec, plan, inputs, layouts)
+    for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
+        normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
+        constants[f"{side}_NORMED"] = normed
+    constants |= {"ONCE": once or inverse, "INVERSE": inverse}
+    eps = 0.0 if spec is None else spec.eps
+    numbers = *_counts(layouts, q_tiles), *_strides(layouts, inputs, unsqueeze_dim), eps
+    grid, tensors = (q_tiles + k_tiles, 1), (*inputs, *outputs)
+    launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=cos is None)
 
 
 def launch_qk_backward(
@@ -157,38 +149,29 @@ def launch_qk_backward(
 
     None is written where one is None; a side without ``incoming`` gradient has none.
     """
-    wanted = dtypes_of(*dx, *dw)
-    key = spec, unsqueeze_dim, _signature((*inputs, *incoming)), wanted
-    planned = _planned.get(key)
-    if planned is None:
-        inputs, incoming = _readable(inputs, unsqueeze_dim, incoming)
-        key = spec, unsqueeze_dim, _signature((*inputs, *incoming)), wanted
-        planned = _planned.get(key)
-        if planned is None:
-            planned = _remember(key, _plan_backward(spec, inputs, incoming, dx, dw, unsqueeze_dim))
-    launch, programs, counts, strides, most = planned
-    q = inputs[0]
+    inputs, incoming = _readable(inputs, unsqueeze_dim, incoming)
+    q, device, needs_dw = inputs[0], device_facts(inputs[0].device), [gradient is not None for gradient in dw]
+    layouts = _backward_layouts(inputs, incoming, dx, unsqueeze_dim)
+    plan = _backward_plan(inputs, incoming, layouts)
+    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
+    q_programs, programs = q_tiles, q_tiles + k_tiles
+    if any(needs_dw) and programs > plan.programs:
+        # Each side its part of the programs, and at least one where there is anything to do.
+        most = plan.programs - min(1, k_tiles)
+        q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
+        programs = plan.programs
     shares = None
-    if any(gradient is not None for gradient in dw):
+    if any(needs_dw):
         shares = q.new_empty((programs, q.shape[-1]), dtype=torch.float32)
     if programs:
-        launch((programs, 1), (*inputs, *incoming, *dx, shares), counts, strides, (spec.eps,))
+        constants = _constants(spec, plan, inputs, layouts)
+        constants |= {"STAGES": plan.stages, "OVERLAPS": any(needs_dw) and device.overlaps}
+        constants |= {"Q_HAS_DW": needs_dw[0], "K_HAS_DW": needs_dw[1]}
+        numbers = *_counts(layouts, q_programs), *_strides(layouts, inputs, unsqueeze_dim), spec.eps
+        tensors = *inputs, *incoming, *dx, shares
+        launch(qk_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
     if shares is not None and q.shape[-1]:
-        sum_shares(shares, *dw, counts[-1], most, device_facts(q.device))
-
-
-def _signature(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """All of the tensors that plans depend on; the device is that of the first."""
-    lead: Any = tensors[0]
-    described = [None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-    return lead.device, *described
-
-
-def _remember(key: Any, planned: _Planned) -> _Planned:
-    if len(_planned) >= _PLANNED_LIMIT:
-        _planned.clear()
-    _planned[key] = planned
-    return planned
+        sum_shares(shares, *dw, q_programs, plan.programs, device)
 
 
 def _readable(inputs: Inputs, unsqueeze_dim: int, gradients: Sides = (None, None)) -> tuple[Any, Any]:
@@ -243,64 +226,25 @@ def _known(layout: _Layout | None) -> _Layout:
     return layout
 
 
-def _plan_forward(
-    spec: NormSpec | None, inputs: Inputs, outputs: Sides, unsqueeze_dim: int, once: bool, inverse: bool
-) -> _Planned:
-    q, k, q_weight, k_weight, cos, _ = inputs
+def _backward_layouts(inputs: NormedInputs, incoming: Sides, dx: Sides, unsqueeze_dim: int) -> list[_Layout]:
+    """The layouts of q's and of k's side: what comes in, its gradient, and the gradient that is written."""
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    layouts = [
-        _absent(2) if x is None or y is None else _known(_layout((x, y), heads_dim))
-        for x, y in zip((q, k), outputs, strict=True)
-    ]
-    rotary = 0 if cos is None else cos.shape[-1]
-    heads = (layout.heads for layout in layouts)
-    plan = heads_forward_plan(*heads, q.shape[-1], rotary, device_facts(q.device))
-    constants = _constants(spec, plan, inputs, layouts)
-    for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
-        normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
-        constants[f"{side}_NORMED"] = normed
-    constants |= {"ONCE": once or inverse, "INVERSE": inverse}
-    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
-    launch = _launch_of(qk_forward_kernel, dtypes_of(*inputs, *outputs), plan.warps, constants, fuse=cos is None)
-    strides = _strides(layouts, inputs, unsqueeze_dim)
-    return _Planned(launch, q_tiles + k_tiles, _counts(layouts, q_tiles), strides)
-
-
-def _plan_backward(
-    spec: NormSpec, inputs: NormedInputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
-) -> _Planned:
-    heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    layouts = [
+    return [
         _absent(3) if d is None else _known(_layout((x, d, empty_rows_like(x) if grad is None else grad), heads_dim))
         for x, d, grad in zip(inputs[:2], incoming, dx, strict=True)
     ]
+
+
+def _backward_plan(inputs: NormedInputs, incoming: Sides, layouts: Sequence[_Layout]) -> HeadsPlan:
     q, cos = inputs[0], inputs[4]
     width, rotary = q.shape[-1], 0 if cos is None else cos.shape[-1]
     loads = 2 if 0 < rotary < width else 1  # of d: partners are loaded by themselves
     column_bytes = max(
         x.element_size() + loads * d.element_size() for x, d in zip(inputs[:2], incoming, strict=True) if d is not None
     )
-    device = device_facts(q.device)
     angle_bytes = 0 if cos is None else 2 * cos.element_size()
-    plan = heads_backward_plan(*(layout.heads for layout in layouts), width, rotary, column_bytes, angle_bytes, device)
-    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
-    q_programs, programs = q_tiles, q_tiles + k_tiles
-    needs_dw = [gradient is not None for gradient in dw]
-    if any(needs_dw) and programs > plan.programs:
-        # Each side its part of the programs, and at least one where there is anything to do.
-        most = plan.programs - min(1, k_tiles)
-        q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
-        programs = plan.programs
-    constants = _constants(spec, plan, inputs, layouts)
-    constants |= {
-        "STAGES": plan.stages,
-        "OVERLAPS": any(needs_dw) and device.overlaps,
-        "Q_HAS_DW": needs_dw[0],
-        "K_HAS_DW": needs_dw[1],
-    }
-    launch = _launch_of(qk_backward_kernel, dtypes_of(*inputs, *incoming, *dx), plan.warps, constants)
-    strides = _strides(layouts, inputs, unsqueeze_dim)
-    return _Planned(launch, programs, _counts(layouts, q_programs), strides, plan.programs)
+    heads = (layout.heads for layout in layouts)
+    return heads_backward_plan(*heads, width, rotary, column_bytes, angle_bytes, device_facts(q.device))
 
 
 def _constants(spec: NormSpec | None, plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout]) -> dict[str, Any]:
@@ -331,14 +275,3 @@ def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> 
         steps = [0] * 4 if angles is None else against_heads(angles, unsqueeze_dim)[1]
         strides += [steps[0], 0 if heads_dim is None else steps[3 - heads_dim]]
     return tuple(strides)
-
-
-def _launch_of(
-    kernel: Any, dtypes: tuple[Any, ...], warps: int, constants: dict[str, Any], fuse: bool = True
-) -> Launch:
-    """The launch of a kernel with these constants, for arguments of these dtypes; one for all shapes that share it."""
-    key = kernel, dtypes, warps, tuple(constants.values())
-    launch = _launches.get(key)
-    if launch is None:
-        launch = _launches[key] = Launch(kernel, warps, constants, fuse=fuse)
-    return launch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, sandwich_backward_plan, sandwich_forward_plan
-from .devices import device_facts, planned_launches
+from .devices import device_facts
 from .language import (
     input_grad,
     let_next_begin,
@@ -27,8 +27,8 @@ from .language import (
     rstd_of,
     store_tile,
 )
-from .launch import Launch
-from .memory import INT32_LIMIT, contiguous, dtypes_of, empty_rows_like, norm_dtype, promoted, same_rows
+from .launch import launch
+from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, promoted, same_rows
 from .weight_grad import sum_shares
 
 
@@ -175,10 +175,6 @@ def empty_norm_add(
     return empty_rows_like(x, promoted(residual.dtype, norm_dtype(spec, x.dtype, weight))), rstd
 
 
-_planned_forwards: dict[Any, tuple[ForwardPlan, Launch]] = planned_launches()
-_planned_backwards: dict[Any, tuple[BackwardPlan, Launch]] = planned_launches()
-
-
 def launch_sandwich_forward(
     spec: NormSpec,
     x: Tensor,
@@ -201,14 +197,10 @@ def launch_sandwich_forward(
     rows = size // width
     long = rows * max(strides) >= INT32_LIMIT
     tensors = (x, residual, contiguous(inner_weight), contiguous(weight), total, y, inner_rstd, rstd)
-    key = (x.device, dtypes_of(*tensors), width, spec, long, plan)
-    planned = _planned_forwards.get(key)
-    if planned is None:
-        plan = plan or sandwich_forward_plan(width, device_facts(x.device))
-        constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long, "SPEC": spec.without_eps()}
-        planned = _planned_forwards[key] = plan, Launch(_sandwich_forward_kernel, plan.warps, constants, fuse=False)
-    plan, launch = planned
-    launch((-(-rows // plan.rows), 1), tensors, (rows,), strides, (spec.eps,))
+    plan = plan or sandwich_forward_plan(width, device_facts(x.device))
+    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long, "SPEC": spec.without_eps()}
+    grid, numbers = (-(-rows // plan.rows), 1), (rows, *strides, spec.eps)
+    launch(_sandwich_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
 
 
 def launch_sandwich_backward(
@@ -241,38 +233,20 @@ def launch_sandwich_backward(
     strides = (*spacing[1:3], spacing[0], *spacing[3:6])
     long = rows * max(spacing) >= INT32_LIMIT
     tensors = (dy, ds, total, x, *map(contiguous, weights), inner_rstd, rstd, dx, dr)
-    key = (dy.device, dtypes_of(*tensors, dinner, dw), width, spec, long, plan)
-    planned = _planned_backwards.get(key)
-    if planned is None:
-        planned = _planned_backwards[key] = _plan_backward(tensors, (dinner, dw), spec.without_eps(), long, plan)
-    plan, launch = planned
+    device = device_facts(dy.device)
+    column_bytes = sum(tensor.element_size() for tensor in tensors[:6] if tensor is not None)
+    plan = plan or sandwich_backward_plan(width, column_bytes, device)
+    wanted = [gradient is not None for gradient in (dinner, dw)]
+    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+    constants |= {"RELOAD": plan.reload, "HAS_DINNER": wanted[0], "HAS_DW": wanted[1]}
+    constants |= {"OVERLAPS": any(wanted) and device.overlaps, "LONG": long, "SPEC": spec.without_eps()}
     programs = -(-rows // plan.rows)
     first, second = (dinner, dw) if dinner is not None else (dw, None)
     shares = None
     if first is not None:
         programs = min(programs, plan.programs)
         shares = dy.new_empty((programs * (1 if second is None else 2), width), dtype=torch.float32)
-    launch((programs, 1), (*tensors, shares), (rows,), strides)
+    numbers = rows, *strides
+    launch(_sandwich_backward_kernel, (programs, 1), (*tensors, shares), numbers, constants, warps=plan.warps)
     if shares is not None:
-        sum_shares(shares, first, second, programs, plan.programs, device_facts(dy.device))
-
-
-def _plan_backward(
-    tensors: tuple[Tensor | None, ...],
-    weight_gradients: tuple[Tensor | None, Tensor | None],
-    spec: NormSpec,
-    long: bool,
-    plan: BackwardPlan | None,
-) -> tuple[BackwardPlan, Launch]:
-    """The plan and its launch."""
-    dy = tensors[0]
-    assert dy is not None
-    width, device = dy.shape[-1], device_facts(dy.device)
-    column_bytes = sum(tensor.element_size() for tensor in tensors[:6] if tensor is not None)
-    plan = plan or sandwich_backward_plan(width, column_bytes, device)
-    wanted = [gradient is not None for gradient in weight_gradients]
-    overlaps = any(wanted) and device.overlaps
-    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
-    constants |= {"RELOAD": plan.reload, "HAS_DINNER": wanted[0], "HAS_DW": wanted[1]}
-    constants |= {"OVERLAPS": overlaps, "LONG": long, "SPEC": spec}
-    return plan, Launch(_sandwich_backward_kernel, plan.warps, constants)
+        sum_shares(shares, first, second, programs, plan.programs, device)

@@ -5,17 +5,13 @@ The sum has a fixed order, so the same inputs give the same bits; a share is fp3
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..plans import Device, next_power_of_2
 from .language import await_previous, round_to
-from .launch import Launch
-from .memory import dtypes_of
+from .launch import launch
 
 _COLUMNS = 16
 """Columns that one program sums, over all shares at once."""
@@ -56,12 +52,8 @@ def sum_shares(
     ``most``: what P is at most; it decides the order of the sum. ``device``: the facts about where they are.
     """
     end, width = shares.shape
-    launch = _launch_of(width, next_power_of_2(most), dtypes_of(first, second), device)
-    launch((-(-width // _COLUMNS), 1 if second is None else 2), (shares, first, second), (split, end))
-
-
-@lru_cache(maxsize=1024)
-def _launch_of(width: int, rows: int, dtypes: tuple[torch.dtype | None, ...], device: Device) -> Launch:
+    rows = next_power_of_2(most)
+    grid = -(-width // _COLUMNS), 1 if second is None else 2
     constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": device.overlaps}
-    warps = device.warps(max(1, min(16, rows // 64)))
-    return Launch(_sum_shares_kernel, warps, constants, overlaps=device.overlaps)
+    warps, tensors = device.warps(max(1, min(16, rows // 64))), (shares, first, second)
+    launch(_sum_shares_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)
