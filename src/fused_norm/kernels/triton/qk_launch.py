@@ -127,7 +127,7 @@ def launch_qk_forward(
     ]
     rotary = 0 if cos is None else cos.shape[-1]
     heads = (layout.heads for layout in layouts)
-    plan = heads_forward_plan(*heads, q.shape[-1], rotary, device_facts(q.device), normed=spec is not None)
+    plan = heads_forward_plan(*heads, q.shape[-1], rotary, device_facts(q.device))
     q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
     if not q_tiles + k_tiles:
         return
