@@ -12,15 +12,15 @@ from fused_norm.convergence.text_sequences import pack, read_files, standard_lib
 from fused_norm.convergence.tiers import TIERS
 
 
-def tiny_plan(comparisons, **changes):
-    """Two steps and three controls of each family that is compared."""
+def tiny_plan(comparisons, layers=1, **changes):
+    """Two steps and three controls of each family that is compared, of as many layers."""
     settings = TIERS["quick"].settings
     options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
     settings = dataclasses.replace(settings, options=options, controls=3)
     packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
     plan = Plan(
         comparisons=tuple(comparisons),
-        sources={each.model: ModelSource.of_family(each.model, {}) for each in comparisons},
+        sources={each.model: ModelSource.of_family(each.model, {"num_hidden_layers": layers}) for each in comparisons},
         settings=settings,
         sequences=lambda comparison: training_order(packed, count=8, seed=comparison.seed),
         facts={"data": 1},

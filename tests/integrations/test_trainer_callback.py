@@ -15,8 +15,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from fused_norm import disabled
 from fused_norm.integrations.trainer import FusedNormCallback
-from fused_norm.model_configs import FAMILIES, build
+from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher.class_swap import Fused
+
+
+def llama() -> nn.Module:
+    """A model of one layer."""
+    return build(tiny_config("llama", num_hidden_layers=1), seed=0)
 
 
 def fused_modules(model: nn.Module) -> int:
@@ -56,7 +61,7 @@ def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **argum
         **{"max_steps": 2, "save_strategy": "no", **arguments},
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
-    model_init = None if model is not None else lambda: build("llama", seed=0)
+    model_init = None if model is not None else lambda: llama()
     return WatchedTrainer(model=model, args=given, train_dataset=data, callbacks=callbacks, model_init=model_init)
 
 
@@ -68,14 +73,14 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
     callback = FusedNormCallback(mlp=False)
     assert callback.report is None
     with caplog.at_level(logging.INFO, "fused_norm"):
-        fused = trainer(build("llama", seed=0), tmp_path, [callback])
+        fused = trainer(llama(), tmp_path, [callback])
     assert callback.report is not None
-    assert callback.report.counts == {**FAMILIES["llama"].sites(), "qk": 0, "sandwich": 0, "mlp": 0}
+    assert callback.report.counts == {**FAMILIES["llama"].sites(1), "qk": 0, "sandwich": 0, "mlp": 0}
     assert callback.report.summary() in caplog.messages
     fused.train()
     assert len(fused.seen) > 1
     assert min(fused.seen) > 0
-    stock = trainer(build("llama", seed=0), tmp_path, [])
+    stock = trainer(llama(), tmp_path, [])
     stock.train()
     assert set(stock.seen) == {0}
     torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
@@ -91,7 +96,7 @@ def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_
         one.train()
         assert one.model is not before
     else:
-        one = trainer(build("llama", seed=0), tmp_path, [], max_steps=1)
+        one = trainer(llama(), tmp_path, [], max_steps=1)
         one.add_callback(callback)
         one.train()
     assert fused_modules(one.model) > 0
@@ -124,7 +129,7 @@ def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path
 
 @pytest.mark.slow
 def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path: Path) -> None:
-    first = trainer(build("llama", seed=0), tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
+    first = trainer(llama(), tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
     first.train()
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert fused_modules(stock) == 0

@@ -3,7 +3,7 @@
 import pytest
 
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.model_source import ModelSource
+from fused_norm.model_configs import FAMILIES
 
 from ..convergence.plans import tiny_plan
 from .faults import FAULTS
@@ -31,7 +31,8 @@ def one_fault_of_each_form():
 def test_no_fault_is_missed(family, precision):
     """Together these have a scaled branch, a wide stream, sandwiches, heads, gates and a rotation by itself."""
     names, comparison = one_fault_of_each_form()[family], Comparison(family, precision)
-    results = {result.fault: result for result in run_faults(tiny_plan([comparison]), comparison, names)}
+    plan = tiny_plan([comparison], layers=FAMILIES[family].tiny["num_hidden_layers"])
+    results = {result.fault: result for result in run_faults(plan, comparison, names)}
     assert results.pop(SOUND).outcome == "sound"
     outcomes = {name: result.outcome for name, result in results.items()}
     assert set(outcomes) == set(names)
@@ -45,7 +46,6 @@ def test_no_fault_is_missed(family, precision):
     [("llama", "rms_norm-compiled-dw", "caught"), ("gemma3_text", "add_rms_norm-compiled-dw", "hidden")],
 )
 def test_a_fault_of_compiled_operators_alone_is_caught_where_they_are_called(family, fault, outcome):
-    sources = {family: ModelSource.of_family(family, {"num_hidden_layers": 1})}
     comparison = Comparison(family, "fp32", "compile")
-    sound, result = run_faults(tiny_plan([comparison], sources=sources), comparison, [fault])
+    sound, result = run_faults(tiny_plan([comparison]), comparison, [fault])
     assert (sound.outcome, result.outcome) == ("sound", outcome)
