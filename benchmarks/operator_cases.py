@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_norm.kernels import reference
-from fused_norm.kernels.fp8 import RECIPES, Quantized, dequantize
+from fused_norm.kernels.fp8 import FORMATS, Quantized, dequantize
 from fused_norm.spec import NormSpec
 
 OperatorName = Literal[
@@ -100,7 +100,7 @@ class OperatorCase:
         spec: what the norms compute.
         heads: numbers of query and of key heads; (0, 0) for operators other than ``qk``, ``rope`` and ``rotate``.
         backward: measure the backward too.
-        recipe: the name of the FP8 recipe of the last three.
+        recipe: the name of the FP8 format of the last three.
     """
 
     operator: OperatorName
@@ -137,7 +137,7 @@ class OperatorCase:
             raise ValueError(f"{name!r} is no operator and shape such as 'add 4096x2560'; operators are {known}")
         if bool(q_heads) != (operator in ("qk", "rope", "rotate")):
             raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {_EXAMPLES[bool(not q_heads)]}'")
-        recipes = list(RECIPES) if operator.startswith("fp8") else [""]
+        recipes = list(FORMATS) if operator.startswith("fp8") else [""]
         if recipe not in recipes:
             raise ValueError(f"{name!r}: behind the shape comes {' or '.join(recipes) or 'nothing'}")
         spec = GEMMA if group in ("gemma", "sandwich") else LLAMA
@@ -150,10 +150,10 @@ class OperatorCase:
         moved = _TENSOR_COUNTS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
         if not self.recipe or direction == "backward":
             return moved
-        recipe = RECIPES[self.recipe]
+        fp8_format = FORMATS[self.recipe]
         lines = self.width if self.operator == "fp8-columns" else self.rows
-        scales = {"tensor": 1, "row": lines}.get(recipe.granularity) or elements // recipe.group
-        return moved + elements + scales * (1 if recipe.layout == "swizzled" else 4)
+        scales = elements // fp8_format.group if fp8_format.group else 1 if fp8_format.whole else lines
+        return moved + elements + scales * (1 if fp8_format.swizzled else 4)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, *, seed: int) -> OperatorInputs:
         """Random inputs and gradients of the outputs, drawn from ``seed``; gamma is not near one."""

@@ -88,7 +88,7 @@ def _then_cast(norm: OperatorFunction, name: str, over_rows: bool) -> OperatorFu
     from torchao.prototype.blockwise_fp8_training import kernels as blockwise
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    recipe = kernels.fp8.RECIPES[name].along_rows() if over_rows else kernels.fp8.RECIPES[name]
+    fp8_format = kernels.fp8.FORMATS[name].along_rows() if over_rows else kernels.fp8.FORMATS[name]
     granularity = ScalingGranularity.AXISWISE if name == "rowwise" else ScalingGranularity.TENSORWISE
 
     def cast(y: Tensor) -> kernels.fp8.Quantized:
@@ -99,15 +99,16 @@ def _then_cast(norm: OperatorFunction, name: str, over_rows: bool) -> OperatorFu
         elif name == "mxfp8":  # which torchao makes of bf16 and fp32 alone
             y = y.float() if y.dtype == torch.float16 else y
             lines = y.t().contiguous() if over_rows else y
-            scale, q = to_mx(lines, recipe.dtype, 32, is_swizzled_scales=True)
+            scale, q = to_mx(lines, fp8_format.dtype, 32, is_swizzled_scales=True)
             q = q.t() if over_rows else q
         else:
             made = hp_tensor_to_float8_dynamic(
-                y, recipe.dtype, LinearMMConfig(), scaling_granularity=granularity,
-                axiswise_dim=recipe.axis if name == "rowwise" else None, round_scales_to_power_of_2=recipe.power_of_2,
+                y, fp8_format.dtype, LinearMMConfig(), scaling_granularity=granularity,
+                axiswise_dim=(0 if over_rows else -1) if name == "rowwise" else None,
+                round_scales_to_power_of_2=fp8_format.power_of_2,
             )  # fmt: skip
             q, scale = made._data, made._scale.reciprocal()
-        return kernels.fp8.Quantized(q, scale, recipe)
+        return kernels.fp8.Quantized(q, scale, fp8_format)
 
     def run(*arguments: Tensor) -> tuple[Any, ...]:
         y, *rest = norm(*arguments)
@@ -218,7 +219,7 @@ def _fused(case: OperatorCase) -> OperatorFunction:
     def kept(x: Tensor) -> Tensor:
         """The rstd that a forward has kept, made before anything is timed."""
         if x.data_ptr() not in rstds:
-            rstd = kernels.fp8.rms_norm_fp8(x, None, recipe="rowwise", **semantics).rstd
+            rstd = kernels.fp8.rms_norm_fp8(x, None, fp8_format="rowwise", **semantics).rstd
             assert rstd is not None
             rstds[x.data_ptr()] = rstd
         return rstds[x.data_ptr()]
@@ -235,9 +236,9 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "geglu": lambda gate, up: (kernels.glu(gate, up, "gelu_tanh"),),
         "gated": lambda x, gate, w: (kernels.gated_rms_norm(x, gate, w, **semantics),),
         "gate-first": lambda x, gate, w: (kernels.gated_rms_norm(x, gate, w, norm_before_gate=False, **semantics),),
-        "fp8": lambda x, w: (kernels.fp8.rms_norm_fp8(x, w, recipe=case.recipe, **semantics),),
-        "fp8-add": partial(kernels.fp8.add_rms_norm_fp8, recipe=case.recipe, **semantics),
-        "fp8-columns": lambda x, w: (kernels.fp8.rms_norm_columns_fp8(x, w, kept(x), recipe=case.recipe, **semantics),),
+        "fp8": lambda x, w: (kernels.fp8.rms_norm_fp8(x, w, fp8_format=case.recipe, **semantics),),
+        "fp8-add": partial(kernels.fp8.add_rms_norm_fp8, fp8_format=case.recipe, **semantics),
+        "fp8-columns": lambda x, w: (kernels.fp8.rms_norm_columns_fp8(x, w, kept(x), fp8_format=case.recipe, **semantics),),
     }
     return operators[case.operator]
 

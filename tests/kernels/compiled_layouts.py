@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from compile_for_h100 import compiled
 
-from fused_norm.kernels.fp8 import RECIPES, forward_kernels
+from fused_norm.kernels.fp8 import FORMATS, FP8Format, kernels
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import norm_forward
@@ -47,7 +47,7 @@ def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
 
 def main() -> int:
     """Compare; return the exit status."""
-    for module in (norm_forward, forward_kernels):
+    for module in (norm_forward, kernels):
         module.device_facts = lambda device: Device()  # type: ignore[attr-defined]
     spec, rows = norm_spec("llama", False, 1e-6), 4096
 
@@ -57,10 +57,10 @@ def main() -> int:
 
         return layout_of_the_sum(call)
 
-    def fp8(x: Any, r: Any, w: Any, recipe: Any) -> tuple[str, str]:
+    def fp8(x: Any, r: Any, w: Any, fp8_format: FP8Format) -> tuple[str, str]:
         def call() -> None:
-            outputs = forward_kernels.empty_fp8_norm(spec, x, r, w, recipe, False)
-            forward_kernels.launch_fp8_norm(spec, x, None, r, w, recipe, outputs)
+            outputs = kernels.empty_norm_fp8(spec, x, r, w, fp8_format, False)
+            kernels.launch_norm_fp8(spec, (x, r, w, None, None), fp8_format, outputs)
 
         return layout_of_the_sum(call)
 
@@ -72,7 +72,7 @@ def main() -> int:
             expected = plain(total, None, w)
             found = {} if r is None else {"add": plain(x, r, w)}
             for name in ("tensorwise", "rowwise", "block128", "mxfp8") if width == 4096 else ("block128",):
-                found[name] = fp8(x, r, w, RECIPES[name])
+                found[name] = fp8(x, r, w, FORMATS[name])
             for name, layout in found.items():
                 if layout != expected:
                     sys.stdout.write(f"{name} {width} {x_dtype} {r_dtype}: {layout} instead of {expected}\n")

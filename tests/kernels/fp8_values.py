@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.kernels.fp8 import RECIPES, FP8Recipe, Quantized
+from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-ALL_RECIPES: dict[str, FP8Recipe] = {
-    **RECIPES,
-    "rceil": replace(RECIPES["mxfp8"], formula="rceil"),
-    "deepgemm powers": replace(RECIPES["deepgemm"], power_of_2=True),
-    "tensorwise powers": replace(RECIPES["tensorwise"], power_of_2=True),
+DEEPGEMM = FORMATS["block128"].for_deepgemm()
+
+ALL_FORMATS: dict[str, FP8Format] = {
+    **FORMATS,
+    "deepgemm": DEEPGEMM,
+    "rceil": replace(FORMATS["mxfp8"], formula="rceil"),
+    "deepgemm powers": replace(DEEPGEMM, power_of_2=True),
+    "tensorwise powers": replace(FORMATS["tensorwise"], power_of_2=True),
 }
 
 
@@ -58,4 +61,4 @@ def assert_same_codes(ours: Quantized, expected: Quantized) -> None:
         assert_same_bits(one, other)
         if min(one.shape, default=0) > 1:  # other strides mean nothing
             assert one.stride() == other.stride()
-    assert ours.recipe == expected.recipe
+    assert ours.fp8_format == expected.fp8_format

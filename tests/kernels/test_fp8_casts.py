@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_norm.kernels.fp8 import RECIPES, FP8Recipe, Quantized, dequantize, quantize, recipe_of
+from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized, dequantize, quantize, format_of
 from fused_norm.kernels.fp8.cast import cast, cast_groups
-from fused_norm.kernels.fp8.codes import codes_of, rule_of, scale_of, values_of
-from fused_norm.kernels.fp8.recipe import recipe_from
+from fused_norm.kernels.fp8.codes import codes_of, scale_of, values_of
+from fused_norm.kernels.fp8.formats import format_from
+from fused_norm.kernels.fp8.kernels import TRITON_DTYPES
 
-from .fp8_values import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
+from .fp8_values import ALL_FORMATS, DEEPGEMM, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
 from .numerics import BF16, DTYPES, FP16, FP32
 
 FP8 = pytest.mark.parametrize("code", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -66,10 +67,10 @@ def test_one_scale_for_a_tensor_a_row_or_a_column_is_torchaos(
     torchao: Any, code: torch.dtype, dtype: torch.dtype, finite: bool, powers: bool
 ) -> None:
     y = hard_rows(37, 48, dtype, finite=finite)
-    tensor = replace(RECIPES["tensorwise"], dtype=code, power_of_2=powers)
-    rows = replace(RECIPES["rowwise"], dtype=code, power_of_2=powers)
-    for recipe, axis in ((tensor, None), (rows, -1), (rows.along_rows(), 0)):
-        ours = quantize(y, recipe, transposed=axis is None)
+    tensor = replace(FORMATS["tensorwise"], dtype=code, power_of_2=powers)
+    rows = replace(FORMATS["rowwise"], dtype=code, power_of_2=powers)
+    for fp8_format, axis in ((tensor, None), (rows, -1), (rows.along_rows(), 0)):
+        ours = quantize(y, fp8_format, transposed=axis is None)
         q, scale = torchao.float8(y, code, axis, powers)
         assert_same_bits(ours.q, q)
         assert_same_bits(ours.scale, scale)
@@ -87,7 +88,7 @@ def test_one_scale_for_128_columns_or_rows_is_torchaos(torchao: Any, dtype: torc
     assert_same_bits(ours.scale, scale)
     assert ours.scale.stride() == scale.stride() == (1, 37)
     y = torch.cat((y, y.new_ones(128 - 37, 256)))  # torchao takes full blocks of rows alone
-    ours, (q, scale) = quantize(y, RECIPES["block128"].along_rows()), torchao.blocks_of_columns(y)
+    ours, (q, scale) = quantize(y, FORMATS["block128"].along_rows()), torchao.blocks_of_columns(y)
     assert_same_bits(ours.q, q)
     assert_same_bits(ours.scale, scale)
     assert (ours.q.stride(), ours.scale.stride()) == (q.stride(), scale.stride())
@@ -99,16 +100,16 @@ def test_one_scale_for_128_columns_or_rows_is_torchaos(torchao: Any, dtype: torc
 def test_powers_of_two_for_32_columns_or_rows_are_torchaos(
     torchao: Any, code: torch.dtype, dtype: torch.dtype, formula: Any
 ) -> None:
-    recipe = replace(RECIPES["mxfp8"], dtype=code, formula=formula)
+    fp8_format = replace(FORMATS["mxfp8"], dtype=code, formula=formula)
     mode = torchao.modes.FLOOR if formula == "floor" else torchao.modes.RCEIL
     y = hard_rows(150, 192, dtype)
     scale, q = torchao.to_mx(y, code, 32, mode, is_swizzled_scales=True)
-    ours = quantize(y, recipe)
+    ours = quantize(y, fp8_format)
     assert_same_bits(ours.q, q)
     assert_same_bits(ours.scale, scale)
     padded = torch.cat((y, y.new_zeros(10, 192))).t().contiguous()
     scale, q = torchao.to_mx(padded, code, 32, mode, is_swizzled_scales=True)
-    ours = quantize(y, recipe.along_rows())
+    ours = quantize(y, fp8_format.along_rows())
     assert_same_bits(ours.q, q.t()[:150])
     assert_same_bits(ours.scale, scale)
 
@@ -122,7 +123,7 @@ def test_deepgemms_formula(dtype: torch.dtype, powers: bool) -> None:
     if powers:
         scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
     q = (grouped * (1.0 / scale[..., None])).clamp(-448, 448).to(E4M3)
-    ours = quantize(y, replace(RECIPES["deepgemm"], power_of_2=powers))
+    ours = quantize(y, replace(DEEPGEMM, power_of_2=powers))
     assert_same_bits(ours.q, q.view(37, 256))
     assert_same_bits(ours.scale, scale)
     assert ours.scale.stride() == (1, 40)
@@ -133,39 +134,39 @@ def test_coats_formula(code: torch.dtype) -> None:
     top = torch.finfo(code).max
     y = hard_rows(37, 48, BF16)[6:]
     scale = (y.float().abs().max() + 1e-10) / top
-    ours = quantize(y, replace(RECIPES["coat"], dtype=code), transposed=True)
+    ours = quantize(y, replace(FORMATS["coat"], dtype=code), transposed=True)
     assert_same_bits(ours.scale, scale)
     assert_same_bits(ours.q, (y.float() / scale).to(code))
     assert_same_bits(ours.transposed, ours.q.t())
     grouped = y.float().view(31, 3, 16)
     scale = (grouped.abs().amax(-1) + 1e-10) / top
-    ours = quantize(y, replace(RECIPES["coat_input"], dtype=code))
+    ours = quantize(y, replace(FORMATS["coat_input"], dtype=code))
     assert_same_bits(ours.scale, scale)
     assert_same_bits(ours.q, (grouped / scale[..., None]).to(code).view(31, 48))
 
 
 BOTH_AXES = [
-    *((name, False) for name in ALL_RECIPES),
-    *((name, True) for name, recipe in ALL_RECIPES.items() if recipe.granularity != "tensor"),
+    *((name, False) for name in ALL_FORMATS),
+    *((name, True) for name, fp8_format in ALL_FORMATS.items() if not fp8_format.whole),
 ]
 
 
 @pytest.mark.parametrize(("name", "along_rows"), BOTH_AXES)
 def test_numbers_come_back_as_near_as_codes_are(name: str, along_rows: bool) -> None:
-    recipe = ALL_RECIPES[name].along_rows() if along_rows else ALL_RECIPES[name]
+    fp8_format = ALL_FORMATS[name].along_rows() if along_rows else ALL_FORMATS[name]
     y = torch.randn(37, 256) + torch.arange(37.0)[:, None] + torch.arange(256.0) / 7
-    back = dequantize(quantize(y, recipe))
+    back = dequantize(quantize(y, fp8_format))
     assert back.dtype == FP32
     # Half of the last of four bits; what saturates under the largest power of two below amax loses up to an eighth.
-    bound = 1 / 8 if recipe.formula == "floor" else 1 / 16
+    bound = 1 / 8 if fp8_format.formula == "floor" else 1 / 16
     assert ((back - y).abs() <= bound * y.abs() + 1e-3 * y.abs().max()).all()
     assert ((back - y).abs() > 1e-3).any()
 
 
 @FP8
-@pytest.mark.parametrize("name", ALL_RECIPES)
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_zeros_have_finite_scales_and_stay_zeros(name: str, code: torch.dtype) -> None:
-    made = quantize(torch.zeros(5, 128, dtype=BF16), replace(ALL_RECIPES[name], dtype=code))
+    made = quantize(torch.zeros(5, 128, dtype=BF16), replace(ALL_FORMATS[name], dtype=code))
     assert made.scale.float().isfinite().all()
     assert (dequantize(made) == 0).all()
 
@@ -175,25 +176,25 @@ def test_what_is_beyond_the_largest_code_becomes_it(code: torch.dtype) -> None:
     top = torch.finfo(code).max
     y = torch.full((1, 32), 1.99 * 2.0 ** int(torch.tensor(top).log2()))
     y[0, 1::2] *= -1
-    made = quantize(y, replace(RECIPES["mxfp8"], dtype=code))
+    made = quantize(y, replace(FORMATS["mxfp8"], dtype=code))
     assert_same_bits(made.q.float(), top * y.sign())
 
 
 def test_gradients_go_straight_through_a_cast() -> None:
     y = torch.randn(5, 128, dtype=BF16, requires_grad=True)
     made = quantize(y, "rowwise")
-    assert made.carrier.shape == y.shape
-    assert made.carrier.dtype == BF16
-    assert made.carrier.isnan().all()
-    assert made.carrier.untyped_storage().nbytes() == 2
+    assert made.placeholder.shape == y.shape
+    assert made.placeholder.dtype == BF16
+    assert made.placeholder.isnan().all()
+    assert made.placeholder.untyped_storage().nbytes() == 2
     assert not made.q.requires_grad
     dy = torch.randn(5, 128, dtype=BF16)
-    made.carrier.backward(dy)
+    made.placeholder.backward(dy)
     assert torch.equal(y.grad, dy)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128), (1, 128), (128,), (3, 0)], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_empty_and_single_rows(name: str, shape: tuple[int, ...]) -> None:
     made = quantize(torch.randn(shape), name)
     assert made.q.shape == dequantize(made).shape == shape
@@ -206,43 +207,44 @@ def test_recipes_and_shapes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 32"):
         quantize(y, "mxfp8")
     with pytest.raises(ValueError, match="or one of tensorwise, rowwise"):
-        recipe_of("columnwise")
+        format_of("columnwise")
     with pytest.raises(ValueError, match="share their scale along a row"):
         quantize(y, "rowwise", transposed=True)
-    with pytest.raises(ValueError, match="both axes are alike"):
-        quantize(y, RECIPES["tensorwise"].along_rows())
+    with pytest.raises(TypeError, match="transposed must be True or False, not 'no'"):
+        quantize(y, "tensorwise", transposed="no")
     with pytest.raises(TypeError, match=r"torch\.int64"):
         quantize(torch.arange(3), "rowwise")
     for wrong, message in (
         ({"dtype": torch.bfloat16}, "dtype must be one of"),
-        ({"granularity": "column"}, "granularity must be one of"),
-        ({"group": 16}, "else 0, not 16"),
-        ({"granularity": "group", "group": 48}, "power of two"),
-        ({"layout": "columns"}, "scales of groups have layouts"),
-        ({"granularity": "group", "group": 32, "formula": "floor"}, "E8M0 ones are swizzled"),
+        ({"formula": "amax"}, "formula must be one of"),
+        ({"group_columns": 48}, "power of two"),
+        ({"group_columns": -16}, "power of two"),
+        ({"group_rows": 128, "group_columns": 128}, "beside a 1"),
+        ({"group_columns": 1}, "beside a 1"),
+        ({"scale_layout": "columns"}, "scales of groups have layouts"),
+        ({"group_columns": 32, "formula": "floor"}, "E8M0 ones are swizzled"),
         ({"floor": 0.0}, "1e-30"),
-        ({"aligned": 0}, "aligned must be 1"),
-        ({"axis": 1}, "axis must be one of"),
+        ({"scale_layout": "tiles"}, "scale_layout must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
-            FP8Recipe(**{"granularity": "row", **wrong})
+            FP8Format(**{"group_rows": 1, "group_columns": 0, **wrong})
 
 
 def test_a_recipe_comes_back_from_its_options() -> None:
-    for recipe in ALL_RECIPES.values():
-        other = replace(recipe, dtype=E5M2, aligned=recipe.aligned + 1, axis=0)
-        for one in (recipe, other):
-            assert recipe_from(one.options) == one
-        assert recipe_from(recipe.options) is recipe_from(recipe.options)
+    for fp8_format in ALL_FORMATS.values():
+        other = replace(fp8_format.along_rows(), dtype=E5M2)
+        for one in (fp8_format, other):
+            assert format_from(one.options) == one
+        assert format_from(fp8_format.options) is format_from(fp8_format.options)
 
 
 @triton.jit
-def _cast_kernel(amax_ptr, y_ptr, scale_ptr, q_ptr, N: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr):
+def _cast_kernel(amax_ptr, y_ptr, scale_ptr, q_ptr, N: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, Y: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + col, mask=col < N, other=0.0)
-    scale, factor = scale_of(amax.to(tl.int32, bitcast=True), RULE)
+    scale, factor = scale_of(amax.to(tl.int32, bitcast=True), FORMAT, Y)
     tl.store(scale_ptr + col, scale, mask=col < N)
-    codes = codes_of(tl.load(y_ptr + col, mask=col < N, other=0.0), factor, q_ptr.dtype.element_ty, RULE)
+    codes = codes_of(tl.load(y_ptr + col, mask=col < N, other=0.0), factor, q_ptr.dtype.element_ty, FORMAT)
     tl.store(q_ptr + col, codes, mask=col < N)
 
 
@@ -252,13 +254,15 @@ def _decode_kernel(q_ptr, y_ptr):
     tl.store(y_ptr + code, values_of(tl.load(q_ptr + code), q_ptr.dtype.element_ty))
 
 
-def _cast_in_triton(y: Tensor, amax: Tensor, recipe: FP8Recipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cast_in_triton(y: Tensor, amax: Tensor, fp8_format: FP8Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales of fp32 values, each with an amax of its own, all of them numbers of ``dtype``."""
-    rule, block = rule_of(recipe, dtype), 16384
-    q = y.new_empty(y.shape, dtype=recipe.dtype)
-    scale = y.new_empty(y.shape, dtype=torch.uint8 if rule.swizzled else FP32)
-    _cast_kernel[(triton.cdiv(y.numel(), block),)](amax, y, scale, q, y.numel(), block, rule)
-    return q, scale.view(torch.float8_e8m0fnu) if rule.swizzled else scale
+    block = 16384
+    q = y.new_empty(y.shape, dtype=fp8_format.dtype)
+    scale = y.new_empty(y.shape, dtype=torch.uint8 if fp8_format.swizzled else FP32)
+    _cast_kernel[(triton.cdiv(y.numel(), block),)](
+        amax, y, scale, q, y.numel(), block, fp8_format, TRITON_DTYPES[dtype]
+    )
+    return q, scale.view(torch.float8_e8m0fnu) if fp8_format.swizzled else scale
 
 
 def _beside(values: Tensor, places: int = 3) -> Tensor:
@@ -280,7 +284,7 @@ def test_kernels_round_and_decode_every_code(code: torch.dtype, device: str) -> 
     )
     beyond = torch.tensor([1.5 * top, -1e30, float("inf"), -float("inf"), float("nan")], device=device)
     y = torch.cat((y, beyond))
-    unscaled = replace(RECIPES["tensorwise"], dtype=code)
+    unscaled = replace(FORMATS["tensorwise"], dtype=code)
     q, scale = _cast_in_triton(y, torch.full_like(y, top), unscaled, FP32)
     assert (scale == 1).all()
     assert_same_bits(q, y.clamp(-top, top).to(code))
@@ -288,9 +292,9 @@ def test_kernels_round_and_decode_every_code(code: torch.dtype, device: str) -> 
 
 @FP8
 @VALUES
-@pytest.mark.parametrize("name", ALL_RECIPES)
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_kernels_scale_as_pytorch_does(name: str, dtype: torch.dtype, code: torch.dtype, device: str) -> None:
-    recipe = replace(ALL_RECIPES[name], dtype=code)
+    fp8_format = replace(ALL_FORMATS[name], dtype=code)
     if dtype == FP32:  # where logarithms round to those of a power of two
         powers = torch.exp2(torch.arange(-100.0, 120.0))
         amax = torch.cat([_beside(powers * factor) for factor in (1.0, 1.5, 1.75)])
@@ -299,8 +303,8 @@ def test_kernels_scale_as_pytorch_does(name: str, dtype: torch.dtype, code: torc
         amax = torch.arange(0x8000, dtype=torch.int32).to(torch.int16).view(dtype).float()
     amax = amax.to(device)
     y = (amax * torch.linspace(-1.2, 1.2, amax.numel(), device=device)).to(dtype)
-    q, scale = _cast_in_triton(y.float(), amax, recipe, dtype)
-    expected_q, expected_scale = cast_groups(y, amax.to(dtype), recipe)
+    q, scale = _cast_in_triton(y.float(), amax, fp8_format, dtype)
+    expected_q, expected_scale = cast_groups(y, amax.to(dtype), fp8_format)
     assert_same_bits(scale, expected_scale)
     assert_same_bits(q, expected_q)
 
@@ -326,9 +330,10 @@ def test_masked_exponents_are_torchaos_powers_of_two_but_for_fp32(torchao: Any) 
 def test_groups_along_rows_are_those_of_the_transpose() -> None:
     y = torch.randn(256, 384, dtype=BF16)
     for name in ("block128", "deepgemm", "coat_input", "rowwise"):
-        along_rows, across = quantize(y, RECIPES[name].along_rows()), quantize(y.t().contiguous(), name)
+        one = ALL_FORMATS[name]
+        along_rows, across = quantize(y, one.along_rows()), quantize(y.t().contiguous(), one)
         assert_same_bits(along_rows.q, across.q.t())
         assert_same_bits(along_rows.scale, across.scale.t())
-    along_rows, across = quantize(y, RECIPES["mxfp8"].along_rows()), quantize(y.t().contiguous(), "mxfp8")
-    assert_same_codes(Quantized(along_rows.q.t(), along_rows.scale, across.recipe), across)
-    assert cast(y, RECIPES["rowwise"])[2] is None
+    along_rows, across = quantize(y, FORMATS["mxfp8"].along_rows()), quantize(y.t().contiguous(), "mxfp8")
+    assert_same_codes(Quantized(along_rows.q.t(), along_rows.scale, across.fp8_format), across)
+    assert cast(y, FORMATS["rowwise"])[2] is None

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.fp8 import (
-    RECIPES,
-    FP8Recipe,
+    FORMATS,
+    FP8Format,
     Quantized,
     add_rms_norm_fp8,
     codes,
@@ -26,15 +26,13 @@ from fused_norm.kernels.fp8 import (
     rms_norm_columns_fp8,
     rms_norm_fp8,
 )
-from fused_norm.kernels.fp8.column_kernels import empty_columns_fp8, launch_columns_fp8
-from fused_norm.kernels.fp8.columns_fp8 import RMS_NORM_COLUMNS_FP8
-from fused_norm.kernels.fp8.forward_kernels import FP8Outputs, empty_fp8_norm, launch_fp8_norm
-from fused_norm.kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8, RMS_NORM_OF_FP8
+from fused_norm.kernels.fp8.kernels import FP8Outputs, empty_columns_fp8, empty_norm_fp8, launch_columns_fp8, launch_norm_fp8
+from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
 from fused_norm.kernels.operator import Operator, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
-from .fp8_values import ALL_RECIPES, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
+from .fp8_values import ALL_FORMATS, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
 from .numerics import BF16, FP16, FP32
 
 Names = list[str]
@@ -64,12 +62,12 @@ class Case(NamedTuple):
             made.append((1.5 * torch.randn(shape[-1])).to(self.w))
         return [tensor.to(device) for tensor in made]
 
-    def fused(self, recipe: str | FP8Recipe, tensors: list[Tensor], **how: Any) -> tuple[Quantized, Tensor | None]:
+    def fused(self, fp8_format: str | FP8Format, tensors: list[Tensor], **how: Any) -> tuple[Quantized, Tensor | None]:
         x, *rest = tensors
         weight = rest.pop() if self.w is not None else None
         if self.r is None:
-            return rms_norm_fp8(x, weight, recipe=recipe, **self.meaning, **how), None
-        return add_rms_norm_fp8(x, *rest, weight, recipe=recipe, scale=self.scale, **self.meaning, **how)
+            return rms_norm_fp8(x, weight, fp8_format=fp8_format, **self.meaning, **how), None
+        return add_rms_norm_fp8(x, *rest, weight, fp8_format=fp8_format, scale=self.scale, **self.meaning, **how)
 
     def unfused(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The 16-bit operator's ``(y, s)``."""
@@ -105,48 +103,59 @@ def slow_but(few: list[Any], every: list[Any]) -> list[Any]:
 
 
 def assert_unfused_codes(
-    case: Case, recipe: FP8Recipe, shape: tuple[int, ...], device: str, *, finite: bool = True
+    case: Case, fp8_format: FP8Format, shape: tuple[int, ...], device: str, *, finite: bool = True
 ) -> None:
     """Codes, scales, sum and columns of a norm are those of the casts of the 16-bit operator's result."""
     tensors = case.tensors(shape, device, finite=finite)
-    whole = recipe.granularity == "tensor"
-    (made, s), (y, expected_s) = case.fused(recipe, tensors, transposed=whole), case.unfused(tensors)
-    assert_same_codes(made, quantize(y, recipe, transposed=whole))
-    assert (made.carrier.shape, made.carrier.dtype) == (y.shape, y.dtype)
-    assert made.carrier.untyped_storage().nbytes() == y.element_size()
-    assert made.carrier.isnan().all()
+    whole = fp8_format.whole
+    (made, s), (y, expected_s) = case.fused(fp8_format, tensors, transposed=whole), case.unfused(tensors)
+    assert_same_codes(made, quantize(y, fp8_format, transposed=whole))
+    assert (made.placeholder.shape, made.placeholder.dtype) == (y.shape, y.dtype)
+    assert made.placeholder.untyped_storage().nbytes() == y.element_size()
+    assert made.placeholder.isnan().all()
     if s is not None:
         assert_same_bits(s, expected_s)
     if not whole and case.casting != "none":
         weight = None if case.w is None else tensors[-1]
         total = tensors[0] if s is None else s
-        columns = rms_norm_columns_fp8(total, weight, made.rstd, recipe=recipe, **case.meaning)
-        assert_same_codes(columns, quantize(y, recipe.along_rows()))
+        columns = rms_norm_columns_fp8(total, weight, made.rstd, fp8_format=fp8_format, **case.meaning)
+        assert_same_codes(columns, quantize(y, fp8_format.along_rows()))
 
 
 CENTERED = Case(FP32, BF16, BF16, "gemma", True)
-EVERY_NORM = [(case, name) for case in [*CASES, CENTERED] for name in ALL_RECIPES]
+EVERY_NORM = [(case, name) for case in [*CASES, CENTERED] for name in ALL_FORMATS]
 FEW_NORMS = [
-    *((LLAMA, name) for name in RECIPES),
+    *((LLAMA, name) for name in FORMATS),
     *((CENTERED, name) for name in ("tensorwise", "deepgemm powers", "rceil")),
 ]
 
 
 @pytest.mark.parametrize(("case", "name"), slow_but(FEW_NORMS, EVERY_NORM), **IDS)
 def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, device: str) -> None:
-    assert_unfused_codes(case, ALL_RECIPES[name], (7, 128), device)
+    assert_unfused_codes(case, ALL_FORMATS[name], (7, 128), device)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8", "coat_input", "deepgemm powers"])
 def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: str) -> None:
-    assert_unfused_codes(LLAMA, ALL_RECIPES[name], (7, 128), device, finite=False)
+    assert_unfused_codes(LLAMA, ALL_FORMATS[name], (7, 128), device, finite=False)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block128", "mxfp8"])
+def test_rows_that_a_tile_does_not_have_count_for_no_scale(name: str, device: str) -> None:
+    """Where gamma is infinite, zeros in their place would be NaN."""
+    x, w = torch.ones(7, 128, device=device), torch.ones(128, device=device)
+    w[5] = float("inf")
+    fp8_format = FORMATS[name].along_rows()
+    columns = rms_norm_columns_fp8(x, w, torch.ones(7, 1, device=device), fp8_format=name)
+    assert_same_codes(columns, quantize(x * w, fp8_format))
+    assert not columns.scale[..., 5].float().isnan().any()
 
 
 @pytest.mark.parametrize(
     "name", ["tensorwise", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "mxfp8"))]
 )
 def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) -> None:
-    assert_unfused_codes(ADDED, replace(RECIPES[name], dtype=E5M2), (6, 128), device)
+    assert_unfused_codes(ADDED, replace(FORMATS[name], dtype=E5M2), (6, 128), device)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,7 @@ def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) ->
     ids=str,
 )
 def test_odd_shapes(name: str, shape: tuple[int, ...], device: str) -> None:
-    assert_unfused_codes(LLAMA, RECIPES[name], shape, device)
+    assert_unfused_codes(LLAMA, ALL_FORMATS[name], shape, device)
 
 
 def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
@@ -189,10 +198,10 @@ def test_gradients_are_those_of_the_16_bit_operator(case: Case, device: str) -> 
     leaves = [tensor.requires_grad_() for tensor in tensors]
     (y, s), (made, fused_s) = case.unfused(leaves), case.fused("block128", leaves)
     assert [one.requires_grad for one in (made.q, made.scale, made.rstd)] == [False] * 3
-    assert made.carrier.requires_grad
-    outputs, fused = [y], [made.carrier]
+    assert made.placeholder.requires_grad
+    outputs, fused = [y], [made.placeholder]
     if s is not None:
-        outputs, fused = [y, s], [made.carrier, fused_s]
+        outputs, fused = [y, s], [made.placeholder, fused_s]
     incoming = [torch.randn_like(one) for one in outputs]
     for count in range(1, len(outputs) + 1):
         ours, expected = (gradients(some[:count], incoming[:count], leaves) for some in (fused, outputs))
@@ -206,9 +215,9 @@ def test_gradients_are_those_of_the_16_bit_operator(case: Case, device: str) -> 
 def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], Names]) -> None:
     x, r, w = ADDED.tensors((7, 128), device)
     x.requires_grad_()
-    made, _ = add_rms_norm_fp8(x, r, w, recipe="rowwise")
+    made, _ = add_rms_norm_fp8(x, r, w, fp8_format="rowwise")
     assert launched() == ["_rows_kernel"]
-    made.carrier.backward(torch.randn_like(r))
+    made.placeholder.backward(torch.randn_like(r))
     assert launched() == ["_backward_kernel"]
     assert x.grad is not None
 
@@ -216,10 +225,10 @@ def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], N
 def test_without_gradients_nothing_is_differentiable(device: str) -> None:
     x, r, w = (one.requires_grad_() for one in ADDED.tensors((7, 128), device))
     with torch.no_grad():
-        made, s = add_rms_norm_fp8(x, r, w, recipe="block128")
-    assert not made.carrier.requires_grad
+        made, s = add_rms_norm_fp8(x, r, w, fp8_format="block128")
+    assert not made.placeholder.requires_grad
     assert not s.requires_grad
-    again, _ = add_rms_norm_fp8(x, r, w, recipe="block128")
+    again, _ = add_rms_norm_fp8(x, r, w, fp8_format="block128")
     assert_same_codes(made, again)
     assert torch.equal(in_bits(made.rstd), in_bits(again.rstd))
 
@@ -232,7 +241,7 @@ def test_second_derivatives_are_those_of_the_formula(device: str) -> None:
         (dx,) = torch.autograd.grad(norm(x, w), x, dy, create_graph=True)
         return torch.autograd.grad(dx.sin().sum(), (x, w, dy))
 
-    ours = second(lambda x, w: rms_norm_fp8(x, w, recipe="rowwise").carrier)
+    ours = second(lambda x, w: rms_norm_fp8(x, w, fp8_format="rowwise").placeholder)
     for one, other in zip(ours, second(rms_norm), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -259,10 +268,8 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
     dy = torch.randn(shape, device=device).to(BF16)
     x = quantize(h, "coat_input")
     x_scale = x.scale.to(scale_dtype)
-    made = rms_norm_fp8(
-        x.q, w, 1e-5, recipe="coat", casting="gemma", x_scale=x_scale, x_carrier=x.carrier, transposed=True
-    )
-    dx, dw = torch.autograd.grad(made.carrier, (h, w), dy)
+    made = rms_norm_fp8(replace(x, scale=x_scale), w, 1e-5, fp8_format="coat", casting="gemma", transposed=True)
+    dx, dw = torch.autograd.grad(made.placeholder, (h, w), dy)
     seed = coat(x.q, x_scale, w.detach(), dy, 1e-5)
     torch.testing.assert_close(made.rstd, seed["rstd"], rtol=1e-6, atol=0)
     torch.testing.assert_close(made.scale, seed["scale"], rtol=2**-7, atol=0)
@@ -271,7 +278,7 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
     assert_same_bits(made.transposed, made.q.view(-1, shape[-1]).t())
     torch.testing.assert_close(dx, seed["dx"], rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(dw, seed["dw"], rtol=2**-7, atol=1e-2)
-    assert made.carrier.dtype == BF16
+    assert made.placeholder.dtype == BF16
 
 
 @pytest.mark.parametrize("name", ["coat", "block128", "rowwise"])
@@ -279,34 +286,34 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
 def test_norms_of_codes_are_norms_of_their_numbers(casting: Any, name: str, device: str) -> None:
     x = quantize(torch.randn(3, 128, device=device), "coat_input")
     w = torch.randn(128, device=device, requires_grad=True)
-    carrier = torch.randn(3, 128, device=device, requires_grad=True)  # fp32: nothing is rounded on the way
-    made = rms_norm_fp8(x.q, w, recipe=name, casting=casting, x_scale=x.scale, x_carrier=carrier)
+    placeholder = torch.randn(3, 128, device=device, requires_grad=True)  # fp32: nothing is rounded on the way
+    made = rms_norm_fp8(replace(x, placeholder=placeholder), w, fp8_format=name, casting=casting)
     numbers = dequantize(x).requires_grad_()
-    expected = rms_norm_fp8(numbers, w, recipe=name, casting=casting)
+    expected = rms_norm_fp8(numbers, w, fp8_format=name, casting=casting)
     assert_same_codes(made, expected)
     dy = torch.randn(3, 128, device=device)
     for one, other in zip(
-        torch.autograd.grad(made.carrier, (carrier, w), dy), torch.autograd.grad(expected.carrier, (numbers, w), dy),
+        torch.autograd.grad(made.placeholder, (placeholder, w), dy), torch.autograd.grad(expected.placeholder, (numbers, w), dy),
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    frozen = rms_norm_fp8(x.q, w.detach().to(BF16), recipe=name, casting=casting, x_scale=x.scale)
-    assert frozen.carrier.dtype == BF16
-    assert not frozen.carrier.requires_grad
+    frozen = rms_norm_fp8(replace(x, placeholder=None), w.detach().to(BF16), fp8_format=name, casting=casting)
+    assert frozen.placeholder.dtype == BF16
+    assert not frozen.placeholder.requires_grad
 
 
 def test_rows_are_counted_in_the_order_of_dimensions(device: str) -> None:
     x = torch.randn(5, 3, 128, device=device, dtype=BF16).transpose(0, 1)
     r, w = torch.randn(3, 5, 256, device=device, dtype=BF16)[..., ::2], torch.randn(256, device=device)[::2]
     assert not x.is_contiguous()
-    made, s = add_rms_norm_fp8(x, r, w, recipe="block128")
-    expected, expected_s = add_rms_norm_fp8(x.contiguous(), r.contiguous(), w.contiguous(), recipe="block128")
+    made, s = add_rms_norm_fp8(x, r, w, fp8_format="block128")
+    expected, expected_s = add_rms_norm_fp8(x.contiguous(), r.contiguous(), w.contiguous(), fp8_format="block128")
     assert_same_codes(made, expected)
     assert torch.equal(s, expected_s)
     assert made.q.is_contiguous()
     assert s.is_contiguous()
     columns, expected = (
-        rms_norm_columns_fp8(one, w, made.rstd, recipe="block128")
+        rms_norm_columns_fp8(one, w, made.rstd, fp8_format="block128")
         for one in (s.transpose(0, 1).contiguous().transpose(0, 1), s)
     )
     assert_same_codes(columns, expected)
@@ -316,14 +323,14 @@ def test_rows_are_counted_in_the_order_of_dimensions(device: str) -> None:
 def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)
     w = torch.randn(shape[-1], device=device, requires_grad=True)
-    for name, recipe in RECIPES.items():
-        whole = recipe.granularity == "tensor"
-        made = rms_norm_fp8(x, w, recipe=name, transposed=whole)
+    for name, fp8_format in FORMATS.items():
+        whole = fp8_format.whole
+        made = rms_norm_fp8(x, w, fp8_format=name, transposed=whole)
         assert_same_codes(made, quantize(x, name, transposed=whole))
         if not whole:
-            columns = rms_norm_columns_fp8(x, w, made.rstd, recipe=name)
-            assert_same_codes(columns, quantize(x, recipe.along_rows()))
-        dx, dw = torch.autograd.grad(made.carrier, (x, w), torch.randn(shape, device=device))
+            columns = rms_norm_columns_fp8(x, w, made.rstd, fp8_format=name)
+            assert_same_codes(columns, quantize(x, fp8_format.along_rows()))
+        dx, dw = torch.autograd.grad(made.placeholder, (x, w), torch.randn(shape, device=device))
         assert dx.shape == shape
         assert torch.equal(dw, torch.zeros_like(w))
 
@@ -350,19 +357,19 @@ class Bands:
     ["tensorwise", "rowwise", "deepgemm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
 )
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
-    recipe, spec = RECIPES[name], norm_spec("llama", False, 1e-6)
-    x, r, w = ADDED.tensors((7, 160 if recipe.group == 32 else 128), device)
-    whole, bands = recipe.granularity == "tensor", Bands()
-    outputs = FP8Outputs(*(one if one is None else bands(one) for one in empty_fp8_norm(spec, x, r, w, recipe, whole)))
-    launch_fp8_norm(spec, x, None, r, w, recipe, outputs)
-    made = Quantized(outputs.q, outputs.scale, recipe, None, outputs.transposed)
+    fp8_format, spec = ALL_FORMATS[name], norm_spec("llama", False, 1e-6)
+    x, r, w = ADDED.tensors((7, 160 if fp8_format.group == 32 else 128), device)
+    whole, bands = fp8_format.whole, Bands()
+    outputs = FP8Outputs(*(one if one is None else bands(one) for one in empty_norm_fp8(spec, x, r, w, fp8_format, whole)))
+    launch_norm_fp8(spec, (x, r, w, None, None), fp8_format, outputs)
+    made = Quantized(outputs.q, outputs.scale, fp8_format, None, outputs.transposed)
     y, s = add_rms_norm(x, r, w)
-    assert_same_codes(made, quantize(y, recipe, transposed=whole))
+    assert_same_codes(made, quantize(y, fp8_format, transposed=whole))
     assert_same_bits(outputs.s, s)
     if not whole:
-        q, scale = (bands(one) for one in empty_columns_fp8(s, recipe.along_rows()))
-        launch_columns_fp8(spec, s, w, outputs.rstd, recipe.along_rows(), q, scale)
-        assert_same_codes(Quantized(q.t(), scale, recipe.along_rows()), quantize(y, recipe.along_rows()))
+        q, scale = (bands(one) for one in empty_columns_fp8(s, fp8_format.along_rows()))
+        launch_columns_fp8(spec, s, w, outputs.rstd, fp8_format.along_rows(), q, scale)
+        assert_same_codes(Quantized(q.t(), scale, fp8_format.along_rows()), quantize(y, fp8_format.along_rows()))
     assert bands.intact()
 
 
@@ -371,28 +378,28 @@ def test_offsets_of_64_bits_give_the_same(device: str, monkeypatch: pytest.Monke
     tensors = ADDED.tensors((7, 128), device)
     expected = {name: ADDED.fused(name, tensors)[0] for name in ("block128", "mxfp8", "tensorwise")}
     turned = ADDED.fused("coat", tensors, transposed=True)[0]
-    for module in (sys.modules[one.__module__] for one in (launch_fp8_norm, launch_columns_fp8, memory.is_long)):
+    for module in (sys.modules[one.__module__] for one in (launch_norm_fp8, launch_columns_fp8, memory.is_long)):
         monkeypatch.setattr(module, "INT32_LIMIT", 1)
     for name, made in expected.items():
         assert_same_codes(ADDED.fused(name, tensors)[0], made)
     assert_same_codes(ADDED.fused("coat", tensors, transposed=True)[0], turned)
     _, s = ADDED.fused("block128", tensors)
-    columns = rms_norm_columns_fp8(s, tensors[-1], expected["block128"].rstd, recipe="block128")
-    assert_same_codes(columns, quantize(add_rms_norm(*tensors)[0], RECIPES["block128"].along_rows()))
+    columns = rms_norm_columns_fp8(s, tensors[-1], expected["block128"].rstd, fp8_format="block128")
+    assert_same_codes(columns, quantize(add_rms_norm(*tensors)[0], FORMATS["block128"].along_rows()))
 
 
 def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Callable[[], Names]) -> None:
     for x in (torch.randn(3, 128, dtype=torch.float64), torch.randn(2, 2 * WIDEST_FORWARD)):
         x = x.to(device).requires_grad_()
         w = torch.randn(x.shape[-1], dtype=x.dtype, device=device)
-        made = rms_norm_fp8(x, w, recipe="rowwise")
+        made = rms_norm_fp8(x, w, fp8_format="rowwise")
         y = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * w
         torch.testing.assert_close(dequantize(made), y.detach().float(), rtol=1 / 15, atol=1e-2)
         dy = torch.randn_like(x)
-        for one, other in zip(torch.autograd.grad(made.carrier, x, dy), torch.autograd.grad(y, x, dy), strict=True):
+        for one, other in zip(torch.autograd.grad(made.placeholder, x, dy), torch.autograd.grad(y, x, dy), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    other = replace(RECIPES["rowwise"], dtype=torch.float8_e4m3fnuz)
-    assert rms_norm_fp8(torch.randn(3, 128, device=device), None, recipe=other).q.dtype == torch.float8_e4m3fnuz
+    other = replace(FORMATS["rowwise"], dtype=torch.float8_e4m3fnuz)
+    assert rms_norm_fp8(torch.randn(3, 128, device=device), None, fp8_format=other).q.dtype == torch.float8_e4m3fnuz
     assert launched() == []
 
 
@@ -414,35 +421,43 @@ def test_gpus_that_cannot_cast_take_the_reference_and_it_is_said_once(
 def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
     x, w = torch.randn(3, 100, device=device), torch.randn(100, device=device)
     with pytest.raises(ValueError, match="rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"):
-        rms_norm_fp8(x, w, recipe="block128")
+        rms_norm_fp8(x, w, fp8_format="block128")
     with pytest.raises(ValueError, match="add_rms_norm_fp8: rows of 100"):
-        add_rms_norm_fp8(x, x, w, recipe="mxfp8")
-    with pytest.raises(ValueError, match="rms_norm_columns_fp8 or a recipe with one scale"):
-        rms_norm_fp8(x, w, recipe="rowwise", transposed=True)
-    with pytest.raises(ValueError, match="takes recipes along columns"):
-        rms_norm_fp8(x, w, recipe=RECIPES["rowwise"].along_rows())
-    with pytest.raises(ValueError, match="recipe must be an FP8Recipe or one of"):
-        rms_norm_fp8(x, w, recipe="fp8")
+        add_rms_norm_fp8(x, x, w, fp8_format="mxfp8")
+    with pytest.raises(ValueError, match="rms_norm_columns_fp8 or a format with one scale"):
+        rms_norm_fp8(x, w, fp8_format="rowwise", transposed=True)
+    with pytest.raises(ValueError, match="takes formats that share them over rows"):
+        rms_norm_fp8(x, w, fp8_format=FORMATS["rowwise"].along_rows())
+    with pytest.raises(ValueError, match="fp8_format must be an FP8Format or one of"):
+        rms_norm_fp8(x, w, fp8_format="fp8")
     with pytest.raises(TypeError, match="Python float or int"):
-        add_rms_norm_fp8(x, x, w, recipe="rowwise", scale=torch.ones(()))
+        add_rms_norm_fp8(x, x, w, fp8_format="rowwise", scale=torch.ones(()))
     with pytest.raises(ValueError, match="residual must have x's shape"):
-        add_rms_norm_fp8(x, x[:1], w, recipe="rowwise")
+        add_rms_norm_fp8(x, x[:1], w, fp8_format="rowwise")
     rstd = torch.ones(3, 1, device=device)
-    with pytest.raises(ValueError, match="both axes are alike"):
-        rms_norm_columns_fp8(x, w, rstd, recipe="tensorwise")
+    with pytest.raises(ValueError, match="one of the tensor is the forward's"):
+        rms_norm_columns_fp8(x, w, rstd, fp8_format="tensorwise")
     with pytest.raises(ValueError, match="'none'"):
-        rms_norm_columns_fp8(x, w, rstd, recipe="rowwise", casting="none")
-    with pytest.raises(ValueError, match="rstd has shape"):
-        rms_norm_columns_fp8(x, w, rstd[:2], recipe="rowwise")
+        rms_norm_columns_fp8(x, w, rstd, fp8_format="rowwise", casting="none")
+    for wrong, error, message in (
+        (rstd[:2], ValueError, "rstd has shape"),
+        (rstd.double(), TypeError, "rstd must be float32, not torch.float64"),
+        (rstd.to("meta"), ValueError, "rstd is on meta"),
+    ):
+        with pytest.raises(error, match=message):
+            rms_norm_columns_fp8(x, w, wrong, fp8_format="rowwise")
     codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
-    with pytest.raises(TypeError, match="must be FP8 codes"):
-        rms_norm_fp8(x, w, recipe="coat", x_scale=rstd)
-    with pytest.raises(ValueError, match="a number for each 16 columns"):
-        rms_norm_fp8(codes_of_x.q, None, recipe="coat", x_scale=codes_of_x.scale[:, :3])
+    for wrong, message in (
+        ({"q": x}, "codes of x must be FP8"),
+        ({"scale": codes_of_x.scale[:, :3]}, "a number for each 16 columns"),
+        ({"placeholder": x}, "placeholder and scales of x must go with its codes"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            rms_norm_fp8(replace(codes_of_x, **wrong), None, fp8_format="coat")
     with pytest.raises(ValueError, match="which codes have not"):
-        rms_norm_fp8(codes_of_x.q, None, recipe="coat", x_scale=codes_of_x.scale, casting="none")
-    with pytest.raises(ValueError, match="x_carrier and x_scale must go with x"):
-        rms_norm_fp8(codes_of_x.q, None, recipe="coat", x_scale=codes_of_x.scale, x_carrier=x)
+        rms_norm_fp8(codes_of_x, None, fp8_format="coat", casting="none")
+    with pytest.raises(TypeError, match="transposed must be True or False, not 'no'"):
+        rms_norm_fp8(x, w, fp8_format="tensorwise", transposed="no")
 
 
 def _operator_calls(device: str) -> list[tuple[Operator, tuple[Tensor | None, ...], tuple[Any, ...]]]:
@@ -451,12 +466,12 @@ def _operator_calls(device: str) -> list[tuple[Operator, tuple[Tensor | None, ..
     coat_input = quantize(x, "coat_input")
     rstd = torch.rand(3, 1, device=device)
     return [
-        (RMS_NORM_FP8, (x, w), (*RECIPES["tensorwise"].options, True)),
-        (RMS_NORM_FP8, (x, None), (*RECIPES["mxfp8"].options, False)),
-        (ADD_RMS_NORM_FP8, (x, r.float(), w), (0.5, *RECIPES["block128"].options, False)),
-        (RMS_NORM_OF_FP8, (x, w, coat_input.q, coat_input.scale), (*RECIPES["coat"].options, True)),
-        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), RECIPES["mxfp8"].along_rows().options),
-        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), RECIPES["rowwise"].along_rows().options),
+        (NORM_FP8, (x, None, w, None, None), (1.0, *FORMATS["tensorwise"].options, True)),
+        (NORM_FP8, (x, None, None, None, None), (1.0, *FORMATS["mxfp8"].options, False)),
+        (NORM_FP8, (x, r.float(), w, None, None), (0.5, *FORMATS["block128"].options, False)),
+        (NORM_FP8, (x, None, w, coat_input.q, coat_input.scale), (1.0, *FORMATS["coat"].options, True)),
+        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), FORMATS["mxfp8"].along_rows().options),
+        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), FORMATS["rowwise"].along_rows().options),
     ]
 
 
@@ -468,13 +483,13 @@ def test_opcheck(index: int, device: str) -> None:
     # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward, ("llama", False, 1e-6, *tensors, *options, True), test_utils=checks)
-    if operator is not RMS_NORM_OF_FP8:
+    if operator is not NORM_FP8 or tensors[3] is None:
         return
     results = forward("llama", False, 1e-6, *tensors, *options, True)
     saved, facts = operator.save((*tensors, *options), results)
-    incoming = (None, None, None, torch.randn_like(tensors[0]), None)
-    backward = torch.ops.fused_norm.rms_norm_of_fp8_backward
-    for needed in ((True, True), (True, False), (False, True)):
+    incoming = (None, None, None, torch.randn_like(tensors[0]), None, None)
+    backward = torch.ops.fused_norm.norm_fp8_backward
+    for needed in ((True, False, True), (True, False, False), (False, False, True)):
         torch.library.opcheck(backward, ("llama", False, 1e-6, *incoming, *saved, *facts, *needed), test_utils=checks)
 
 
@@ -487,14 +502,14 @@ def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> 
     leaves = [one.detach().requires_grad_() for one in leaves]
 
     def layer(x: Tensor, r: Tensor, w: Tensor) -> tuple[Quantized, Tensor, tuple[Tensor, ...]]:
-        blocks, s = add_rms_norm_fp8(x, r, w, recipe="block128", scale=0.5)
-        whole = rms_norm_fp8(s, w, recipe="tensorwise", transposed=True)
-        return blocks, s, (whole.q, whole.scale, whole.transposed, whole.carrier)
+        blocks, s = add_rms_norm_fp8(x, r, w, fp8_format="block128", scale=0.5)
+        whole = rms_norm_fp8(s, w, fp8_format="tensorwise", transposed=True)
+        return blocks, s, (whole.q, whole.scale, whole.transposed, whole.placeholder)
 
     def results(layer: Callable[..., Any]) -> list[Tensor]:
         blocks, s, whole = layer(*leaves)
         dy = torch.ones_like(s)
-        found = torch.autograd.grad((blocks.carrier, s, whole[-1]), leaves, (dy, dy, dy))
+        found = torch.autograd.grad((blocks.placeholder, s, whole[-1]), leaves, (dy, dy, dy))
         return [blocks.q, blocks.scale, blocks.rstd, s, *whole[:-1], *found]
 
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
@@ -506,7 +521,7 @@ def test_transforms_see_the_formula(device: str) -> None:
     x, w = torch.randn(3, 2, 128, device=device), torch.randn(128, device=device)
 
     def loss(x: Tensor) -> Tensor:
-        return rms_norm_fp8(x, w, recipe="rowwise").carrier.sin().sum()
+        return rms_norm_fp8(x, w, fp8_format="rowwise").placeholder.sin().sum()
 
     expected = torch.func.grad(lambda x: rms_norm(x, w).sin().sum())(x)
     torch.testing.assert_close(torch.func.grad(loss)(x), expected)

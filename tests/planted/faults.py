@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
-from fused_norm.kernels.fp8.norm_fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
+from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
@@ -71,12 +71,11 @@ class Fault:
 
 def _result_of(call: Forward) -> Tensor:
     """The norm's result y, which is what codes are of."""
-    x, *rest = call.arguments
+    x, residual, weight, _, _, scale = call.arguments[:6]
     assert call.spec is not None
-    if call.operator is RMS_NORM_FP8:
-        y = RMS_NORM.forward(call.spec, x, rest[0], None, training=False)[0]
+    if residual is None:
+        y = RMS_NORM.forward(call.spec, x, weight, None, training=False)[0]
     else:
-        residual, weight, scale = rest[:3]
         y = ADD_RMS_NORM.forward(call.spec, x, residual, weight, None, scale, training=False)[0]
     assert isinstance(y, Tensor)
     return y
@@ -380,8 +379,7 @@ def _faults() -> Iterator[Fault]:
         ("stale", "the scale is that of the first call", _scale_of_the_first_call),
         ("unsaturated", "values beyond the largest code become NaN", _not_saturated),
     ):
-        for to_fp8 in (RMS_NORM_FP8, ADD_RMS_NORM_FP8):
-            yield Fault(f"{to_fp8.name}-{name}", what, in_forward(to_fp8, wrong), where="fp8")
+        yield Fault(f"{NORM_FP8.name}-{name}", what, in_forward(NORM_FP8, wrong), where="fp8")
 
     for operator in (RMS_NORM, ADD_RMS_NORM):
         what = "the gradient of a weight is 1 % too large in compiled code"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..spec import NormSpec
@@ -29,6 +30,10 @@ class NormFromRstd(Operator):
         check_norm(self.name, x, weight)
         if rstd.shape != (*x.shape[:-1], 1):
             raise ValueError(f"{self.name}: rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}")
+        if rstd.dtype != torch.float32:
+            raise TypeError(f"{self.name}: rstd must be float32, not {rstd.dtype}")
+        if rstd.device != x.device:
+            raise ValueError(f"{self.name}: rstd is on {rstd.device} and x on {x.device}; move them to one device")
         if spec.casting == "none":
             raise ValueError(f"{self.name}: under casting 'none' the forward uses another rstd than it keeps")
 

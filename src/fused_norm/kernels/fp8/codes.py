@@ -2,17 +2,14 @@
 
 To the alphabet of ``triton.language`` come ``q`` (codes), ``bits`` (the bits of an fp32 magnitude: as integers they are
 ordered as the magnitudes are, and a NaN is above all of them), ``factor`` (what values are multiplied by to become
-codes) and RULE, a ``ScaleRule``.
+codes), FORMAT, an ``FP8Format``, and Y, the dtype of the values that are cast.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +17,7 @@ from torch import Tensor
 
 from ..triton.devices import runs_kernels_on
 from ..triton.language import interpreted
-from .cast import INPUT_GROUP
-from .recipe import FP8Recipe
+from .formats import INPUT_GROUP, FP8Format
 
 CODES_OF_KERNELS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The dtypes of codes that kernels read and write."""
@@ -31,58 +27,12 @@ logger = logging.getLogger("fused_norm")
 _input_group = tl.constexpr(INPUT_GROUP)
 
 
-@dataclass(frozen=True)
-class ScaleRule:
-    """The part of a recipe that kernels are compiled for.
-
-    Attributes:
-        formula: as in ``FP8Recipe``.
-        group: as there: elements of a group, 0 where scales are of rows or of the tensor.
-        top: the largest number that is a code.
-        top_exponent: the exponent of the largest power of two not above ``top``.
-        floor: the fp32 number that amax is compared with, or that is added to it.
-        most: the multiplier of an amax below the floor.
-        power_of_2: as in ``FP8Recipe``.
-        by_logarithm: powers of two come from fp32 logarithms, as in PyTorch: next to a power these round to it. Where
-            what is rounded comes from a 16-bit amax, it is a power or not so near to one.
-    """
-
-    formula: str
-    group: int
-    top: float
-    top_exponent: int
-    floor: float
-    most: float
-    power_of_2: bool
-    by_logarithm: bool
-
-    @property
-    def swizzled(self) -> bool:
-        """Whether scales are E8M0 bytes in the order that scaled products of sm_100 read: see ``FP8Recipe.layout``."""
-        return self.formula in ("floor", "rceil")
-
-
-@lru_cache(maxsize=256)
-def rule_of(recipe: FP8Recipe, dtype: torch.dtype) -> ScaleRule:
-    """The rule of a recipe for values of ``dtype``."""
-    top = torch.finfo(recipe.dtype).max
-    floor, most = np.float32(recipe.floor), 0.0
-    if recipe.formula == "multiplier":
-        # In fp32 as in PyTorch's fp64, in which a floor need not be an fp32 number.
-        most = float(np.float32(top / recipe.floor))
-        floor = floor if floor >= recipe.floor else np.nextafter(floor, np.float32(1))
-    return ScaleRule(
-        recipe.formula, recipe.group, top, int(math.log2(top)), float(floor), most, recipe.power_of_2,
-        dtype == torch.float32 or recipe.formula == "quotient",
-    )  # fmt: skip
-
-
-def runs_fp8_kernels_on(recipe: FP8Recipe, *tensors: Tensor | None) -> bool:
-    """Return whether kernels take these tensors and write the recipe's codes; the PyTorch reference takes all others.
+def runs_fp8_kernels_on(fp8_format: FP8Format, *tensors: Tensor | None) -> bool:
+    """Return whether kernels take these tensors and write the format's codes; the PyTorch reference takes all others.
 
     Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and elsewhere is not known to.
     """
-    if not runs_kernels_on(*tensors) or recipe.dtype not in CODES_OF_KERNELS:
+    if not runs_kernels_on(*tensors) or fp8_format.dtype not in CODES_OF_KERNELS:
         return False
     assert tensors[0] is not None
     return tensors[0].device.type in ("cpu", "meta") or _casts_to_fp8(tensors[0].device)
@@ -109,37 +59,28 @@ def magnitude_bits(values):
 
 
 @triton.jit
-def _power_of(exponent):
-    """2^exponent, for normal fp32 numbers."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+def _power_beside(value, UP: tl.constexpr, FORMAT: tl.constexpr, Y: tl.constexpr):
+    """The smallest power of two not below a value or, without UP, the largest not above; 0, inf and NaN as they are.
+
+    Powers come from fp32 logarithms, as in PyTorch: next to a power these round to it. Where the value comes from a
+    16-bit amax, it is a power or not so near to one, and its bits say which is next.
+    """
+    if FORMAT.formula == "quotient" or Y.primitive_bitwidth == 32:
+        ordinary = (value > 0.0) & (value < float("inf"))
+        exponent = tl.log2(tl.where(ordinary, value, 1.0))
+        exponent = tl.ceil(exponent) if UP else tl.floor(exponent)
+        power = ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(ordinary, power, value)
+    bits = value.to(tl.int32, bitcast=True)
+    if UP:
+        bits = bits + 0x7FFFFF
+    return tl.where(value == value, (bits & 0x7F800000).to(tl.float32, bitcast=True), value)
 
 
 @triton.jit
-def _power_below(value, RULE: tl.constexpr):
-    """The largest power of two not above a value; 0, inf and NaN as they are."""
-    ordinary = (value > 0.0) & (value < float("inf"))
-    if RULE.by_logarithm:
-        power = _power_of(tl.floor(tl.log2(tl.where(ordinary, value, 1.0))).to(tl.int32))
-    else:
-        power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(ordinary, power, value)
-
-
-@triton.jit
-def _power_above(value, RULE: tl.constexpr):
-    """The smallest power of two not below a value; 0, inf and NaN as they are."""
-    ordinary = (value > 0.0) & (value < float("inf"))
-    if RULE.by_logarithm:
-        power = _power_of(tl.ceil(tl.log2(tl.where(ordinary, value, 1.0))).to(tl.int32))
-    else:
-        power = ((value.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(ordinary, power, value)
-
-
-@triton.jit
-def _floor_scale(bits, RULE: tl.constexpr):
+def _floor_scale(bits, FORMAT: tl.constexpr):
     """The scale under formula ``floor``, as the biased exponent that E8M0 stores, and the factor."""
-    exponent = tl.maximum((bits >> 23) - RULE.top_exponent, 0)
+    exponent = tl.maximum((bits >> 23) - FORMAT.top_exponent, 0)
     # The smallest scale is a subnormal; its factor is that of the next.
     factor = ((254 - tl.maximum(exponent, 1)) << 23).to(tl.float32, bitcast=True)
     nan = bits > 0x7F800000
@@ -147,52 +88,47 @@ def _floor_scale(bits, RULE: tl.constexpr):
 
 
 @triton.jit
-def _rceil_scale(amax, RULE: tl.constexpr):
+def _rceil_scale(amax, FORMAT: tl.constexpr, Y: tl.constexpr):
     """The scale under formula ``rceil``, as the biased exponent that E8M0 stores, and the factor."""
-    scale = tl.div_rn(amax, tl.zeros_like(amax) + RULE.top)
-    if RULE.by_logarithm:
-        ordinary = (scale > 0.0) & (scale < float("inf"))
-        exponent = tl.ceil(tl.log2(tl.where(ordinary, scale, 1.0)))
-        exponent = tl.minimum(tl.maximum(exponent, -127.0), 127.0).to(tl.int32) + 127
-        exponent = tl.where(scale > 0.0, tl.where(ordinary, exponent, 254), 0)
-    else:
-        bits = scale.to(tl.int32, bitcast=True)
-        subnormal = tl.where(bits > 0x400000, 1, 0)
-        exponent = tl.minimum(tl.where(bits < 0x800000, subnormal, (bits + 0x7FFFFF) >> 23), 254)
+    scale = tl.div_rn(amax, tl.zeros_like(amax) + FORMAT.top)
+    exponent = tl.minimum(_power_beside(scale, True, FORMAT, Y).to(tl.int32, bitcast=True) >> 23, 254)
+    # The smallest scale, 2^-127, is a subnormal number in fp32.
+    exponent = tl.where(scale.to(tl.int32, bitcast=True) > 0x400000, exponent, 0)
     factor = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(exponent == 0, 1.0, factor)
     return tl.where(amax == amax, exponent, 255), tl.where(amax == amax, factor, amax)
 
 
 @triton.jit
-def scale_of(bits, RULE: tl.constexpr):
+def scale_of(bits, FORMAT: tl.constexpr, Y: tl.constexpr):
     """The scale of what has the largest magnitude ``bits``, and the factor or, under ``quotient``, the scale again."""
     amax = bits.to(tl.float32, bitcast=True)
-    if RULE.formula == "multiplier":
-        small = amax < RULE.floor
-        factor = tl.div_rn(tl.zeros_like(amax) + RULE.top, tl.where(small, 1.0, amax))
-        factor = tl.where(small, RULE.most, factor)
-        if RULE.power_of_2:
-            factor = _power_below(factor, RULE)
+    if FORMAT.formula == "multiplier":
+        small = amax < FORMAT.fp32_floor
+        factor = tl.div_rn(tl.zeros_like(amax) + FORMAT.top, tl.where(small, 1.0, amax))
+        factor = tl.where(small, FORMAT.largest_multiplier, factor)
+        if FORMAT.power_of_2:
+            factor = _power_beside(factor, False, FORMAT, Y)
         scale = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
-    elif RULE.formula == "floor":
-        scale, factor = _floor_scale(bits, RULE)
-    elif RULE.formula == "rceil":
-        scale, factor = _rceil_scale(amax, RULE)
+    elif FORMAT.formula == "floor":
+        scale, factor = _floor_scale(bits, FORMAT)
+    elif FORMAT.formula == "rceil":
+        scale, factor = _rceil_scale(amax, FORMAT, Y)
     else:
-        amax = tl.where(amax < RULE.floor, RULE.floor, amax) if RULE.formula == "reciprocal" else amax + RULE.floor
-        scale = tl.div_rn(amax, tl.zeros_like(amax) + RULE.top)
-        if RULE.power_of_2:
-            scale = _power_above(scale, RULE)
-        factor = tl.div_rn(tl.zeros_like(scale) + 1.0, scale) if RULE.formula == "reciprocal" else scale
+        floor: tl.constexpr = FORMAT.fp32_floor
+        amax = tl.where(amax < floor, floor, amax) if FORMAT.formula == "reciprocal" else amax + floor
+        scale = tl.div_rn(amax, tl.zeros_like(amax) + FORMAT.top)
+        if FORMAT.power_of_2:
+            scale = _power_beside(scale, True, FORMAT, Y)
+        factor = tl.div_rn(tl.zeros_like(scale) + 1.0, scale) if FORMAT.formula == "reciprocal" else scale
     return scale, factor
 
 
 @triton.jit
-def codes_of(values, factor, dtype: tl.constexpr, RULE: tl.constexpr):
+def codes_of(values, factor, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """The codes of values, saturated; a NaN stays one. ``factor`` is ``scale_of``'s and broadcasts."""
-    scaled = tl.div_rn(values, factor + tl.zeros_like(values)) if RULE.formula == "quotient" else values * factor
-    return _rounded_by_hand(scaled, dtype, RULE.top) if interpreted else _rounded_by_instruction(scaled, dtype)
+    scaled = tl.div_rn(values, factor + tl.zeros_like(values)) if FORMAT.formula == "quotient" else values * factor
+    return _rounded_by_hand(scaled, dtype, FORMAT.top) if interpreted else _rounded_by_instruction(scaled, dtype)
 
 
 @triton.jit
@@ -286,13 +222,13 @@ def load_input(memory, scales, row, col, block, M, N: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def store_scales(memory, row, group, scale, rows, groups, RULE: tl.constexpr):
+def store_scales(memory, row, group, scale, rows, groups, FORMAT: tl.constexpr):
     """Write scales of rows ``row`` [R] and groups ``group`` [G], of which there are ``rows`` and ``groups`` in all.
 
     Swizzled ones are written with their padding, for which the scale must be there, and 0.
     """
     ptr, row_stride, group_stride = memory
-    if RULE.swizzled:
+    if FORMAT.swizzled:
         blocks = tl.cdiv(groups, 4)
         block = (row // 128)[:, None] * blocks + (group // 4)[None, :]
         within = (row % 32)[:, None] * 16 + (row % 128 // 32)[:, None] * 4 + (group % 4)[None, :]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..triton.devices import is_transformed
-from .recipe import FP8Recipe
+from .formats import FP8Format
 
 
 @dataclass(frozen=True)
@@ -17,54 +17,33 @@ class Quantized:
     """A tensor y [..., N] as FP8 codes and scales; M is the number of its rows, over all leading dimensions.
 
     Attributes:
-        q: the codes, contiguous in y's shape; [M, N] column by column where the recipe's axis is 0.
+        q: the codes, contiguous in y's shape; [M, N] column by column where the format's scales are shared over rows.
         scale: the multiplier that turns codes into numbers again. fp32: [] of a tensor, [..., 1] of rows, [1, N] of
-            columns, and of groups as the recipe's layout has them: [..., N / group], or [M, N / group] with strides
-            (1, M rounded up to ``aligned``), or along rows [ceil(M / group), N] contiguous. E8M0 and swizzled:
-            [32 * ceil(M / 128), 16 * ceil(N / group / 4)]; along rows M and N change places.
-        recipe: how they were made.
-        carrier: a tensor of y's shape and dtype without storage of its own, one element expanded. It holds no numbers:
-            it is y's place in autograd's graph, to which whoever reads the codes hands the gradient of y, because codes
-            can carry no gradient. Under transforms of ``torch.func`` it is y. None where
-            nothing can be differentiated.
+            columns, and of groups as the format lays them out: [..., N / group], or [M, N / group] with strides (1, M)
+            or, for DeepGEMM, (1, M rounded up to 4), or over rows [ceil(M / group), N] contiguous. E8M0 and swizzled:
+            [32 * ceil(M / 128), 16 * ceil(N / group / 4)]; over rows M and N change places.
+        fp8_format: how they were made.
+        placeholder: a tensor of y's shape and dtype without storage of its own, one NaN expanded. It is y's place in
+            autograd's graph: whoever reads the codes gives it the gradient of y, because codes can carry none. Under
+            transforms of ``torch.func`` it is y. None where nothing can be differentiated.
         transposed: y's codes once more as [N, M], contiguous; None unless asked for.
-        rstd: fp32 [..., 1] where a norm has made y, which can be made again from it (``rms_norm_columns_fp8``).
+        rstd: fp32 [..., 1] where a norm has made y, which can be computed again from it (``rms_norm_columns_fp8``).
     """
 
     q: Tensor
     scale: Tensor
-    recipe: FP8Recipe
-    carrier: Tensor | None = None
+    fp8_format: FP8Format
+    placeholder: Tensor | None = None
     transposed: Tensor | None = None
     rstd: Tensor | None = None
 
 
-def empty_carrier(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor of that shape on the device of ``like``, of one NaN that is nowhere else in memory."""
-    return like.new_full((), float("nan"), dtype=dtype).expand(shape)
-
-
-class _CarrierOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return empty_carrier(y, y.shape, y.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
-
-
-def carrier_of(y: Tensor) -> Tensor:
-    """The carrier of a y that is there, which gets what the carrier gets; transforms, which look inside, have y."""
-    return y if is_transformed() else _CarrierOf.apply(y)
-
-
-class _OnCarrier(torch.autograd.Function):
+class _WithGradientTo(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: Tensor, carrier: Tensor) -> Tensor:
-        return values.clone()
+    def forward(values: Tensor, source: Tensor) -> Tensor:
+        return values.view_as(values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -79,6 +58,11 @@ class _OnCarrier(torch.autograd.Function):
         return tangents[1].to(torch.float32)
 
 
-def on_carrier(values: Tensor, carrier: Tensor | None) -> Tensor:
-    """The values, at the carrier's place in autograd's graph."""
-    return values if carrier is None else _OnCarrier.apply(values, carrier)
+def with_gradient_to(values: Tensor, source: Tensor) -> Tensor:
+    """The values, at the place of ``source`` in autograd's graph: their gradient is that of the source."""
+    return _WithGradientTo.apply(values, source)
+
+
+def placeholder_of(y: Tensor) -> Tensor:
+    """A placeholder that hands its gradient to y; under transforms, which look at its numbers, y itself."""
+    return y if is_transformed() else with_gradient_to(y.new_full((), float("nan")).expand(y.shape), y)

@@ -76,22 +76,20 @@ def launch_backward_from_codes(
     rows = size // width
     # rstd lies as the forward has counted rows; so does dx.
     (rstd, dy, codes, codes_scale, dx), spacing = same_rows(rstd, dy, codes, codes_scale, dx)  # type: ignore[assignment]
-    weight = contiguous(weight)
-    long = rows * max(spacing) >= INT32_LIMIT
     device = device_facts(codes.device)
-    # Planned as with a residual's gradient: codes and scales are two more tensors in flight beside dy, and one
-    # piece holds a row.
+    # Planned as with a residual's gradient: codes and scales are two more tensors in flight beside dy, and one piece
+    # holds a row.
     plan = backward_plan(width, dy.element_size() + 2 * codes.element_size(), device, summed=True)
-    overlaps = dw is not None and device.overlaps
     constants = {
-        "N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages, "OVERLAPS": overlaps,
-        "LONG": long, "SPEC": spec.without_eps(),
+        "N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages,
+        "OVERLAPS": dw is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT,
+        "SPEC": spec.without_eps(),
     }  # fmt: skip
     programs = -(-rows // plan.rows)
     if dw is not None:
         programs = min(programs, plan.programs)
     shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
-    tensors, numbers = (dy, codes, codes_scale, weight, rstd, dx, shares), (rows, *spacing[1:])
-    launch(_backward_from_codes_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
+    tensors = (dy, codes, codes_scale, contiguous(weight), rstd, dx, shares)
+    launch(_backward_from_codes_kernel, (programs, 1), tensors, (rows, *spacing[1:]), constants, warps=plan.warps)
     if shares is not None:
         sum_shares(shares, dw, None, programs, plan.programs, device)

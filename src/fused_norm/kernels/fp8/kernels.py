@@ -1,0 +1,302 @@
+"""The forward of norms that give FP8, in Triton: two kernels and their launchers.
+
+The first kernel reads whole rows, normalises them and writes their codes. Where a scale is shared over rows it cannot:
+with one scale for the tensor it only looks for the largest magnitude of all. The second kernel computes tiles of a norm
+once more, from the rstd of its rows, and casts these: with that one scale or, in a backward, with a scale for each
+column or for groups of rows. ``language`` and ``codes`` have the names that kernels use.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import NormSpec
+from ..plans import forward_plan, next_power_of_2
+from ..triton.devices import device_facts
+from ..triton.language import columns_of, load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
+from ..triton.launch import launch
+from ..triton.memory import INT32_LIMIT, contiguous, norm_dtype, promoted, same_rows
+from ..triton.norm_forward import add_rounded
+from .cast import cast
+from .codes import codes_of, in_bytes, load_input, magnitude_bits, scale_of, store_scales
+from .formats import FP8Format, empty_scale
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rows_kernel(
+    x_ptr,  # [M, N]: x, or its codes
+    x_scale_ptr,  # [M, N / 16] or None
+    r_ptr,  # [M, N] or None
+    w_ptr,  # [N] or None
+    s_ptr,  # [M, N] where there is a residual
+    rstd_ptr,  # [M] fp32
+    used_ptr,  # [M] fp32 where the norm uses another rstd and the tensor has one scale, or None
+    amax_ptr,  # [1] int32 where the tensor has one scale: the bits of the largest magnitude, 0 so far
+    q_ptr,  # [M, N] where it has not
+    scale_ptr,  # as the format has them, where it has not
+    placeholder_ptr,  # [1]
+    M,
+    x_stride, x_scale_stride, r_stride, s_stride, q_stride, scale_row_stride, scale_group_stride,
+    eps, scale,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
+    SPEC: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """A norm of whole rows, and its codes or, where the tensor has one scale, the largest magnitude of all.
+
+    S and Y are the dtypes of s and y.
+    """
+    row = rows_of(tl.program_id(0), ROWS, LONG)
+    col = columns_of(BLOCK, S)
+    in_row = col < N
+    live = (row < M)[:, None] & in_row[None, :]
+    total = load_input((x_ptr, x_stride), (x_scale_ptr, x_scale_stride), row, col, 0, M, N, ROWS, BLOCK)
+    if r_ptr is not None:
+        total = add_rounded(total, load_tile((r_ptr, r_stride), row, col, live), scale, x_ptr.dtype.element_ty, S)
+        store_tile((s_ptr, s_stride), row, col, live, total)
+    rstd = rstd_of(total, rstd_ptr, row, M, eps, S, N, SPEC)
+    if used_ptr is not None:
+        tl.store(used_ptr + row[:, None], rstd, mask=(row < M)[:, None])
+    y = normalised(total, rstd, w_ptr, S, SPEC)
+    if w_ptr is not None:
+        y = y * load_gamma(w_ptr, col, in_row, SPEC)
+    y = round_to(y, Y)
+    bits = magnitude_bits(y)
+    if q_ptr is None:
+        # A look at what is there spares most programs the wait for each other.
+        largest = tl.max(tl.where(row < M, tl.max(bits, axis=1), 0), axis=0)
+        tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr), sem="relaxed")
+    else:
+        GROUP: tl.constexpr = BLOCK if FORMAT.group == 0 else FORMAT.group
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        groups: tl.constexpr = N // GROUP if FORMAT.group else 1
+        group = tl.arange(0, GROUPS)
+        amax = tl.max(tl.reshape(bits, [ROWS, GROUPS, GROUP]), axis=2)
+        amax = tl.where((row < M)[:, None] & (group < groups)[None, :], amax, 0)
+        scales, factor = scale_of(amax, FORMAT, Y)
+        store_scales((scale_ptr, scale_row_stride, scale_group_stride), row, group, scales, M, groups, FORMAT)
+        grouped = tl.reshape(y, [ROWS, GROUPS, GROUP])
+        codes = tl.reshape(codes_of(grouped, factor[:, :, None], q_ptr.dtype.element_ty, FORMAT), [ROWS, BLOCK])
+        tl.store(q_ptr + row[:, None] * q_stride + col[None, :], codes, mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(placeholder_ptr + tl.arange(0, 1), tl.full([1], float("nan"), tl.float32).to(Y))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tiles_kernel(
+    s_ptr,  # [M, N]: the sum, x, or its codes
+    s_scale_ptr,  # [M, N / 16] or None
+    w_ptr,  # [N] or None
+    rstd_ptr,  # [M] fp32, as the norm uses it
+    amax_ptr,  # [1] or [N] int32: the bits of the largest magnitude of the tensor or of columns; None with groups
+    q_ptr,  # [M, N] or None
+    transposed_ptr,  # [N, M] or None
+    scale_ptr,  # as the format has them; None while the largest magnitudes of columns are being found
+    M,
+    s_stride, s_scale_stride, q_stride, transposed_stride,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LONG: tl.constexpr,
+    S: tl.constexpr, Y: tl.constexpr, SPEC: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The codes of one tile of a norm; BLOCKS tiles, a program each, make up the same rows."""
+    # With one scale for the tensor the rows that were read last come first: they are still in cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0) if FORMAT.whole else tl.program_id(0)
+    tile = program // BLOCKS
+    row = rows_of(tile, ROWS, LONG)
+    col = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    in_row = col < N
+    # Beyond the last row that row is read again, which leaves the largest magnitudes what they are; zeros would not,
+    # as an infinite weight makes NaN of them.
+    read = row if FORMAT.whole else tl.minimum(row, M - 1)
+    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), read, col, program % BLOCKS, M, N, ROWS, BLOCK)
+    rstd = tl.load(rstd_ptr + read, mask=read < M, other=0.0)[:, None]
+    y = normalised(s, rstd, w_ptr, S, SPEC)
+    if w_ptr is not None:
+        y = y * load_gamma(w_ptr, col, in_row, SPEC)
+    if amax_ptr is not None and scale_ptr is not None:
+        place = tl.arange(0, 1) if FORMAT.whole else col
+        scale, factor = scale_of(tl.load(amax_ptr + place, mask=place < N, other=0), FORMAT, Y)
+    y = round_to(y, Y)
+    if scale_ptr is None:
+        tl.atomic_max(amax_ptr + col, tl.max(magnitude_bits(y), axis=0), mask=in_row, sem="relaxed")
+    else:
+        dtype: tl.constexpr = transposed_ptr.dtype.element_ty if q_ptr is None else q_ptr.dtype.element_ty
+        if FORMAT.group:
+            GROUPS: tl.constexpr = ROWS // FORMAT.group
+            amax = tl.max(tl.reshape(magnitude_bits(y), [GROUPS, FORMAT.group, BLOCK]), axis=1)
+            group = tile * GROUPS + tl.arange(0, GROUPS)
+            groups = tl.cdiv(M, FORMAT.group)
+            scale, factor = scale_of(tl.where((group < groups)[:, None] & in_row[None, :], amax, 0), FORMAT, Y)
+            if FORMAT.swizzled:
+                store_scales((scale_ptr, 0, 0), col, group, tl.trans(scale), N, groups, FORMAT)
+            else:
+                store_scales((scale_ptr, N, 1), group, col, scale, groups, N, FORMAT)
+            y = tl.reshape(y, [GROUPS, FORMAT.group, BLOCK])
+            codes = tl.reshape(codes_of(y, factor[:, None, :], dtype, FORMAT), [ROWS, BLOCK])
+        else:
+            codes = codes_of(y, factor[None, :], dtype, FORMAT)
+        if q_ptr is not None:
+            live = (row < M)[:, None] & in_row[None, :]
+            tl.store(q_ptr + row[:, None] * q_stride + col[None, :], codes, mask=live)
+        if transposed_ptr is not None:
+            if LONG:
+                col = col.to(tl.int64)
+            # The stride is M, of which the compiler knows whether 16 divides it: masks and stores may then be as wide.
+            inside = in_row[:, None] & (row < transposed_stride)[None, :]
+            turned = transposed_ptr + col[:, None] * transposed_stride + row[None, :]
+            tl.store(turned, tl.trans(codes), mask=inside)
+        if amax_ptr is not None:
+            if (program if FORMAT.whole else tile) == 0:
+                tl.store(scale_ptr + place, scale, mask=place < N)
+
+
+class FP8Outputs(NamedTuple):
+    """The tensors that a forward of a norm in FP8 writes, in the order in which the operator returns them.
+
+    Attributes:
+        q: the codes, in x's shape.
+        scale: their scales, laid out as the format says.
+        transposed: the codes as [N, M], None unless asked for.
+        placeholder: the result's place in autograd's graph, one NaN in x's shape (see ``Quantized``).
+        s: the sum of x and the residual, None without a residual.
+        rstd: fp32 [..., 1], for the backward.
+    """
+
+    q: Tensor
+    scale: Tensor
+    transposed: Tensor | None
+    placeholder: Tensor
+    s: Tensor | None
+    rstd: Tensor
+
+
+def empty_norm_fp8(
+    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, fp8_format: FP8Format, transposed: bool
+) -> FP8Outputs:
+    """The outputs, not yet written; rows are counted, and lie, in the order of x's dimensions."""
+    *leading, width = x.shape
+    s = None if residual is None else x.new_empty(x.shape, dtype=promoted(x.dtype, residual.dtype))
+    return FP8Outputs(
+        x.new_empty(x.shape, dtype=fp8_format.dtype),
+        empty_scale(x, leading, width, fp8_format),
+        x.new_empty((width, math.prod(leading)), dtype=fp8_format.dtype) if transposed else None,
+        x.new_empty((), dtype=norm_dtype(spec, (x if s is None else s).dtype, weight)).expand(x.shape),
+        s,
+        x.new_empty((*leading, 1), dtype=torch.float32),
+    )
+
+
+def launch_norm_fp8(
+    spec: NormSpec, tensors: tuple[Tensor | None, ...], fp8_format: FP8Format, outputs: FP8Outputs, scale: float = 1.0
+) -> None:
+    """Write the ``outputs`` of ``empty_norm_fp8``, for rows of up to ``plans.WIDEST_FORWARD`` elements.
+
+    ``tensors``: x, residual, weight, codes and their scales, as the operator has them.
+    """
+    q, scales, transposed, placeholder, s, rstd = outputs
+    x, residual, weight, codes, codes_scale = tensors
+    assert x is not None
+    if q.numel() == 0:
+        scales.copy_(cast(q.new_zeros(q.shape, dtype=torch.float32), fp8_format)[1])
+        return
+    rows, width = rstd.numel(), q.shape[-1]
+    dtypes = (x if s is None else s).dtype, placeholder.dtype
+    # What a placeholder stands for is in its codes.
+    arranged, spacing = same_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
+    _, x, codes_scale, residual, s, rstd = arranged  # type: ignore[assignment]
+    weight = contiguous(weight)
+    long = max(rows, 128) * max(spacing) >= INT32_LIMIT
+    # The plan of the 16-bit norm, whose rows are summed in the same order.
+    plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
+    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
+    amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
+    used = torch.empty_like(rstd) if fp8_format.whole and spec.casting == "none" else None
+    written = (None, None) if fp8_format.whole else (q, in_bytes(scales))
+    scale_strides = (scales.stride()[-2:] if scales.dim() > 1 else (1, 1)) if not fp8_format.swizzled else (0, 0)
+    # As in the 16-bit norm, fp32 squares are rounded before they are added.
+    launch(
+        _rows_kernel,
+        (-(-(-(-rows // 128) * 128 if fp8_format.swizzled else rows) // plan.rows), 1),
+        (x, codes_scale, residual, weight, s, rstd, used, amax, *written, placeholder),
+        (rows, *spacing[1:5], width, *scale_strides, spec.eps, float(scale) if scale != 1.0 else None),
+        constants,
+        warps=plan.warps,
+        fuse=dtypes[0] != torch.float32,
+    )
+    if fp8_format.whole:
+        total, stride = (x, spacing[1]) if s is None else (s, spacing[4])
+        read = (total, codes_scale, weight, rstd if used is None else used, amax)
+        _launch_tiles((*read, q, transposed, scales), (stride, spacing[2]), spec, fp8_format, dtypes)
+
+
+def empty_columns_fp8(x: Tensor, fp8_format: FP8Format) -> tuple[Tensor, Tensor]:
+    """Codes [N, M] and scales of the norm of x once more, not yet written; the scales are shared over rows."""
+    *leading, width = x.shape
+    q = x.new_empty((width, math.prod(leading)), dtype=fp8_format.dtype)
+    return q, empty_scale(x, leading, width, fp8_format)
+
+
+def launch_columns_fp8(
+    spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, fp8_format: FP8Format, q: Tensor, scale: Tensor
+) -> None:
+    """Write what ``empty_columns_fp8`` returns, from the rstd that a forward has kept."""
+    width, rows = q.shape
+    if q.numel() == 0:
+        scale.copy_(cast(q.new_zeros((rows, width), dtype=torch.float32), fp8_format)[1])
+        return
+    dtypes = x.dtype, norm_dtype(spec, x.dtype, weight)
+    (rstd, x), (_, stride) = same_rows(rstd, x)  # type: ignore[assignment]
+    read, strides = (x, None, contiguous(weight), rstd), (stride, 0)
+    amax = None if fp8_format.group else x.new_zeros((width,), dtype=torch.int32)
+    if amax is not None:
+        _launch_tiles((*read, amax, None, None, None), strides, spec, fp8_format, dtypes)
+    _launch_tiles((*read, amax, None, q, in_bytes(scale)), strides, spec, fp8_format, dtypes)
+
+
+_TILE_ELEMENTS = 2048
+"""Elements of a tile where no row is summed: 16 a lane."""
+
+_TURNED_ROWS, _TURNED_COLUMNS = 128, 64
+"""A tile that is written transposed: 64 bytes and more that follow each other, both ways."""
+
+
+def _launch_tiles(
+    tensors: tuple[Tensor | None, ...],
+    strides: tuple[int, int],
+    spec: NormSpec,
+    fp8_format: FP8Format,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """Launch the second kernel: ``tensors`` are in its order, ``strides`` those of s and its scales."""
+    s, _, _, rstd, _, q, transposed, _ = tensors
+    assert s is not None
+    assert rstd is not None
+    rows, width = rstd.numel(), s.shape[-1]
+    block = min(next_power_of_2(width), _TILE_ELEMENTS)
+    if q is not None and transposed is None:
+        tile, warps = _TILE_ELEMENTS // block, 4
+    else:
+        least = 4 * fp8_format.group if fp8_format.swizzled else fp8_format.group
+        tile, block, warps = max(_TURNED_ROWS, least), min(_TURNED_COLUMNS, block), 8
+    # The padding of swizzled scales belongs to columns beyond the last.
+    blocks = -(-(-(-width // 128) * 128 if fp8_format.swizzled else width) // block)
+    long = rows * max(*strides, width) >= INT32_LIMIT
+    constants = {
+        "N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)
+    }  # fmt: skip
+    grid, numbers = (-(-rows // tile) * blocks, 1), (rows, *strides, width, rows)
+    launch(_tiles_kernel, grid, tensors, numbers, constants, warps=device_facts(s.device).warps(warps))
+
+
+def _constants(
+    spec: NormSpec, fp8_format: FP8Format, dtypes: tuple[torch.dtype, torch.dtype], long: bool
+) -> dict[str, Any]:
+    """The compile-time constants that both kernels share; ``dtypes`` are those of s and y."""
+    s_dtype, y_dtype = (TRITON_DTYPES[dtype] for dtype in dtypes)
+    return {"LONG": long, "S": s_dtype, "Y": y_dtype, "SPEC": spec.without_eps(), "FORMAT": fp8_format}

@@ -1,0 +1,306 @@
+"""RMSNorm, with or without the residual add in front of it, that gives its result in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec import Casting, NormSpec
+from .. import reference
+from ..add_rms_norm import ADD_RMS_NORM
+from ..arguments import KERNEL_DTYPES, check_norm, check_residual, check_scale
+from ..norm_from_rstd import NORM_FROM_RSTD
+from ..operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from ..plans import WIDEST_FORWARD
+from .backward_kernel import launch_backward_from_codes
+from .cast import cast, numbers_of
+from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
+from .formats import FORMAT_OPTIONS, INPUT_GROUP, FP8Format, check_format, format_from, format_of
+from .kernels import empty_columns_fp8, empty_norm_fp8, launch_columns_fp8, launch_norm_fp8
+from .quantized import Quantized, placeholder_of, with_gradient_to
+
+
+class NormFP8(Operator):
+    """``rms_norm_fp8`` and ``add_rms_norm_fp8`` as an operator; where there are codes, x is their placeholder.
+
+    Its last options are the format, as ``FP8Format.options`` has it, and whether codes are wanted transposed as well.
+    """
+
+    name = "norm_fp8"
+    tensors = "Tensor x, Tensor? residual, Tensor? weight, Tensor? codes, Tensor? codes_scale"
+    options = f"float scale, {FORMAT_OPTIONS}, bool transposed"
+    outputs = ("q", "scale", "transposed", "placeholder", "s", "rstd")
+    not_differentiable = ("q", "scale", "transposed", "rstd")
+    saved = "Tensor s, Tensor? codes_scale, Tensor? weight, Tensor rstd"
+    facts = f"{ADD_RMS_NORM.facts}, bool added"
+    gradients = ("dx", "dr", "dw")
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        x, residual, weight, codes, codes_scale, scale, *options, transposed = arguments
+        name = "rms_norm_fp8" if residual is None else "add_rms_norm_fp8"
+        if codes is not None:
+            _check_codes(name, spec, x, codes, codes_scale)
+        check_norm(name, x, weight)
+        if residual is not None:
+            check_residual(name, x, residual)
+        check_scale(name, scale)
+        fp8_format = format_from(options)
+        if fp8_format.over_rows:
+            raise ValueError(
+                f"{name}: scales must be shared along a row; rms_norm_columns_fp8 takes formats that share them over"
+                " rows"
+            )
+        check_format(name, fp8_format, x.shape[-1], transposed)
+
+    def takes(self, *arguments: Any) -> bool:
+        tensors, fp8_format = arguments[: self.tensor_count], format_from(arguments[6:-1])
+        if tensors[3] is not None and tensors[3].dtype not in CODES_OF_KERNELS:
+            return False
+        return arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(fp8_format, *tensors)
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
+        x, residual, weight, codes, codes_scale, scale, *options, transposed = arguments
+        if residual is None:
+            total = x if codes is None else with_gradient_to(numbers_of(codes, codes_scale), x)
+            y, s = reference.rms_norm(spec, total, weight, dtype=x.dtype), None
+        else:
+            y, total = reference.add_rms_norm(spec, x, residual, weight, scale)
+            s = total.contiguous()
+        with torch.no_grad():
+            q, scales, turned = cast(y.detach(), format_from(options), transposed)
+            wide = total.detach().to(torch.promote_types(total.dtype, torch.float32))
+            rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
+        return q, scales, turned, placeholder_of(y), s, rstd
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, residual, weight, _, _, scale, *options, transposed = arguments
+        fp8_format = format_from(options)
+        outputs = empty_norm_fp8(spec, x, residual, weight, fp8_format, transposed)
+        if launch:
+            launch_norm_fp8(spec, arguments[: self.tensor_count], fp8_format, outputs, scale)
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        x, residual, weight, codes, codes_scale, scale = arguments[:6]
+        s, rstd = results[4:]
+        added = residual is not None
+        if not added:
+            s, residual = x if codes is None else codes, x
+        return (s, codes_scale, weight, rstd), (x.dtype, residual.dtype, scale, added)
+
+    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+        s, codes_scale, weight, rstd = call.saved
+        if codes_scale is not None:
+            return super().differentiate(spec, call, by)
+        *facts, added = call.facts
+        dy, ds = call.incoming[3:5]
+        # Without a residual s is empty, and compiled graphs give even that a gradient.
+        call = call._replace(incoming=(dy, ds if added else None), saved=(s, weight, rstd), facts=tuple(facts))
+        return ADD_RMS_NORM.differentiate(spec, call, by)
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        """Launch the backward of a norm of codes; that of other tensors is ``add_rms_norm``'s."""
+        codes, codes_scale, weight, rstd = call.saved
+        need_dx, _, need_dw = call.needed
+        dx = codes.new_empty(codes.shape, dtype=call.facts[0]) if need_dx else None
+        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        if launch:
+            launch_backward_from_codes(spec, call.incoming[3], codes, codes_scale, weight, rstd, dx, dw)
+        return dx, None, dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        codes, codes_scale, weight, _ = call.saved
+        dx, dw = reference.rms_norm_backward(spec, call.incoming[3], numbers_of(codes, codes_scale), weight)
+        return dx.to(call.facts[0]), None, dw
+
+
+class RMSNormColumnsFP8(Operator):
+    """``rms_norm_columns_fp8`` as an operator, which has no gradients; it gives codes as [N, M]."""
+
+    name = "rms_norm_columns_fp8"
+    tensors = NORM_FROM_RSTD.tensors
+    options = FORMAT_OPTIONS
+    outputs = ("q", "scale")
+    not_differentiable = outputs
+    saved = ""
+    gradients = ()
+
+    def check(self, spec: NormSpec, *arguments: Any) -> None:
+        fp8_format = format_from(arguments[3:])
+        NORM_FROM_RSTD.check(spec, *arguments[:3])
+        check_format(self.name, fp8_format, arguments[0].shape[-1])
+        if not fp8_format.over_rows:
+            raise ValueError(f"{self.name}: scales must be shared over rows; one of the tensor is the forward's")
+
+    def takes(self, *arguments: Any) -> bool:
+        return runs_fp8_kernels_on(format_from(arguments[3:]), *arguments[:3])
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
+        q, scale, _ = cast(NORM_FROM_RSTD.reference(spec, *arguments[:3]), format_from(arguments[3:]))
+        return q.t(), scale
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, rstd, *options = arguments
+        fp8_format = format_from(options)
+        outputs = empty_columns_fp8(x, fp8_format)
+        if launch:
+            launch_columns_fp8(spec, x, weight, rstd, fp8_format, *outputs)
+        return outputs
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        return (), ()
+
+
+NORM_FP8 = NormFP8()
+RMS_NORM_COLUMNS_FP8 = RMSNormColumnsFP8()
+
+
+def rms_norm_fp8(
+    x: Tensor | Quantized,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    fp8_format: str | FP8Format,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+    transposed: bool = False,
+) -> Quantized:
+    """RMSNorm whose result is written in FP8 alone.
+
+    The norm is computed and rounded as ``rms_norm`` does it, and then cast: codes and scales are bit for bit those of
+    ``quantize(rms_norm(x, weight, ...), fp8_format)``. The gradient goes straight through the cast. In a compiled graph
+    that leaves a small call to the compiler, y is as precise as the compiler keeps it.
+
+    Args:
+        x: [..., N], dtypes and strides as in ``rms_norm``; or codes with scales in groups of 16, as ``quantize(x,
+            "coat_input")`` makes them. Products of codes and scales are taken as they are, in fp32; what a casting
+            rounds to x's dtype is rounded to that of x's placeholder, which gets the gradient: bfloat16 where there is
+            none. COAT's norm is that with casting ``gemma``.
+        weight: [N], or None.
+        eps: as in ``rms_norm``; so are casting and zero_centered.
+        fp8_format: an ``FP8Format`` or the name of one, see ``FORMATS``.
+        casting: rounding points and the dtype of y.
+        zero_centered: gamma is ``1 + weight``.
+        transposed: y's codes transposed as well, for formats with one scale a tensor.
+
+    Returns:
+        Codes and scales of y, whose place in autograd's graph is ``placeholder``.
+
+    Raises:
+        TypeError: for a dtype that is not floating point, and for a ``transposed`` that is no bool.
+        ValueError: for an unknown format or casting, for groups that do not divide a row, for the transpose of codes
+            that share their scale along a row, and where ``rms_norm`` raises it.
+    """
+    fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
+    codes = codes_scale = None
+    if isinstance(x, Quantized):
+        codes, codes_scale, x = x.q, x.scale, x.placeholder
+        if x is None:
+            x = codes.new_empty((), dtype=torch.bfloat16).expand(codes.shape)
+    return _norm_fp8(spec, (x, None, weight, codes, codes_scale), 1.0, fp8_format, transposed)[0]
+
+
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    fp8_format: str | FP8Format,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+    scale: float = 1.0,
+    transposed: bool = False,
+) -> tuple[Quantized, Tensor]:
+    """The residual add and the RMSNorm of its sum, whose result is written in FP8 alone.
+
+    ``s = residual + x * scale`` as in ``add_rms_norm``, and the norm of that sum as in ``rms_norm_fp8``.
+
+    Args:
+        x: [..., N], the branch; dtypes and strides as in ``rms_norm``.
+        residual: x's shape and device; its dtype may differ.
+        weight: [N], or None.
+        eps: as in ``rms_norm``, for the norm of the sum; so are casting and zero_centered.
+        fp8_format: as in ``rms_norm_fp8``.
+        casting: rounding points and the dtype of y.
+        zero_centered: gamma is ``1 + weight``.
+        scale: a Python number that the branch is multiplied by.
+        transposed: as in ``rms_norm_fp8``.
+
+    Returns:
+        ``(quantized, s)``: the norm and the new residual, contiguous, of the dtype that x and residual promote to.
+
+    Raises:
+        TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
+        ValueError: for a residual of another shape or device, and where ``rms_norm_fp8`` raises it.
+    """
+    fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
+    return _norm_fp8(spec, (x, residual, weight, None, None), scale, fp8_format, transposed)
+
+
+def rms_norm_columns_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float = 1e-6,
+    *,
+    fp8_format: str | FP8Format,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+) -> Quantized:
+    """A norm once more, from what its forward has kept, as the product of a weight's gradient wants it.
+
+    That product sums over rows, so scales are shared along columns: codes and scales are bit for bit those of
+    ``quantize(y, fp8_format.along_rows())``, y being the norm that the forward has computed and not kept.
+
+    Args:
+        x: [..., N], what was normalised: the sum, where there was a residual.
+        weight: [N], or None.
+        rstd: fp32 [..., 1] on x's device, as the forward's ``Quantized`` has it.
+        eps: as in the forward; so are casting and zero_centered.
+        fp8_format: the forward's, or its name; a scale for each row becomes one for each column.
+        casting: the rounding points.
+        zero_centered: gamma is ``1 + weight``.
+
+    Returns:
+        Codes [M, N] column by column and their scales, see ``Quantized``; no gradient.
+
+    Raises:
+        TypeError: for an rstd that is not fp32.
+        ValueError: for a format with one scale for the tensor, whose codes are the forward's; for casting ``none``,
+            under which the forward uses another rstd than it keeps; and for shapes and devices that do not fit.
+    """
+    fp8_format, spec = format_of(fp8_format).along_rows(), norm_spec(casting, zero_centered, eps)
+    with torch.no_grad():
+        q, scale = RMS_NORM_COLUMNS_FP8.checked(spec, x, weight, rstd, *fp8_format.options)
+    return Quantized(q.t(), scale, fp8_format)
+
+
+def _norm_fp8(
+    spec: NormSpec, tensors: Tensors, scale: float, fp8_format: FP8Format, transposed: bool
+) -> tuple[Quantized, Any]:
+    """The codes and the sum, None without a residual."""
+    results = NORM_FP8.checked(spec, *tensors, scale, *fp8_format.options, transposed)
+    q, scales, turned, placeholder, s, rstd = results
+    return Quantized(q, scales, fp8_format, placeholder, turned if transposed else None, rstd), s
+
+
+def _check_codes(name: str, spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Raises TypeError or ValueError for codes, scales and a placeholder x that no norm can read."""
+    if not codes.is_floating_point() or codes.dtype.itemsize != 1:
+        raise TypeError(f"{name}: the codes of x must be FP8, not {codes.dtype}")
+    if codes.dim() == 0 or codes.shape[-1] % INPUT_GROUP:
+        raise ValueError(f"{name}: the codes of x must have groups of {INPUT_GROUP}, not shape {tuple(codes.shape)}")
+    shape = (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP)
+    if scale.shape != shape or scale.dtype not in KERNEL_DTYPES:
+        raise ValueError(
+            f"{name}: the scales of x must be a number for each {INPUT_GROUP} columns of its codes, whose shape is"
+            f" {tuple(codes.shape)}, not {tuple(scale.shape)} of {scale.dtype}"
+        )
+    if x.shape != codes.shape or x.device != codes.device or scale.device != codes.device:
+        raise ValueError(f"{name}: placeholder and scales of x must go with its codes, in shape and device")
+    if spec.casting == "none":
+        raise ValueError(f"{name}: casting 'none' rounds all it computes to x's dtype, which codes have not")
