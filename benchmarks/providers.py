@@ -238,7 +238,9 @@ def _fused(case: OperatorCase) -> OperatorFunction:
         "gate-first": lambda x, gate, w: (kernels.gated_rms_norm(x, gate, w, norm_before_gate=False, **semantics),),
         "fp8": lambda x, w: (kernels.fp8.rms_norm_fp8(x, w, fp8_format=case.recipe, **semantics),),
         "fp8-add": partial(kernels.fp8.add_rms_norm_fp8, fp8_format=case.recipe, **semantics),
-        "fp8-columns": lambda x, w: (kernels.fp8.rms_norm_columns_fp8(x, w, kept(x), fp8_format=case.recipe, **semantics),),
+        "fp8-columns": lambda x, w: (
+            kernels.fp8.rms_norm_columns_fp8(x, w, kept(x), fp8_format=case.recipe, **semantics),
+        ),
     }
     return operators[case.operator]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized, dequantize, quantize, format_of
+from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized, dequantize, format_of, quantize
 from fused_norm.kernels.fp8.cast import cast, cast_groups
 from fused_norm.kernels.fp8.codes import codes_of, scale_of, values_of
 from fused_norm.kernels.fp8.formats import format_from
@@ -239,7 +239,9 @@ def test_a_recipe_comes_back_from_its_options() -> None:
 
 
 @triton.jit
-def _cast_kernel(amax_ptr, y_ptr, scale_ptr, q_ptr, N: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, Y: tl.constexpr):
+def _cast_kernel(
+    amax_ptr, y_ptr, scale_ptr, q_ptr, N: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, Y: tl.constexpr
+):  # fmt: skip
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + col, mask=col < N, other=0.0)
     scale, factor = scale_of(amax.to(tl.int32, bitcast=True), FORMAT, Y)

@@ -26,7 +26,13 @@ from fused_norm.kernels.fp8 import (
     rms_norm_columns_fp8,
     rms_norm_fp8,
 )
-from fused_norm.kernels.fp8.kernels import FP8Outputs, empty_columns_fp8, empty_norm_fp8, launch_columns_fp8, launch_norm_fp8
+from fused_norm.kernels.fp8.kernels import (
+    FP8Outputs,
+    empty_columns_fp8,
+    empty_norm_fp8,
+    launch_columns_fp8,
+    launch_norm_fp8,
+)
 from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
 from fused_norm.kernels.operator import Operator, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
@@ -292,10 +298,9 @@ def test_norms_of_codes_are_norms_of_their_numbers(casting: Any, name: str, devi
     expected = rms_norm_fp8(numbers, w, fp8_format=name, casting=casting)
     assert_same_codes(made, expected)
     dy = torch.randn(3, 128, device=device)
-    for one, other in zip(
-        torch.autograd.grad(made.placeholder, (placeholder, w), dy), torch.autograd.grad(expected.placeholder, (numbers, w), dy),
-        strict=True,
-    ):  # fmt: skip
+    ours = torch.autograd.grad(made.placeholder, (placeholder, w), dy)
+    theirs = torch.autograd.grad(expected.placeholder, (numbers, w), dy)
+    for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     frozen = rms_norm_fp8(replace(x, placeholder=None), w.detach().to(BF16), fp8_format=name, casting=casting)
     assert frozen.placeholder.dtype == BF16
@@ -360,7 +365,8 @@ def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) 
     fp8_format, spec = ALL_FORMATS[name], norm_spec("llama", False, 1e-6)
     x, r, w = ADDED.tensors((7, 160 if fp8_format.group == 32 else 128), device)
     whole, bands = fp8_format.whole, Bands()
-    outputs = FP8Outputs(*(one if one is None else bands(one) for one in empty_norm_fp8(spec, x, r, w, fp8_format, whole)))
+    empty = empty_norm_fp8(spec, x, r, w, fp8_format, whole)
+    outputs = FP8Outputs(*(one if one is None else bands(one) for one in empty))
     launch_norm_fp8(spec, (x, r, w, None, None), fp8_format, outputs)
     made = Quantized(outputs.q, outputs.scale, fp8_format, None, outputs.transposed)
     y, s = add_rms_norm(x, r, w)

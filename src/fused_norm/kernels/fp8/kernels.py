@@ -152,7 +152,8 @@ def _tiles_kernel(
             turned = transposed_ptr + col[:, None] * transposed_stride + row[None, :]
             tl.store(turned, tl.trans(codes), mask=inside)
         if amax_ptr is not None:
-            if (program if FORMAT.whole else tile) == 0:
+            writer = program if FORMAT.whole else tile
+            if writer == 0:
                 tl.store(scale_ptr + place, scale, mask=place < N)
 
 

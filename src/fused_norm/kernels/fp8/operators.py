@@ -195,12 +195,8 @@ def rms_norm_fp8(
             that share their scale along a row, and where ``rms_norm`` raises it.
     """
     fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
-    codes = codes_scale = None
-    if isinstance(x, Quantized):
-        codes, codes_scale, x = x.q, x.scale, x.placeholder
-        if x is None:
-            x = codes.new_empty((), dtype=torch.bfloat16).expand(codes.shape)
-    return _norm_fp8(spec, (x, None, weight, codes, codes_scale), 1.0, fp8_format, transposed)[0]
+    tensors: Tensors = (x, None, weight, None, None) if isinstance(x, Tensor) else _tensors_of_codes(x, weight)
+    return _norm_fp8(spec, tensors, 1.0, fp8_format, transposed)[0]
 
 
 def add_rms_norm_fp8(
@@ -286,6 +282,13 @@ def _norm_fp8(
     results = NORM_FP8.checked(spec, *tensors, scale, *fp8_format.options, transposed)
     q, scales, turned, placeholder, s, rstd = results
     return Quantized(q, scales, fp8_format, placeholder, turned if transposed else None, rstd), s
+
+
+def _tensors_of_codes(x: Quantized, weight: Tensor | None) -> Tensors:
+    placeholder = x.placeholder
+    if placeholder is None:
+        placeholder = x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape)
+    return placeholder, None, weight, x.q, x.scale
 
 
 def _check_codes(name: str, spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> None:
