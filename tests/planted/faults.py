@@ -19,7 +19,6 @@ from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
-from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
@@ -39,6 +38,8 @@ from .planting import (
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
 _EVERY = (*_NORMED, ROPE, GLU)
+_NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
+_ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 _WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)  # norm_add has that of rms_norm
 _EVERY_BACKWARD = (*_WITH_BACKWARD, ROPE, GLU)
@@ -245,6 +246,11 @@ def _other_activation(call: Forward) -> Sequence[Tensor | None]:
 # ---- Faults of backwards ----
 
 
+def _times(factor: float, *names: str) -> Callable[[Backward], Sequence[Tensor | None]]:
+    """The gradients of these names, multiplied."""
+    return lambda call: call.edited(lambda gradient: gradient * factor, *names)
+
+
 def _turned_on(call: Backward) -> Sequence[Tensor | None]:
     cos, sin = call.call.saved
     return call.right(call.spec, call.call._replace(saved=(cos, -sin)))
@@ -257,13 +263,21 @@ def _gradients_swapped(call: Backward) -> Sequence[Tensor | None]:
     return (dup, dgate) if dgate is not None and dup is not None else (dgate, dup)
 
 
-def _truncated(gradient: Tensor) -> Tensor:
-    """A 16-bit gradient as it is if fp32 is cut off instead of rounded: half of the time the neighbour nearer zero."""
-    if gradient.dtype == torch.float32:
-        return gradient
-    bits = gradient.view(torch.int16)
-    cut = (torch.arange(gradient.numel(), device=gradient.device) % 2).view(gradient.shape).to(torch.int16)
-    return torch.where(gradient == 0, bits, bits - cut).view(gradient.dtype)
+def _gradients_cut_off(call: Backward) -> Sequence[Tensor | None]:
+    """16-bit gradients as they are if fp32 is cut off: half of the time the neighbour that is nearer zero."""
+
+    def cut_off(gradient: Tensor) -> Tensor:
+        if gradient.dtype == torch.float32:
+            return gradient
+        bits = gradient.view(torch.int16)
+        cut = (torch.arange(gradient.numel(), device=gradient.device) % 2).view(gradient.shape).to(torch.int16)
+        return torch.where(gradient == 0, bits, bits - cut).view(gradient.dtype)
+
+    return call.edited(cut_off, *_INPUTS)
+
+
+def _narrow_gradient_of_stream(call: Backward) -> Sequence[Tensor | None]:
+    return call.edited(lambda dr: dr.bfloat16().to(dr.dtype), "dr", "dx")
 
 
 def _dx_where_the_weight_is_frozen(call: Backward) -> Sequence[Tensor | None]:
@@ -299,80 +313,55 @@ def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
     return found
 
 
+_IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
+    ("casting", "x_hat is rounded elsewhere than stock rounds it", _NORMED, _other_casting, _16_BITS),
+    ("centering", "the + 1 of gamma is missing, or one too many", _NORMED, _other_centering),
+    ("eps", "eps is ten times too large", _NORMED, _larger_eps, "eps all but vanishes in a rounding"),
+    ("size", "y is .3 % too large", _EVERY, _too_large),
+    ("last-row", "the last row is that before it", _EVERY, _last_row_copied),
+    ("nan", "NaN becomes 0", _EVERY, _nan_to_zero),
+    ("no-grad", "wrong where no gradient is wanted", _EVERY, _wrong_without_gradients),
+    ("shape", "a second, smaller shape loses a row", _EVERY, _rows_of_the_first_call),
+    ("in-place", "the input is written over", _EVERY, _writes_over_its_branch),
+    ("unrounded", "the sum is normalised before it is rounded", _NORM_OF_SUM, _normed_before_rounded, _16_BITS),
+    ("stream", "an fp32 sum is rounded to bf16", _SUMMED, _narrow_stream, "no sum is in fp32"),
+    ("residual", "the residual never arrives in the sum", _SUMMED, _no_residual),
+    ("scale", "the branch is not scaled", (ADD_RMS_NORM,), _no_scale, "no branch is scaled"),
+    ("rotation", "rotated the wrong way", _ROTATED, _rotated_the_other_way),
+    ("position", "rotated by a neighbour's angles from position 32 on", _ROTATED, _rotated_by_a_neighbour),
+    ("half", "the first half is rotated the wrong way", (ROPE,), _half_of_it_rotated_the_other_way),
+    ("unrounded", "the activation is not rounded before the product", (GLU,), _activation_unrounded, _16_BITS),
+    ("activation", "another activation", (GLU,), _other_activation),
+)
+"""Forms of faults in forwards: the name, what is wrong, the operators, the wrong forward, and why it may be hidden."""
+
+_IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
+    ("back", "the gradient is rotated on instead of back", (ROPE,), _turned_on),
+    ("dgate", "the gradient of the gate is .3 % too large", (GLU,), _times(1.003, "dgate")),
+    ("swapped", "the gradients of gate and up are swapped", (GLU,), _gradients_swapped),
+    ("dx-size", "the gradient of the input is 1 % too small", _EVERY_BACKWARD, _times(0.99, *_INPUTS)),
+    ("dx-cut", "the gradient of the input is cut off, not rounded", _EVERY_BACKWARD, _gradients_cut_off, _16_BITS),
+    (
+        "dr-stream",
+        "the gradient of an fp32 stream is rounded to bf16",
+        _WITH_BACKWARD[:3],
+        _narrow_gradient_of_stream,
+        "no stream is in fp32",
+    ),
+    ("dw-size", "the gradient of a weight is 1 % too large", _WITH_BACKWARD, _times(1.01, *WEIGHTS)),
+    ("dw", "the gradient of a weight is zero", _WITH_BACKWARD, _times(0.0, *WEIGHTS)),
+    ("dw-tile", "dw lacks the last eight rows", _WITH_BACKWARD, _without_rows(lambda rows: 8)),
+    ("dw-share", "dw lacks a quarter of the rows", _WITH_BACKWARD, _without_rows(lambda rows: rows // 4)),
+    ("frozen", "dx is wrong where the weight is frozen", _WITH_BACKWARD, _dx_where_the_weight_is_frozen),
+    ("ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient),
+)
+
+
 def _faults() -> Iterator[Fault]:
-    def forward(
-        name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Forward], Any], hidden: str = ""
-    ) -> Iterator[Fault]:
-        for operator in operators:
-            yield Fault(f"{operator.name}-{name}", what, in_forward(operator, wrong), hidden)
-
-    def backward(
-        name: str, what: str, operators: Sequence[Operator], wrong: Callable[[Backward], Any], hidden: str = ""
-    ) -> Iterator[Fault]:
-        for operator in operators:
-            yield Fault(f"{operator.name}-{name}", what, in_backward(operator, wrong), hidden)
-
-    yield from forward("casting", "x_hat is rounded elsewhere than stock rounds it", _NORMED, _other_casting, _16_BITS)
-    yield from forward("centering", "the + 1 of gamma is missing, or one too many", _NORMED, _other_centering)
-    yield from forward("eps", "eps is ten times too large", _NORMED, _larger_eps, "eps all but vanishes in a rounding")
-    yield from forward("size", "y is .3 % too large", _EVERY, _too_large)
-    yield from forward("last-row", "the last row is that before it", _EVERY, _last_row_copied)
-    yield from forward("nan", "NaN becomes 0", _EVERY, _nan_to_zero)
-    yield from forward("no-grad", "wrong where no gradient is wanted", _EVERY, _wrong_without_gradients)
-    yield from forward("shape", "a second, smaller shape loses a row", _EVERY, _rows_of_the_first_call)
-    yield from forward("in-place", "the input is written over", _EVERY, _writes_over_its_branch)
-    yield from forward(
-        "unrounded", "the sum is normalised before it is rounded", (ADD_RMS_NORM, NORM_ADD_NORM),
-        _normed_before_rounded, _16_BITS,
-    )  # fmt: skip
-    yield from forward("stream", "an fp32 sum is rounded to bf16", _SUMMED, _narrow_stream, "no sum is in fp32")
-    yield from forward("residual", "the residual never arrives in the sum", _SUMMED, _no_residual)
-    yield from forward("scale", "the branch is not scaled", (ADD_RMS_NORM,), _no_scale, "no branch is scaled")
-    yield from forward("rotation", "rotated the wrong way", (QK_NORM, ROPE), _rotated_the_other_way)
-    yield from forward(
-        "position", "rotated by a neighbour's angles from position 32 on", (QK_NORM, ROPE), _rotated_by_a_neighbour
-    )
-    yield from forward("half", "the first half is rotated the wrong way", (ROPE,), _half_of_it_rotated_the_other_way)
-    yield from forward(
-        "unrounded", "the activation is not rounded before the product", (GLU,), _activation_unrounded, _16_BITS
-    )
-    yield from forward("activation", "another activation", (GLU,), _other_activation)
-
-    yield from backward("back", "the gradient is rotated on instead of back", (ROPE,), _turned_on)
-    yield from backward(
-        "dgate", "the gradient of the gate is .3 % too large", (GLU,),
-        lambda call: call.edited(lambda dgate: dgate * 1.003, "dgate"),
-    )  # fmt: skip
-    yield from backward("swapped", "the gradients of gate and up are swapped", (GLU,), _gradients_swapped)
-    yield from backward(
-        "dx-size", "the gradient of the input is 1 % too small", _EVERY_BACKWARD,
-        lambda call: call.edited(lambda dx: dx * 0.99, *_INPUTS),
-    )  # fmt: skip
-    yield from backward(
-        "dx-cut", "the gradient of the input is cut off instead of rounded", _EVERY_BACKWARD,
-        lambda call: call.edited(_truncated, *_INPUTS), _16_BITS,
-    )  # fmt: skip
-    yield from backward(
-        "dr-stream", "the gradient of an fp32 stream is rounded to bf16", _WITH_BACKWARD[:3],
-        lambda call: call.edited(lambda dr: dr.bfloat16().to(dr.dtype), "dr", "dx"), "no stream is in fp32",
-    )  # fmt: skip
-    yield from backward(
-        "dw-size", "the gradient of a weight is 1 % too large", _WITH_BACKWARD,
-        lambda call: call.edited(lambda dw: dw * 1.01, *WEIGHTS),
-    )  # fmt: skip
-    yield from backward(
-        "dw", "the gradient of a weight is zero", _WITH_BACKWARD, lambda call: call.edited(torch.zeros_like, *WEIGHTS)
-    )
-    yield from backward("dw-tile", "dw lacks the last eight rows", _WITH_BACKWARD, _without_rows(lambda rows: 8))
-    yield from backward(
-        "dw-share", "dw lacks a quarter of the rows", _WITH_BACKWARD, _without_rows(lambda rows: rows // 4)
-    )
-    yield from backward(
-        "frozen", "dx is wrong where the weight is frozen", _WITH_BACKWARD, _dx_where_the_weight_is_frozen
-    )
-    yield from backward(
-        "ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient
-    )
+    for planting, forms in ((in_forward, _IN_FORWARDS), (in_backward, _IN_BACKWARDS)):
+        for name, what, operators, wrong, *hidden in forms:
+            for operator in operators:
+                yield Fault(f"{operator.name}-{name}", what, planting(operator, wrong), *hidden)
 
     for name, what, wrong in (
         ("columns", "codes have the scales of columns, not of rows", _scales_of_columns),

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -119,7 +120,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
             state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
             return tuple(found)
 
-        with _replaced(operator, "forward", forward):
+        with mock.patch.object(operator, "forward", forward):
             yield state
 
     return planted
@@ -142,7 +143,7 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor 
             state.count(pairs)
             return tuple(found)
 
-        with _replaced(operator, "backward", backward):
+        with mock.patch.object(operator, "backward", backward):
             yield state
 
     return planted
@@ -164,7 +165,7 @@ def in_compiled_backward(operator: Operator) -> Planting:
             found = right(*arguments)
             return tuple(one * 1.01 if weight else one for one, weight in zip(found, weights, strict=True))
 
-        with _replaced(operator, "_backward_op", wrong), _replaced(operator, "forward", counted):
+        with mock.patch.multiple(operator, _backward_op=wrong, forward=counted):
             yield state
 
     return planted
@@ -184,9 +185,7 @@ def falls_back(*names: str, answer: str | None = "") -> Planting:
             state.calls, state.share = state.calls + 1, 1.0
             return answer
 
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(_replaced(fused_block, name, declines))
+        with mock.patch.multiple(fused_block, **dict.fromkeys(names, declines)):
             yield state
 
     return planted
@@ -205,18 +204,6 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
         yield PlantedFault(calls=1, share=1.0)
     finally:
         block.__class__ = fused
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of a method of an operator or a module."""
-    own = vars(owner)
-    had, old = name in own, getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old) if had else delattr(owner, name)
 
 
 def _copy(one: Any) -> Any:

@@ -9,6 +9,7 @@ from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.model_configs import build
+from fused_norm.patcher import fused_block
 
 from .faults import FAULTS
 
@@ -45,6 +46,16 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
     after = gradients(model)
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert dict(vars(ADD_RMS_NORM)) == own
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_fault_replaces_is_there_and_comes_back(name):
+    fault, model = FAULTS[name], torch.nn.Module()
+    owners = (*OPERATORS.values(), fused_block)
+    before = [dict(vars(owner)) for owner in owners]
+    with fault.planted(model):
+        assert (name == "left-stock") == ([dict(vars(owner)) for owner in owners] == before)
+    assert [dict(vars(owner)) for owner in owners] == before
 
 
 def test_a_fault_that_nothing_calls_has_no_effect(fused):

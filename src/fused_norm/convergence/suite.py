@@ -111,13 +111,12 @@ def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Base
     """
     options, sequences = plan.options(comparison), plan.sequences(comparison)
     trainer = TwinTrainer(plan.sources[comparison.model], comparison, plan.settings, options, sequences, plan.cpu)
-    sites = trainer.fusible_sites()
-    stock = trainer.train_stock(sites, on_step=progress.run("stock", options.steps))
+    stock = trainer.train_stock(on_step=progress.run("stock", options.steps))
     record = record_run(stock, stock)
     controls = []
     for index in range(plan.settings.controls if record.finite else 0):
         on_step = progress.run(f"control {index}", options.steps)
-        controls.append(record_run(trainer.train_control(index, sites, stock, on_step=on_step), stock))
+        controls.append(record_run(trainer.train_control(index, on_step=on_step), stock))
     return Baseline(trainer, stock, record, tuple(controls))
 
 
@@ -136,7 +135,7 @@ def train_fused(
 ) -> ComparisonResult:
     """Compare the training of the twin that ``fused`` makes with the stock run; its calls have been compared before."""
     on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.options.steps)
-    run = baseline.trainer.train_fused(fused, baseline.stock, on_step=on_step)
+    run = baseline.trainer.train_fused(fused, on_step=on_step)
     if run.not_compiled:
         calls = CallRecord(not_seen=run.not_compiled)
     return ComparisonResult(comparison, baseline.record, baseline.controls, record_run(run, baseline.stock), calls)

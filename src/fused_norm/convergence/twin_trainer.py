@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,8 @@ class TwinTrainer:
     sequences: Tensor
     cpu: bool = False
 
-    def fusible_sites(self) -> tuple[Site, ...]:
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
         """The sites that can be fused in this model.
 
         Raises:
@@ -64,24 +66,11 @@ class TwinTrainer:
             raise FusedNormError(f"{report.model} has no norm that can be fused; fused-norm inspect says why")
         return report.fused
 
-    def train_stock(self, sites: Sequence[Site], *, on_step: OnStep | None = None) -> RunTensors:
-        """Train the stock model: the run that all others are compared with.
+    def train_stock(self, *, on_step: OnStep | None = None) -> RunTensors:
+        """Train the stock model: the run that all others are compared with; ``on_step`` as in ``train``."""
+        return self._train(lambda model: contextlib.nullcontext(()), on_step)
 
-        Args:
-            sites: all that can be fused.
-            on_step: called after each step with its index and loss.
-        """
-
-        @contextlib.contextmanager
-        def unchanged(model: nn.Module) -> Iterator[Sequence[Site]]:
-            yield ()
-
-        norms = [site.path for site in sites if site.kind in NORM_KINDS]
-        return self._train(unchanged, self.sequences, self.options, None, on_step, norms=norms)
-
-    def train_control(
-        self, index: int, sites: Sequence[Site], stock: RunTensors, *, on_step: OnStep | None = None
-    ) -> RunTensors:
+    def train_control(self, index: int, *, on_step: OnStep | None = None) -> RunTensors:
         """Train the stock model once more, harmlessly perturbed; another ``index`` is another perturbation."""
         seed = 1 + index + 1000 * self.comparison.seed
         processes = accelerator_for(cpu=self.cpu).num_processes
@@ -89,10 +78,10 @@ class TwinTrainer:
 
         @contextlib.contextmanager
         def perturbed(model: nn.Module) -> Iterator[Sequence[Site]]:
-            reorder_norms(model, sites, seed=seed)
-            yield sites
+            reorder_norms(model, self.sites, seed=seed)
+            yield self.sites
 
-        return self._train(perturbed, sequences, options, stock, on_step, seed=seed)
+        return self._train(perturbed, on_step, (sequences, options), seed)
 
     def probe_calls(
         self,
@@ -118,13 +107,13 @@ class TwinTrainer:
                 record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
             return record
 
-    def train_fused(self, fused: MakeTwin, stock: RunTensors, *, on_step: OnStep | None = None) -> RunTensors:
+    def train_fused(self, fused: MakeTwin, *, on_step: OnStep | None = None) -> RunTensors:
         """Train the fused model that ``fused`` makes.
 
         Raises:
             FusedNormError: as ``apply_fused_norm``.
         """
-        return self._train(fused, self.sequences, self.options, stock, on_step)
+        return self._train(fused, on_step)
 
     def _build(self, device: torch.device) -> nn.Module:
         """The stock model in the dtype of the comparison."""
@@ -134,22 +123,18 @@ class TwinTrainer:
     def _train(
         self,
         make_twin: MakeTwin,
-        sequences: Tensor,
-        options: TrainingOptions,
-        stock: RunTensors | None,
         on_step: OnStep | None,
-        *,
-        norms: Sequence[str] = (),
+        regrouped: tuple[Tensor, TrainingOptions] | None = None,
         seed: int = 0,
     ) -> RunTensors:
+        norms = tuple(f"{site.path}.weight" for site in self.sites if site.kind in NORM_KINDS)
+        sequences, options = regrouped or (self.sequences, self.options)
         precision = PRECISIONS[self.comparison.precision]
-        dtype = getattr(torch, precision.weights)
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
-        device = accelerator.device
         torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
-        model = self._build(device)
-        # The control takes its sequences in another order, but is probed on the same.
-        tokens = self.sequences[:PROBED].to(device)
+        model = self._build(accelerator.device)
+        # A control takes its sequences in another order, but is probed on the same.
+        tokens = self.sequences[:PROBED].to(accelerator.device)
         with make_twin(model) as changed, in_all_graphs():
             outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
@@ -174,7 +159,6 @@ class TwinTrainer:
                 on_gradients=keep_gradients,
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
-        norm_weights = tuple(name for name in final if any(name.endswith(f"{path}.weight") for path in norms))
         return RunTensors(
             **vars(result),
             outputs=outputs,
@@ -182,8 +166,8 @@ class TwinTrainer:
             gradients=gradients,
             initial=initial,
             final=final,
-            rounding=torch.finfo(dtype).eps / 2,
-            norm_weights=stock.norm_weights if stock else norm_weights,
+            rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
+            norm_weights=tuple(name for name in final if name.endswith(norms)),
             sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
             not_compiled=sites_not_compiled(changed, called) if self.comparison.execution == "compile" else (),
         )
