@@ -53,7 +53,8 @@ def main() -> int:
 
     def plain(x: Any, r: Any, w: Any) -> tuple[str, str]:
         def call() -> None:
-            norm_forward.launch_norm_forward(spec, x, r, w, norm_forward.empty_norm(spec, x, r, w, True))
+            inputs = norm_forward.NormInputs(x, w, r)
+            norm_forward.launch_norm_forward(spec, inputs, norm_forward.empty_norm(spec, inputs, True))
 
         return layout_of_the_sum(call)
 

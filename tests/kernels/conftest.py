@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +9,13 @@ import torch
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
+from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
 
 OPERATORS: dict[str, Operator] = {
     name: operator for name, operator in ALL.items() if operator.gradients and not operator.not_differentiable
 }
 """Those that every gradient flows through; norms that write FP8 have tests of their own."""
-_MODULES = tuple(sys.modules[type(operator).__module__] for operator in OPERATORS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +60,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | Backward
     """Makes every forward or backward of a norm take one plan, whatever its shape."""
 
     def force(plan: ForwardPlan | BackwardPlan) -> None:
-        name = "launch_norm_forward" if isinstance(plan, ForwardPlan) else "launch_norm_backward"
-        for module in _MODULES:
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, partial(getattr(module, name), plan=plan))
+        if isinstance(plan, ForwardPlan):
+            monkeypatch.setattr(norm_forward, "forward_plan", lambda *_: plan)
+        else:
+            monkeypatch.setattr(norm_backward, "backward_plan", lambda *_, **__: plan)
 
     return force
 
@@ -80,11 +78,9 @@ def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
 @pytest.fixture
 def sandwich_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel holds rows of up to 50 elements in the directions named: "forward", "backward", "both" or "none"."""
-    for direction in ("forward", "backward"):
-        for module in _MODULES:
-            limit = f"WIDEST_SANDWICH_{direction.upper()}"
-            if request.param in (direction, "both") and hasattr(module, limit):
-                monkeypatch.setattr(module, limit, 50)
+    for direction, module in (("forward", norm_forward), ("backward", norm_backward)):
+        if request.param in (direction, "both"):
+            monkeypatch.setattr(module, f"WIDEST_SANDWICH_{direction.upper()}", 50)
 
 
 @pytest.fixture(params=["held", "in chunks"])

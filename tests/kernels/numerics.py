@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -383,8 +384,10 @@ class Guarded:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
-    def __call__(self, like: Tensor) -> Tensor:
-        """Return a tensor of the shape, strides and dtype of one that is dense, filled with NaN."""
+    def __call__(self, like: Tensor | None) -> Any:
+        """Return a tensor of the shape, strides and dtype of one that is dense, filled with NaN; None for None."""
+        if like is None:
+            return None
         buffer = like.new_full((like.numel() + 2 * self._SIZE,), self._SENTINEL)
         buffer[self._SIZE : -self._SIZE] = float("nan")
         self._buffers.append(buffer)

@@ -9,7 +9,7 @@ import torch
 
 from fused_norm.kernels import norm_add
 from fused_norm.kernels.plans import WIDEST_SANDWICH_FORWARD
-from fused_norm.kernels.triton.sandwich_kernels import empty_norm_add, launch_sandwich_forward
+from fused_norm.kernels.triton.norm_forward import NormInputs, NormOutputs, empty_norm, launch_norm_forward
 
 from .numerics import BASE_CASTINGS, BF16, FP16, FP32, ROW_LAYOUTS, Guarded, assert_same_row, in_layout
 from .sandwich import Sandwich, assert_within_budget, make_inputs, run
@@ -73,7 +73,7 @@ def _summing(sandwich: Sandwich) -> list[str]:
 
 def test_one_launch_forward_and_one_backward(device: str, launched: Callable[[], list[str]]) -> None:
     run(GEMMA.fused, make_inputs(GEMMA, (5, 64), device))
-    assert launched() == ["_sandwich_forward_kernel", "_backward_kernel", *_summing(GEMMA)]
+    assert launched() == ["_forward_kernel", "_backward_kernel", *_summing(GEMMA)]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,9 @@ def test_kernels_write_every_element_and_nothing_beside(shape: tuple[int, int], 
     inputs = make_inputs(GEMMA, shape, device)
     spec, x, r, w = GEMMA.inner_norm.spec, inputs["x"], inputs["r"], inputs["inner"]
     guarded = Guarded()
-    s, rstd = map(guarded, empty_norm_add(spec, x, r, w, True))
-    launch_sandwich_forward(spec, x, r, w, None, (None, s, rstd, None))
+    given = NormInputs(x, None, r, inner=True, inner_weight=w, normed=False)
+    _, s, rstd, _ = outputs = NormOutputs(*map(guarded, empty_norm(spec, given, True)))
+    launch_norm_forward(spec, given, outputs)
     assert guarded.intact()
     assert torch.equal(s, run(GEMMA.fused, inputs)["s"])
     exact = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()

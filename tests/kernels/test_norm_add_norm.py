@@ -16,12 +16,10 @@ from fused_norm.kernels.plans import (
     sandwich_backward_plan,
     sandwich_forward_plan,
 )
+from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.kernels.triton.sandwich_kernels import (
-    empty_sandwich,
-    launch_sandwich_backward,
-    launch_sandwich_forward,
-)
+from fused_norm.kernels.triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
+from fused_norm.kernels.triton.norm_forward import NormInputs, NormOutputs, empty_norm, launch_norm_forward
 
 from .numerics import (
     BASE_CASTINGS,
@@ -101,8 +99,8 @@ def test_backwards_at_and_beyond_what_a_program_holds(
 ) -> None:
     assert_within_budget(GEMMA, make_inputs(GEMMA, (2, width), device))
     names = launched()
-    assert names.count("_sandwich_forward_kernel") == 1
-    assert names.count("_sandwich_backward_kernel") == (width == WIDEST_SANDWICH_BACKWARD)
+    assert names.count("_forward_kernel") == 1
+    assert names.count("_backward_kernel") == (1 if width == WIDEST_SANDWICH_BACKWARD else 2)
 
 
 @pytest.mark.parametrize("width", [WIDEST_SANDWICH_FORWARD, WIDEST_SANDWICH_FORWARD + 1])
@@ -111,7 +109,7 @@ def test_forwards_at_and_beyond_what_a_program_holds(
 ) -> None:
     inputs = make_inputs(GEMMA, (2, width), device)
     y, s = GEMMA.fused(*(inputs[name] for name in ("x", "r", "inner", "w")))
-    assert ("_sandwich_forward_kernel" in launched()) == (width == WIDEST_SANDWICH_FORWARD)
+    assert launched().count("_forward_kernel") == (1 if width == WIDEST_SANDWICH_FORWARD else 2)
     assert_rounded_as_stock(GEMMA, inputs, {"y": y, "s": s})
     assert torch.equal(s, norm_add(inputs["x"], inputs["r"], inputs["inner"], casting="gemma", zero_centered=True))
 
@@ -186,7 +184,7 @@ def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
 ) -> None:
     inputs = make_inputs(GEMMA, (5, 123), device)
     run(GEMMA.fused, inputs, frozen)
-    names = ["_sandwich_forward_kernel", "_sandwich_backward_kernel"]
+    names = ["_forward_kernel", "_backward_kernel"]
     *_, dx, dr, shares = launches[1].tensors
     needed = {name: name not in frozen for name in ("x", "r", "inner", "w")}
     assert [tensor is not None for tensor in (dx, dr)] == [needed["x"], needed["r"]]
@@ -353,12 +351,14 @@ def _arguments(inputs: Tensors) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shape", [(67, 3), (67, 80), (19, 409), (3, 1023)], ids=str)
 def test_kernels_write_every_element_and_nothing_beside(shape: tuple[int, int], device: str) -> None:
     inputs = make_inputs(GEMMA, shape, device)
-    x, r, inner, w = arguments = _arguments(inputs)
+    x, r, inner, w = _arguments(inputs)
     spec, guarded = GEMMA.outer_norm.spec, Guarded()
-    y, s, *rstds = outputs = tuple(map(guarded, empty_sandwich(spec, *arguments, True)))
-    launch_sandwich_forward(spec, *arguments, outputs)
-    gradients = dx, dr, dinner, dw = tuple(map(guarded, (x, r, inner, w)))
-    launch_sandwich_backward(spec, inputs["dy"], inputs["ds"], s, x, (inner, w), tuple(rstds), gradients)
+    given = NormInputs(x, w, r, inner=True, inner_weight=inner)
+    y, s, inner_rstd, rstd = outputs = NormOutputs(*map(guarded, empty_norm(spec, given, True)))
+    launch_norm_forward(spec, given, outputs)
+    dx, dr, dw, dinner = gradients = NormGradients(*map(guarded, (x, r, w, inner)))
+    saved = NormSaved(inputs["dy"], inputs["ds"], s, w, rstd, x, inner, inner_rstd)
+    launch_norm_backward(spec, saved, gradients)
     assert guarded.intact()
     written = {"y": y, "s": s, "dx": dx, "dr": dr, "dinner": dinner, "dw": dw}
     for name, value in run(GEMMA.fused, inputs).items():
@@ -380,27 +380,21 @@ def test_the_backward_gets_both_rstd_unrounded(device: str) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("width", [64, 1100])
-def test_a_grid_smaller_than_the_work_strides_over_all_of_it(width: int, frozen: bool, device: str) -> None:
+def test_a_grid_smaller_than_the_work_strides_over_all_of_it(
+    width: int, frozen: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = make_inputs(ONE_NUMBER, (37 if width == 64 else 11, width), device)
     expected = run(ONE_NUMBER.fused, inputs)
-    x, r, inner, w = arguments = _arguments(inputs)
-    spec = ONE_NUMBER.outer_norm.spec
-    y, s, *rstds = outputs = empty_sandwich(spec, *arguments, True)
     forward = replace(sandwich_forward_plan(width), rows=4 if width == 64 else 1)
-    launch_sandwich_forward(spec, *arguments, outputs, plan=forward)
-    dx, dr, *sums = gradients = [
-        *map(torch.empty_like, (x, r)),
-        *(None if frozen else torch.empty_like(w) for w in (inner, w)),
-    ]
+    monkeypatch.setattr(norm_forward, "sandwich_forward_plan", lambda *_: forward)
     backward = replace(sandwich_backward_plan(width), rows=forward.rows, programs=3)
-    launch_sandwich_backward(
-        spec, inputs["dy"], inputs["ds"], s, x, (inner, w), tuple(rstds), tuple(gradients), plan=backward
-    )
-    for name, value in {"y": y, "s": s, "dx": dx, "dr": dr}.items():
-        assert_same_row(value, expected[name])
-    for name, value in zip(("dinner", "dw"), sums, strict=True):
-        if value is not None:
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(norm_backward, "sandwich_backward_plan", lambda *_: backward)
+    found = run(ONE_NUMBER.fused, inputs, ("inner", "w") if frozen else ())
+    for name in ("y", "s", "dx", "dr"):
+        assert_same_row(found[name], expected[name])
+    for name in ("dinner", "dw"):
+        if not frozen:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
 
 
 @_limits("none", "both")

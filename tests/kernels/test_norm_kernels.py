@@ -11,11 +11,11 @@ import triton
 from torch import Tensor
 
 from fused_norm.kernels import MODES
-from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, forward_plan
+from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD, BackwardPlan, ForwardPlan, forward_plan
 from fused_norm.kernels.triton import norm_backward
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.kernels.triton.norm_backward import launch_norm_backward
-from fused_norm.kernels.triton.norm_forward import empty_norm, launch_norm_forward
+from fused_norm.kernels.triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
+from fused_norm.kernels.triton.norm_forward import NormInputs, NormOutputs, empty_norm, launch_norm_forward
 
 from .numerics import (
     BF16,
@@ -33,6 +33,9 @@ from .numerics import (
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
 SUMMED = Norm("llama", x=BF16, w=BF16, r=FP32)
+Planned = Callable[[ForwardPlan | BackwardPlan], None]
+"""What the fixture ``planned`` gives."""
+
 IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
 """Rows of 33 to 48 elements in tiles of two rows, the last one half empty where the rows are odd."""
 IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
@@ -49,17 +52,21 @@ IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
     ids=str,
 )
 def test_kernels_write_every_element_and_nothing_beside(
-    shape: tuple[int, int], plan: BackwardPlan | None, norm: Norm, device: str
+    shape: tuple[int, int], plan: BackwardPlan | None, norm: Norm, device: str, planned: Planned
 ) -> None:
     inputs = make_inputs(norm, shape, device)
     guarded = Guarded()
-    y, s, rstd = empty_norm(norm.spec, inputs.x, inputs.r, inputs.w, True)
-    y, s, rstd = guarded(y), s if norm.r is None else guarded(s), guarded(rstd)
-    forward = replace(forward_plan(shape[-1], mode="multi_wave_reload"), block=64) if plan == IN_CHUNKS else None
-    launch_norm_forward(norm.spec, inputs.x, inputs.r, inputs.w, (y, s, rstd), plan=forward)
-    dx, dw = guarded(inputs.x), guarded(inputs.w)
-    dr = None if inputs.r is None else guarded(inputs.r)
-    launch_norm_backward(norm.spec, inputs.dy, inputs.ds, s, inputs.w, rstd, dx, dr, dw, plan=plan)
+    if plan is not None:
+        planned(plan)
+    if plan == IN_CHUNKS:
+        planned(replace(forward_plan(shape[-1], mode="multi_wave_reload"), block=64))
+    given = NormInputs(inputs.x, inputs.w, inputs.r)
+    outputs = NormOutputs(*map(guarded, empty_norm(norm.spec, given, True)))
+    launch_norm_forward(norm.spec, given, outputs)
+    y, s, _, rstd = outputs
+    dx, dr, dw, _ = gradients = NormGradients(*map(guarded, (inputs.x, inputs.r, inputs.w)))
+    saved = NormSaved(inputs.dy, inputs.ds, inputs.x if s is None else s, inputs.w, rstd)
+    launch_norm_backward(norm.spec, saved, gradients)
     assert guarded.intact()
     truth = run_true(norm, inputs)
     for name, value in {"y": y, "s": s, "dx": dx, "dr": dr, "dw": dw}.items():
@@ -68,17 +75,18 @@ def test_kernels_write_every_element_and_nothing_beside(
 
 
 @pytest.mark.parametrize("mode", ["multi_wave_cached", "multi_wave_reload"])
-def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: str) -> None:
+def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: str, planned: Planned) -> None:
     norm = Norm("none", x=BF16, w=BF16)
     inputs = make_inputs(norm, (5, 145), device)
-    outputs = empty_norm(norm.spec, inputs.x, None, inputs.w, True)
-    plan = replace(forward_plan(145, mode=mode), block=256 if mode == "multi_wave_cached" else 64)
-    launch_norm_forward(norm.spec, inputs.x, None, inputs.w, outputs, plan=plan)
-    rstd = outputs[-1]
+    given = NormInputs(inputs.x, inputs.w)
+    outputs = empty_norm(norm.spec, given, True)
+    planned(replace(forward_plan(145, mode=mode), block=256 if mode == "multi_wave_cached" else 64))
+    launch_norm_forward(norm.spec, given, outputs)
+    rstd = outputs.rstd
     exact = (inputs.x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert rstd.dtype == FP32
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
-    assert empty_norm(norm.spec, inputs.x, None, inputs.w, False)[-1] is None
+    assert empty_norm(norm.spec, given, False).rstd is None
 
 
 @pytest.mark.parametrize("mode", MODES)

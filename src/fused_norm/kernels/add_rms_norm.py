@@ -13,8 +13,8 @@ from .arguments import check_norm, check_residual, check_scale
 from .norm_from_rstd import norm_recipe
 from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
-from .triton.norm_backward import launch_norm_backward
-from .triton.norm_forward import empty_norm, launch_norm_forward
+from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
+from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 
 class AddRMSNorm(Operator):
@@ -41,10 +41,11 @@ class AddRMSNorm(Operator):
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, residual, weight, mode, scale = arguments
-        outputs = empty_norm(spec, x, residual, weight, training)
+        inputs = NormInputs(x, weight, residual, scale)
+        outputs = empty_norm(spec, inputs, training)
         if launch:
-            launch_norm_forward(spec, x, residual, weight, outputs, mode, scale)
-        return outputs
+            launch_norm_forward(spec, inputs, outputs, mode)
+        return outputs.y, outputs.s, outputs.rstd
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, residual, weight, _, scale = arguments
@@ -76,7 +77,8 @@ class AddRMSNorm(Operator):
         dr = empty_rows_like(s, residual_dtype) if need_dr else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_norm_backward(spec, dy, ds, s, weight, rstd, dx, dr, dw, scale)
+            saved = NormSaved(dy, ds, s, weight, rstd, scale=scale)
+            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw))
         return dx, dr, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
 from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
-from .plans import WIDEST_SANDWICH_FORWARD
 from .rms_norm import RMS_NORM
-from .triton.norm_forward import empty_norm, launch_norm_forward
-from .triton.sandwich_kernels import empty_norm_add, launch_sandwich_forward
+from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 
 class NormAdd(Operator):
@@ -39,15 +36,11 @@ class NormAdd(Operator):
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, residual, weight = arguments
-        s, rstd = empty_norm_add(spec, x, residual, weight, training)
-        if not launch:
-            return s, rstd
-        if x.shape[-1] <= WIDEST_SANDWICH_FORWARD:
-            launch_sandwich_forward(spec, x, residual, weight, None, (None, s, rstd, None))
-            return s, rstd
-        branch, _, rstd = outputs = empty_norm(spec, x, None, weight, training)
-        launch_norm_forward(spec, x, None, weight, outputs)
-        return torch.add(residual, branch, out=s), rstd
+        inputs = NormInputs(x, None, residual, inner=True, inner_weight=weight, normed=False)
+        outputs = empty_norm(spec, inputs, training)
+        if launch:
+            launch_norm_forward(spec, inputs, outputs)
+        return outputs.s, outputs.inner_rstd
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, residual, weight = arguments

@@ -12,12 +12,10 @@ from . import reference
 from .arguments import check_norm, check_residual
 from .norm_from_rstd import norm_recipe
 from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
-from .plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD
 from .rms_norm import RMS_NORM
 from .triton.memory import empty_rows_like, empty_weight_grad
-from .triton.norm_backward import launch_norm_backward
-from .triton.norm_forward import empty_norm, launch_norm_forward
-from .triton.sandwich_kernels import empty_sandwich, launch_sandwich_backward, launch_sandwich_forward
+from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
+from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 
 class NormAddNorm(Operator):
@@ -42,16 +40,10 @@ class NormAddNorm(Operator):
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, residual, inner_weight, weight = arguments
-        outputs = empty_sandwich(spec, x, residual, inner_weight, weight, training)
-        if not launch:
-            return outputs
-        if x.shape[-1] <= WIDEST_SANDWICH_FORWARD:
-            launch_sandwich_forward(spec, x, residual, inner_weight, weight, outputs)
-            return outputs
-        y, s, inner_rstd, rstd = outputs
-        branch, *_ = empty_norm(spec, x, None, inner_weight, False)
-        launch_norm_forward(spec, x, None, inner_weight, (branch, x, inner_rstd))
-        launch_norm_forward(spec, branch, residual, weight, (y, s, rstd))
+        inputs = NormInputs(x, weight, residual, inner=True, inner_weight=inner_weight)
+        outputs = empty_norm(spec, inputs, training)
+        if launch:
+            launch_norm_forward(spec, inputs, outputs)
         return outputs
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
@@ -85,19 +77,9 @@ class NormAddNorm(Operator):
         dr = empty_rows_like(s, call.facts[0]) if need_dr else None
         dinner = empty_weight_grad(inner_weight, need_dinner)
         dw = empty_weight_grad(weight, need_dw)
-        if not launch:
-            return dx, dr, dinner, dw
-        if s.shape[-1] <= WIDEST_SANDWICH_BACKWARD:
-            weights, rstds = (inner_weight, weight), (inner_rstd, rstd)
-            launch_sandwich_backward(spec, dy, ds, s, x, weights, rstds, (dx, dr, dinner, dw))
-            return dx, dr, dinner, dw
-        # Rows too wide to be held take a backward for each norm; ``g`` is the gradient of s.
-        g = None
-        if dx is not None or dinner is not None:
-            g = dr if dr is not None and dr.dtype == s.dtype else empty_rows_like(s)
-        launch_norm_backward(spec, dy, ds, s, weight, rstd, None if g is dr else g, dr, dw)
-        if g is not None:
-            launch_norm_backward(spec, g, None, x, inner_weight, inner_rstd, dx, None, dinner)
+        if launch:
+            saved = NormSaved(dy, ds, s, weight, rstd, x, inner_weight, inner_rstd)
+            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dinner))
         return dx, dr, dinner, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

@@ -13,8 +13,8 @@ from .arguments import check_norm
 from .norm_from_rstd import norm_recipe
 from .operator import BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
-from .triton.norm_backward import launch_norm_backward
-from .triton.norm_forward import empty_norm, launch_norm_forward
+from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
+from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 
 class RMSNorm(Operator):
@@ -38,10 +38,11 @@ class RMSNorm(Operator):
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, mode = arguments
-        outputs = empty_norm(spec, x, None, weight, training)
+        inputs = NormInputs(x, weight)
+        outputs = empty_norm(spec, inputs, training)
         if launch:
-            launch_norm_forward(spec, x, None, weight, outputs, mode)
-        return outputs[0], outputs[2]
+            launch_norm_forward(spec, inputs, outputs, mode)
+        return outputs.y, outputs.rstd
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, weight, _ = arguments
@@ -57,7 +58,7 @@ class RMSNorm(Operator):
         dx = empty_rows_like(x) if need_dx else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_norm_backward(spec, dy, None, x, weight, rstd, dx, None, dw)
+            launch_norm_backward(spec, NormSaved(dy, None, x, weight, rstd), NormGradients(dx, None, dw))
         return dx, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

@@ -16,7 +16,7 @@ from ..triton.devices import device_facts
 from ..triton.language import input_grad, let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from ..triton.launch import launch
 from ..triton.memory import INT32_LIMIT, contiguous, same_rows
-from ..triton.norm_backward import launch_norm_backward
+from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from ..triton.weight_grad import sum_shares
 from .cast import numbers_of
 from .codes import load_input
@@ -71,7 +71,8 @@ def launch_backward_from_codes(
     """Write the gradients asked for: ``dx``, contiguous in the shape of ``codes``, and ``dw`` [N]."""
     size, width = codes.numel(), codes.shape[-1]
     if size == 0 or width > WIDEST_BACKWARD:
-        launch_norm_backward(spec, dy, None, numbers_of(codes, codes_scale), weight, rstd, dx, None, dw)
+        saved = NormSaved(dy, None, numbers_of(codes, codes_scale), weight, rstd)
+        launch_norm_backward(spec, saved, NormGradients(dx, None, dw))
         return
     rows = size // width
     # rstd lies as the forward has counted rows; so does dx.

@@ -1,12 +1,12 @@
-"""The backward of RMSNorm in Triton, with or without the residual add in front of it, and its launcher.
+"""The backward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
 
-``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, and
-``_tail`` a row's second piece, where the first alone does not hold it.
+``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, ``_tail`` a
+row's second piece, where the first alone does not hold it, and ``inner`` belongs to the norm in front of the add.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import BackwardPlan, backward_plan
+from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan, sandwich_backward_plan
 from .devices import device_facts
-from .language import let_next_begin, load_gamma, load_tile, rows_of, store_tile
+from .language import input_grad, let_next_begin, load_gamma, load_tile, rows_of, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, contiguous, same_rows
+from .memory import INT32_LIMIT, contiguous, empty_rows_like, same_rows
 from .weight_grad import sum_shares
 
 _GRID_LIMIT = 65_535
@@ -26,15 +26,28 @@ _GRID_LIMIT = 65_535
 
 
 @triton.jit
-def _store_input_grads(ds, dx, dr, g, s, pull, rstd, scale, row, col, live):
-    """Write the sum's gradient to the branch, the residual, or both."""
-    grad = rstd * (g - s * pull)
+def _sum_grad(ds, g, s, correction, rstd, row, col, live):
+    """The gradient of the sum that is normalised: through the norm, and what else flows into it."""
+    grad = rstd * (g - s * correction)
     if ds[0] is not None:
         grad += load_tile(ds, row, col, live)
+    return grad
+
+
+@triton.jit
+def _store_input_grads(dx, dr, grad, scale, row, col, live):
+    """Write the sum's gradient to the branch, the residual, or both."""
     if dx[0] is not None:
         store_tile(dx, row, col, live, grad if scale is None else grad * scale)
     if dr[0] is not None:
         store_tile(dr, row, col, live, grad)
+
+
+@triton.jit
+def _load_rstd(rstd_ptr, row, M, ALONE: tl.constexpr):
+    if ALONE:
+        return tl.load(rstd_ptr + row)[:, None]
+    return tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
 
 
 @triton.jit
@@ -46,27 +59,38 @@ def _store_share(shares_ptr, program, dw, col, N: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
     dy_ptr,  # [M, N]
-    ds_ptr,  # [M, N] or None
+    ds_ptr,  # [M, N] or None: what else flows into the sum
     s_ptr,  # [M, N]
+    x_ptr,  # [M, N] where a norm comes in front of the add
+    inner_ptr,  # [N] or None
     w_ptr,  # [N] or None
+    inner_rstd_ptr,  # [M] fp32 where there is an x
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
-    shares_ptr,  # [programs, N] fp32 or None: each program's share of dw
+    shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dinner, then of dw
     M,
-    dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
+    dy_stride, ds_stride, s_stride, x_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
-    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr,
+    RELOAD: tl.constexpr, HAS_DINNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
+    # A row by itself is always inside; not asking frees a fifth of the registers where there are two norms.
+    ALONE: tl.constexpr = ROWS == 1 and x_ptr is not None
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < N
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
-    if w_ptr is not None and not RELOAD:
-        gamma = load_gamma(w_ptr, col, in_row, SPEC)
+    dinner = tl.zeros([ROWS, BLOCK], tl.float32)
+    inner_gamma = tl.full([1, BLOCK], 1.0, tl.float32)
+    if not RELOAD:
+        if inner_ptr is not None:
+            inner_gamma = load_gamma(inner_ptr, col, in_row, SPEC)
+        if w_ptr is not None:
+            gamma = load_gamma(w_ptr, col, in_row, SPEC)
     if TAIL:
         col_tail = BLOCK + tl.arange(0, TAIL)
         in_tail = col_tail < N
@@ -76,19 +100,19 @@ def _backward_kernel(
             gamma_tail = load_gamma(w_ptr, col_tail, in_tail, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, ROWS, LONG)
-        live = (row < M)[:, None] & in_row[None, :]
+        live = in_row[None, :] if ALONE else (row < M)[:, None] & in_row[None, :]
         s = load_tile((s_ptr, s_stride), row, col, live)
         dy = load_tile((dy_ptr, dy_stride), row, col, live)
-        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-        if shares_ptr is not None:
+        rstd = _load_rstd(rstd_ptr, row, M, ALONE)
+        if HAS_DW:
             dw += dy * (s * rstd)
         if TAIL:
             live_tail = (row < M)[:, None] & in_tail[None, :]
             s_tail = load_tile((s_ptr, s_stride), row, col_tail, live_tail)
             dy_tail = load_tile((dy_ptr, dy_stride), row, col_tail, live_tail)
-            if shares_ptr is not None:
+            if HAS_DW:
                 dw_tail += dy_tail * (s_tail * rstd)
-        if dx_ptr is not None or dr_ptr is not None:
+        if dx_ptr is not None or dr_ptr is not None or HAS_DINNER:
             if w_ptr is not None and RELOAD:
                 gamma = load_gamma(w_ptr, col, in_row, SPEC)
                 if TAIL:
@@ -98,24 +122,43 @@ def _backward_kernel(
             if TAIL:
                 g_tail = dy_tail * gamma_tail
                 products = tl.sum(tl.reshape(products, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + g_tail * s_tail
-            pull = tl.sum(products, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
-            _store_input_grads(ds, dx, dr, g, s, pull, rstd, scale, row, col, live)
+            correction = tl.sum(products, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
+            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live)
+            if x_ptr is None:
+                _store_input_grads(dx, dr, grad, scale, row, col, live)
+            elif dr_ptr is not None:
+                store_tile(dr, row, col, live, grad)
             if TAIL:
-                _store_input_grads(ds, dx, dr, g_tail, s_tail, pull, rstd, scale, row, col_tail, live_tail)
+                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail)
+                _store_input_grads(dx, dr, grad_tail, scale, row, col_tail, live_tail)
+        if x_ptr is not None and (dx_ptr is not None or HAS_DINNER):
+            x = load_tile((x_ptr, x_stride), row, col, live)
+            inner_rstd = _load_rstd(inner_rstd_ptr, row, M, ALONE)
+            if HAS_DINNER:
+                dinner += grad * (x * inner_rstd)
+            if dx_ptr is not None:
+                if inner_ptr is not None:
+                    if RELOAD:
+                        inner_gamma = load_gamma(inner_ptr, col, in_row, SPEC)
+                    grad = grad * inner_gamma
+                store_tile(dx, row, col, live, input_grad(grad, x, inner_rstd, N))
     let_next_begin(OVERLAPS)
-    if shares_ptr is not None:
+    if HAS_DINNER:
+        _store_share(shares_ptr, program, dinner, col, N)
+        program += tl.num_programs(0)
+    if HAS_DW:
         _store_share(shares_ptr, program, dw, col, N)
         if TAIL:
             _store_share(shares_ptr, program, dw_tail, col_tail, N)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _backward_pull_kernel(
+def _backward_correction_kernel(
     dy_ptr,  # [M, N]
     s_ptr,  # [M, N]
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32
-    pull_ptr,  # [M] fp32
+    correction_ptr,  # [M] fp32
     M,
     dy_stride, s_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
@@ -132,7 +175,7 @@ def _backward_pull_kernel(
             g = g * load_gamma(w_ptr, col, col < N, SPEC)
         products += g * s
     rstd = tl.load(rstd_ptr + row)
-    tl.store(pull_ptr + row + tl.arange(0, 1), tl.sum(products, axis=1) * (rstd * rstd) * (1.0 / N))
+    tl.store(correction_ptr + row + tl.arange(0, 1), tl.sum(products, axis=1) * (rstd * rstd) * (1.0 / N))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -142,7 +185,7 @@ def _backward_columns_kernel(
     s_ptr,  # [M, N]
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32
-    pull_ptr,  # [M] fp32
+    correction_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
     shares_ptr,  # [programs along rows, N] fp32 or None
@@ -152,7 +195,7 @@ def _backward_columns_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
     LONG: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """The second half for wide rows: a block of columns of every row, given each row's pull."""
+    """The second half for wide rows: a block of columns of every row, given each row's correction."""
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -170,64 +213,121 @@ def _backward_columns_kernel(
         if shares_ptr is not None:
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
-            pull = tl.load(pull_ptr + row, mask=row < M, other=0.0)[:, None]
-            _store_input_grads(ds, dx, dr, dy * gamma, s, pull, rstd, scale, row, col, live)
+            correction = tl.load(correction_ptr + row, mask=row < M, other=0.0)[:, None]
+            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live)
+            _store_input_grads(dx, dr, grad, scale, row, col, live)
     let_next_begin(OVERLAPS)
     if shares_ptr is not None:
         _store_share(shares_ptr, program, dw, col, N)
 
 
-def launch_norm_backward(
-    spec: NormSpec,
-    dy: Tensor,
-    ds: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor | None,
-    dr: Tensor | None,
-    dw: Tensor | None,
-    scale: float = 1.0,
-    *,
-    plan: BackwardPlan | None = None,
-) -> None:
-    """Write the gradients asked for: ``dx`` and ``dr`` from ``empty_rows_like(total)``, ``dw`` [N] contiguous.
+class NormSaved(NamedTuple):
+    """What a backward reads: of a norm of s, and where ``x`` is there, of a norm of x in front of the add that made s.
 
-    ``scale`` is what the branch was multiplied by. ``plan`` overrules the one that the shape would get.
+    Attributes:
+        dy: [..., N], the gradient of the norm.
+        ds: what else flows into s, or None.
+        s: what was normalised.
+        weight: [N] or None.
+        rstd: [..., 1] fp32.
+        x: what was normalised in front of the add, or None.
+        inner_weight: [N] or None, of that norm.
+        inner_rstd: [..., 1] fp32, of that norm.
+        scale: what the branch was multiplied by.
     """
-    size, width = total.numel(), total.shape[-1]
+
+    dy: Tensor
+    ds: Tensor | None
+    s: Tensor
+    weight: Tensor | None
+    rstd: Tensor
+    x: Tensor | None = None
+    inner_weight: Tensor | None = None
+    inner_rstd: Tensor | None = None
+    scale: float = 1.0
+
+
+class NormGradients(NamedTuple):
+    """What a backward writes, None for what is not needed.
+
+    Attributes:
+        dx: the gradient of the branch, from ``empty_rows_like(s)``.
+        dr: the gradient of the residual, the same.
+        dw: [N], contiguous.
+        dinner: [N], contiguous.
+    """
+
+    dx: Tensor | None
+    dr: Tensor | None
+    dw: Tensor | None
+    dinner: Tensor | None = None
+
+
+def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
+    """Write the ``gradients`` that are there."""
+    dx, dr, dw, dinner = gradients
+    size, width, inner = saved.s.numel(), saved.s.shape[-1], saved.x is not None
     if size == 0:
-        if dw is not None:
-            dw.zero_()
+        for gradient in (dinner, dw):
+            if gradient is not None:
+                gradient.zero_()
         return
-    rows = size // width
-    (total, dy, ds, dx, dr, rstd), spacing = same_rows(total, dy, ds, dx, dr, rstd)  # type: ignore[assignment]
-    strides = (*spacing[1:3], spacing[0], *spacing[3:5])
-    weight = contiguous(weight)
-    long = rows * max(spacing) >= INT32_LIMIT
-    factor = None if scale == 1.0 else float(scale)
-    device = device_facts(total.device)
-    column_bytes = sum(tensor.element_size() for tensor in (total, dy, ds, weight) if tensor is not None)
-    plan = plan or backward_plan(width, column_bytes, device, summed=ds is not None)
-    blocks = -(-width // plan.columns)
-    programs = -(-rows // plan.rows)
-    if dw is not None or plan.chunked:
-        programs = min(programs, _GRID_LIMIT if dw is None else -(-plan.programs // blocks))
-    shares = None if dw is None else dw.new_empty((programs, width), dtype=torch.float32)
-    read: tuple[Tensor | None, ...] = (dy, ds, total, weight, rstd)
-    kernel, grid = _backward_kernel, (programs, 1)
-    short = spec.without_eps()
+    if inner and width > WIDEST_SANDWICH_BACKWARD:
+        _launch_one_norm_at_a_time(spec, saved, gradients)
+        return
+    rows, device = size // width, device_facts(saved.s.device)
+    arranged, spacing = same_rows(saved.s, saved.dy, saved.ds, saved.x, dx, dr, saved.rstd, saved.inner_rstd)
+    s, dy, ds, x, dx, dr, rstd, inner_rstd = arranged
+    weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
+    read = dy, ds, s, x, inner_weight, weight
+    column_bytes = sum(tensor.element_size() for tensor in read if tensor is not None)
+    if inner:
+        plan = sandwich_backward_plan(width, column_bytes, device)
+    else:
+        plan = backward_plan(width, column_bytes, device, summed=ds is not None)
+    blocks = -(-width // plan.columns) if plan.chunked else 1
+    programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
+    first, second = (dw, None) if dinner is None else (dinner, dw)
+    shares = None
+    if first is not None:
+        programs = min(programs, most)
+        shares = first.new_empty((programs * (1 if second is None else 2), width), dtype=torch.float32)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
+    constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
+    constants["SPEC"] = spec.without_eps()
+    strides = *spacing[1:3], spacing[0], spacing[3] if inner else None, *spacing[4:6]
+    scale = None if saved.scale == 1.0 else float(saved.scale)
+    tensors: tuple[Tensor | None, ...]
+    numbers: tuple[float | None, ...]
     if plan.chunked:
-        pull = total.new_empty((rows,), dtype=torch.float32)
+        correction = saved.s.new_empty((rows,), dtype=torch.float32)
         if dx is not None or dr is not None:
-            tensors, numbers = (dy, total, weight, rstd, pull), (rows, strides[0], strides[2])
-            pulling = {"N": width, "BLOCK": 4 * plan.block, "SPEC": short}
-            launch(_backward_pull_kernel, (rows, 1), tensors, numbers, pulling, warps=plan.warps)
-        kernel, read, grid = _backward_columns_kernel, (*read, pull), (blocks, programs)
+            tensors, numbers = (dy, s, weight, rstd, correction), (rows, strides[0], strides[2])
+            wider = {"N": width, "BLOCK": 4 * plan.block, "SPEC": constants["SPEC"]}
+            launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
+        tensors = dy, ds, s, weight, rstd, correction, dx, dr, shares
+        numbers = rows, *strides[:3], *strides[4:], scale
+        grid = blocks, min(programs, _GRID_LIMIT)
+        launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload}
-    constants |= {"OVERLAPS": dw is not None and device.overlaps, "LONG": long, "SPEC": short}
-    launch(kernel, grid, (*read, dx, dr, shares), (rows, *strides, factor), constants, warps=plan.warps)
+        constants |= {"HAS_DINNER": dinner is not None, "HAS_DW": dw is not None}
+        tensors = *read, inner_rstd, rstd, dx, dr, shares
+        launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if shares is not None:
-        sum_shares(shares, dw, None, programs, -(-plan.programs // blocks), device)
+        sum_shares(shares, first, second, programs, most, device)
+
+
+def _launch_one_norm_at_a_time(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
+    """The backward of a norm, an add and a norm whose rows are too wide to be held; ``g`` is the gradient of s."""
+    dx, dr, dw, dinner = gradients
+    g = None
+    if dx is not None or dinner is not None:
+        g = dr if dr is not None and dr.dtype == saved.s.dtype else empty_rows_like(saved.s)
+    second = NormSaved(saved.dy, saved.ds, saved.s, saved.weight, saved.rstd)
+    launch_norm_backward(spec, second, NormGradients(None if g is dr else g, dr, dw))
+    if g is not None:
+        assert saved.x is not None
+        assert saved.inner_rstd is not None
+        first = NormSaved(g, None, saved.x, saved.inner_weight, saved.inner_rstd)
+        launch_norm_backward(spec, first, NormGradients(dx, None, dinner))

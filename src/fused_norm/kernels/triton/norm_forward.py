@@ -1,11 +1,11 @@
-"""The forward of RMSNorm in Triton, with or without the residual add in front of it, and its launchers.
+"""The forward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
 
-``language`` has the names that kernels use.
+``language`` has the names that kernels use; what belongs to the norm in front of the add is called ``inner``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import ForwardPlan, forward_plan, next_power_of_2
+from ..plans import (
+    WIDEST_SANDWICH_FORWARD,
+    Mode,
+    forward_plan,
+    next_power_of_2,
+    sandwich_forward_plan,
+)
 from .devices import device_facts
 from .language import (
     columns_of,
@@ -40,53 +46,82 @@ def add_rounded(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
 
 
 @triton.jit
+def _branch_norm(x, rstd_ptr, w_ptr, row, col, M, eps, dtype: tl.constexpr, N: tl.constexpr, SPEC: tl.constexpr):
+    """The norm of a branch before it is added to the residual, rounded to its own dtype; ``dtype`` is that of x."""
+    y = normalised(x, rstd_of(x, rstd_ptr, row, M, eps, dtype, N, SPEC), w_ptr, dtype, SPEC)
+    if w_ptr is None:
+        y = round_to(y, dtype)
+    else:
+        y = y * load_gamma(w_ptr, col, col < N, SPEC)
+        # Two dtypes that differ promote to fp32, but for gemmas, which keep x's, and weight_dtype, which takes that.
+        if SPEC.casting == "weight_dtype":
+            y = round_to(y, w_ptr.dtype.element_ty)
+        elif SPEC.casting == "gemma" or SPEC.casting == "rounded_gamma" or w_ptr.dtype.element_ty == dtype:
+            y = round_to(y, dtype)
+    return y
+
+
+@triton.jit
 def _forward_tile(
-    x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr, N: tl.constexpr,
-    SPEC: tl.constexpr, HELD: tl.constexpr,
+    x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr,
+    N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows held whole. ``HELD``: gamma is there already, in registers."""
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
+    x_dtype: tl.constexpr = x[0].dtype.element_ty
     total = load_tile(x, row, col, live)
     if r[0] is not None:
-        total = add_rounded(total, load_tile(r, row, col, live), scale, x[0].dtype.element_ty, s_dtype)
+        residual = load_tile(r, row, col, live)
+        if INNER:
+            total = _branch_norm(total, inner_rstd_ptr, inner_ptr, row, col, M, eps, x_dtype, N, SPEC)
+        total = add_rounded(total, residual, scale, x_dtype, s_dtype)
         store_tile(s, row, col, live, total)
-    rstd = rstd_of(total, rstd_ptr, row, M, eps, s_dtype, N, SPEC)
-    out = normalised(total, rstd, w_ptr, s_dtype, SPEC)
-    if w_ptr is not None:
-        if not HELD:
-            gamma = load_gamma(w_ptr, col, in_row, SPEC)
-        out = out * gamma
-    store_tile(y, row, col, live, out)
+    if y[0] is not None:
+        out = normalised(total, rstd_of(total, rstd_ptr, row, M, eps, s_dtype, N, SPEC), w_ptr, s_dtype, SPEC)
+        if w_ptr is not None:
+            if not HELD:
+                gamma = load_gamma(w_ptr, col, in_row, SPEC)
+            out = out * gamma
+        store_tile(y, row, col, live, out)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _forward_kernel(
     x_ptr,  # [M, N]
     r_ptr,  # [M, N] or None
+    inner_ptr,  # [N] or None: the weight of a norm of x in front of the add
     w_ptr,  # [N] or None
-    y_ptr,  # [M, N]
+    y_ptr,  # [M, N], or None where nothing but the sum is wanted
     s_ptr,  # [M, N] where there is a residual
+    inner_rstd_ptr,  # [M] fp32 or None
     rstd_ptr,  # [M] fp32 or None
     M,
     x_stride, r_stride, y_stride, s_stride,
     eps, scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, LONG: tl.constexpr,
-    SPEC: tl.constexpr,
+    SPEC: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
+    """A norm, with the add in front of it, and with a norm in front of that (INNER)."""
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
-    col = columns_of(BLOCK, s_dtype)
+    col = tl.arange(0, BLOCK) if INNER else columns_of(BLOCK, s_dtype)
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
     if PERSISTENT:
         if w_ptr is not None:
             gamma = load_gamma(w_ptr, col, col < N, SPEC)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
             row = rows_of(tile, ROWS, LONG)
-            _forward_tile(x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC, True)
+            _forward_tile(
+                x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N,
+                SPEC, INNER, True,
+            )  # fmt: skip
     else:
         row = rows_of(tl.program_id(0), ROWS, LONG)
-        _forward_tile(x, r, w_ptr, y, s, rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC, False)
+        _forward_tile(
+            x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC,
+            INNER, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -179,60 +214,108 @@ def _from_rstd_kernel(
     store_tile((y_ptr, y_stride), row, col, live, out)
 
 
-def empty_norm(
-    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, training: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The forward's outputs ``(y, s, rstd)``, not yet written; s is x itself where there is no residual.
+class NormInputs(NamedTuple):
+    """What a forward takes: ``y = norm(s)`` with ``s = residual + branch``, the branch being x or its norm.
 
-    rstd is fp32, x's shape with a last dimension of 1, and in x's memory order; None unless ``training``.
+    Attributes:
+        x: [..., N].
+        weight: [N] or None.
+        residual: x's shape, or None; then s is x.
+        scale: what x is multiplied by before it is added.
+        inner: x is normalised in front of the add.
+        inner_weight: [N] or None, of that norm.
+        normed: y is wanted, not s alone.
     """
-    total = x if residual is None else empty_rows_like(x, promoted(x.dtype, residual.dtype))
-    rstd = empty_rows_like(x, torch.float32, width=1) if training else None
-    return empty_rows_like(x, norm_dtype(spec, total.dtype, weight)), total, rstd
+
+    x: Tensor
+    weight: Tensor | None
+    residual: Tensor | None = None
+    scale: float = 1.0
+    inner: bool = False
+    inner_weight: Tensor | None = None
+    normed: bool = True
+
+
+class NormOutputs(NamedTuple):
+    """What a forward writes; None for what there is not.
+
+    Attributes:
+        y: x's shape and memory order.
+        s: the same, where there is a residual.
+        inner_rstd: fp32, x's shape with a last dimension of 1, and in x's memory order.
+        rstd: the same.
+    """
+
+    y: Tensor | None
+    s: Tensor | None
+    inner_rstd: Tensor | None
+    rstd: Tensor | None
+
+
+def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool) -> NormOutputs:
+    """The outputs of a forward, not yet written; those that only a backward reads are there if ``training``."""
+    x, residual = inputs.x, inputs.residual
+    branch_dtype = norm_dtype(spec, x.dtype, inputs.inner_weight) if inputs.inner else x.dtype
+    s = None if residual is None else empty_rows_like(x, promoted(residual.dtype, branch_dtype))
+
+    def empty_rstd(wanted: bool) -> Tensor | None:
+        return empty_rows_like(x, torch.float32, width=1) if training and wanted else None
+
+    inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
+    y_dtype = norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight)
+    return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd)
+
+
+def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
+    """Write the ``outputs`` of ``empty_norm``, in the best mode or the one asked for (of one norm)."""
+    x, weight, residual, scale, inner, inner_weight, _ = inputs
+    size, width = x.numel(), x.shape[-1]
+    if size == 0:
+        return
+    if inner and width > WIDEST_SANDWICH_FORWARD:
+        _launch_one_norm_at_a_time(spec, inputs, outputs)
+        return
+    rows = size // width
+    arranged, strides = same_rows(x, residual, outputs.y, outputs.s)
+    x, residual, y, s = arranged  # type: ignore[assignment]
+    long = rows * max(strides) >= INT32_LIMIT
+    device = device_facts(x.device)
+    plan = sandwich_forward_plan(width, device) if inner else forward_plan(width, device, mode)
+    constants: dict[str, Any] = {"N": width, "BLOCK": plan.block, "SPEC": spec.without_eps()}
+    numbers = rows, *strides, spec.eps, None if scale == 1.0 else float(scale)
+    # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the compiler
+    # would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
+    fuse = not inner and (x if s is None else s).dtype != torch.float32
+    if plan.mode == "multi_wave_reload":
+        if s is None:
+            s, numbers = x, (*numbers[:4], strides[0], *numbers[5:])
+        read = x, residual, contiguous(weight), y, s, outputs.rstd
+        launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
+        return
+    persistent = plan.mode == "static_persistent"
+    constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "LONG": long, "INNER": inner}
+    tiles = -(-rows // plan.rows)
+    grid = min(tiles, plan.programs) if persistent else tiles, 1
+    tensors = x, residual, contiguous(inner_weight), contiguous(weight), y, s, outputs.inner_rstd, outputs.rstd
+    launch(_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=fuse)
+
+
+def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs) -> None:
+    """A norm, an add and a norm of rows that are too wide to be held by one kernel for both norms."""
+    first = NormInputs(inputs.x, inputs.inner_weight)
+    branch = empty_norm(spec, first, False).y
+    assert branch is not None
+    assert inputs.residual is not None
+    launch_norm_forward(spec, first, NormOutputs(branch, None, None, outputs.inner_rstd))
+    if inputs.normed:
+        second = NormInputs(branch, inputs.weight, inputs.residual)
+        launch_norm_forward(spec, second, outputs._replace(inner_rstd=None))
+    else:
+        torch.add(inputs.residual, branch, out=outputs.s)
 
 
 _FROM_RSTD_ELEMENTS = 2048
 """Elements of a tile where no row is summed: 16 a lane."""
-
-
-def launch_norm_forward(
-    spec: NormSpec,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    outputs: tuple[Tensor, Tensor, Tensor | None],
-    mode: str | None = None,
-    scale: float = 1.0,
-    *,
-    plan: ForwardPlan | None = None,
-) -> None:
-    """Write the ``outputs`` of ``empty_norm``. ``plan`` overrules the one that the shape would get."""
-    y, total, rstd = outputs
-    size, width = y.numel(), x.shape[-1]
-    if size == 0:
-        return
-    rows = size // width
-    arranged, strides = same_rows(x, residual, y, None if residual is None else total)
-    x, residual, y, sums = arranged  # type: ignore[assignment]
-    weight = contiguous(weight)
-    long = rows * max(strides) >= INT32_LIMIT
-    plan = plan or forward_plan(width, device_facts(x.device), mode)
-    # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the
-    # compiler would fuse with their sum differs from kernel to kernel. Squares of 16-bit numbers are exact.
-    fuse = (x if sums is None else sums).dtype != torch.float32
-    tiles = -(-rows // plan.rows)
-    constants: dict[str, Any] = {"N": width, "BLOCK": plan.block, "SPEC": spec.without_eps()}
-    if plan.mode == "multi_wave_reload":
-        kernel = _forward_chunked_kernel
-        if sums is None:
-            sums, strides = x, (*strides[:3], strides[0])
-    else:
-        kernel, persistent = _forward_kernel, plan.mode == "static_persistent"
-        constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "LONG": long}
-        tiles = min(tiles, plan.programs) if persistent else tiles
-    tensors = x, residual, weight, y, sums, rstd
-    numbers = rows, *strides, spec.eps, None if scale == 1.0 else float(scale)
-    launch(kernel, (tiles, 1), tensors, numbers, constants, warps=plan.warps, fuse=fuse)
 
 
 def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
