@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from .results import CopyResult, Results
-from .timing import copy_time, own_stream
+from .results import Result, Results
+from .samples import Timing
+from .timing import copy_sampler, own_stream
+
+logger = logging.getLogger(__name__)
 
 LARGE_COPY = 2**29
 """Bytes moved by the copy at both ends of a run, far beyond any L2 cache. In a graph, an H200 copies a gigabyte at
@@ -39,27 +43,25 @@ class BenchmarkRun:
     quick: bool = False
     began: float = field(default_factory=time.perf_counter)
 
+    def rounds(self, fewest: int, most: int) -> tuple[int, int]:
+        """The fewest and the most samples of one measurement: these, or next to none in a quick run."""
+        return (1, 2) if self.quick else (fewest, most)
+
     def seconds(self, usual: float) -> float:
-        """The time for one measurement: ``usual`` seconds, or next to none in a quick run."""
-        return 0.002 if self.quick else usual
+        """The time for one measurement: ``usual`` seconds, none in a quick run, and no more than is left."""
+        return 0.0 if self.quick else min(usual, self.remaining())
 
     def leave_out(self, what: str, why: str) -> None:
         """Add a line to the results on something that is not measured."""
         self.results.left_out.append(f"{what}: {why}")
 
-    def out_of_time(self, what: str) -> bool:
-        """Return whether the time budget is used up; if so, note that ``what`` was left out."""
-        if self.remaining() > 0:
-            return False
-        self.leave_out(what, f"after {self.budget:g} s")
-        return True
-
-    def passes_over(self, what: str, why: str | None) -> bool:
+    def passes_over(self, what: str, why: str | None = None) -> bool:
         """Return whether ``what`` is left out, for the reason ``why`` or for want of time; if so, note it."""
-        if why is None:
-            return self.out_of_time(what)
-        self.leave_out(what, why)
-        return True
+        if why is None and self.remaining() <= 0:
+            why = f"after {self.budget:g} s"
+        if why is not None:
+            self.leave_out(what, why)
+        return why is not None
 
     def remaining(self) -> float:
         """Seconds left of the time budget."""
@@ -71,15 +73,40 @@ class BenchmarkRun:
 
     def measure_copy(self, moved_bytes: int | None = None) -> None:
         """Measure a copy that moves so many bytes, once for each size; without a size the large copy, at every call."""
-        if moved_bytes is None:
-            moved_bytes = 2**16 if self.quick else LARGE_COPY
-        elif self.results.copy_of(moved_bytes):
+        row = str(moved_bytes or (2**16 if self.quick else LARGE_COPY))
+        if moved_bytes is not None and any(one.row == row for one in self.results.of("copy")):
             return
         with own_stream(self.device):
-            timing = copy_time(moved_bytes, self.device, seconds=self.seconds(0.05))
-        self.results.copies.append(CopyResult(moved_bytes, timing))
+            one = copy_sampler(int(row), self.device)
+            timing = Timing.of([one.take() for _ in range(self.rounds(10, 10)[1])], one.method)
+        self.results.rows.append(Result("copy", row, "copy", bytes=int(row), timing=timing))
+
+
+class RefusedError(Exception):
+    """An implementation does not take a case, or a variant does not exist for a model or a step."""
+
+
+def attempt(result: Result, measure: Callable[[Result], Result]) -> Result:
+    """What ``measure`` makes of a result; or the result with its refusal, or with what else it raised."""
+    try:
+        return measure(result)
+    except RefusedError as refusal:
+        return replace(result, verdict="refused", detail=str(refusal))
+    except Exception as error:  # Of whatever kind: the others are measured all the same.
+        return with_failure(result, error)
+
+
+def with_failure(result: Result, error: Exception) -> Result:
+    """A result that says what was raised, and logs it."""
+    logger.warning("%s by %s: %s", result.row, result.by, in_a_line(error))
+    return replace(result, verdict="failed", detail=in_a_line(error), timing=None)
 
 
 def in_a_line(error: Exception) -> str:
     """The type and message of an exception as one line of limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

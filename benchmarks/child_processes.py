@@ -12,18 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from .benchmark_run import BenchmarkRun, in_a_line
+from .benchmark_run import BenchmarkRun, attempt, name_of
 from .model_cases import ModelCase
 from .model_steps import prepare
-from .model_variants import VARIANTS, RefusedError, missing
-from .results import Results, StepResult
-from .timing import Timing, host_and_step_time
+from .model_variants import VARIANTS, missing
+from .results import Result, Results
+from .samples import Timing
+from .timing import host_and_step_time
 
 TIMEOUT = 500.0
 """Seconds after which processes are stopped."""
@@ -48,7 +49,7 @@ def measure(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: 
 def main(arguments: Sequence[str]) -> None:
     """Do a job and write its results to the file that it names."""
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    case, dtype = ModelCase(**job["case"]), getattr(torch, job["dtype"])
+    case, dtype = ModelCase.named(job["case"]), getattr(torch, job["dtype"])
     path, sharded = Path(job["results"]), case.step == "fsdp2"
     rank = int(os.environ.get("RANK", "0"))
     device = torch.device(f"cuda:{rank}" if job["device"] == "cuda" else job["device"])
@@ -66,25 +67,24 @@ def main(arguments: Sequence[str]) -> None:
         finally:
             torch.distributed.destroy_process_group()
     else:
-        run.results.steps += [_first_step(run, case, variant, dtype) for variant in job["variants"]]
+        run.results.rows += [_first_step(run, case, variant, dtype) for variant in job["variants"]]
     if rank == 0:
         run.save()
 
 
-def _first_step(run: BenchmarkRun, case: ModelCase, variant: str, dtype: torch.dtype) -> StepResult:
+def _first_step(run: BenchmarkRun, case: ModelCase, variant: str, dtype: torch.dtype) -> Result:
     """The time from a built model to the end of its first step; what a step takes afterwards is in other rows."""
-    step = prepare(case, dtype, run.device)
-    host_and_step_time(lambda: None, 1, run.device)
-    began = time.perf_counter()
-    try:
+
+    def measure(result: Result) -> Result:
+        host_and_step_time(lambda: None, 1, run.device)
+        began = time.perf_counter()
         patched = VARIANTS[variant](step)
         with patched.running():
             host_and_step_time(partial(step.step, patched.model), 1, run.device)
-    except RefusedError as refusal:
-        return StepResult(case.name, variant, "refused", str(refusal))
-    except Exception as failure:  # Of whatever kind: it is what the row says.
-        return StepResult(case.name, variant, "failed", in_a_line(failure))
-    return StepResult(case.name, variant, "ok", timing=Timing.of([time.perf_counter() - began], "wall"))
+        return replace(result, timing=Timing.of([time.perf_counter() - began], "wall"))
+
+    step = prepare(case, dtype, run.device)
+    return attempt(Result("models", case.name, variant), measure)
 
 
 def _measure_in_children(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: torch.dtype) -> None:
@@ -92,9 +92,9 @@ def _measure_in_children(run: BenchmarkRun, case: ModelCase, variants: Sequence[
         folder = Path(name)
         job, results = folder / "job.json", folder / "results.json"
         content = {
-            "case": asdict(case),
+            "case": case.name,
             "variants": list(variants),
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": name_of(dtype),
             "device": run.device.type,
             "quick": run.quick,
             "results": str(results),
@@ -103,11 +103,11 @@ def _measure_in_children(run: BenchmarkRun, case: ModelCase, variants: Sequence[
         failure = _run([*_launcher(case), "-m", __name__, str(job)], _environment(case, folder))
         found = Results({}) if failure else Results.load(results)
     if failure:
-        found.steps += [StepResult(case.name, variant, "failed", failure) for variant in variants]
-    run.results.steps += found.steps
+        found.rows += [Result("models", case.name, one, verdict="failed", detail=failure) for one in variants]
+    run.results.rows += found.rows
     run.results.left_out += found.left_out
-    for result in found.steps:
-        run.say(f"{result.row} {result.variant}: {f'{result.timing.median:.3f} s' if result.timing else result.detail}")
+    for result in found.rows:
+        run.say(f"{result.row} {result.by}: {f'{result.seconds:.3f} s' if result.seconds else result.detail}")
 
 
 def _launcher(case: ModelCase) -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: host time, kernels and whole models beside their peers, and what each feature saves."""
+"""``python -m benchmarks``: host time, kernels and whole models beside their peers, and what each option saves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fused_norm.cli import parse_and_run
-from fused_norm.cli.common import UsageError, interpret_without_gpu, results_folder, writing_to
+from fused_norm.cli.common import UsageError, interpret_without_gpu, positive, results_folder, writing_to
 from fused_norm.cli.env_command import clocks, environment
 
 if TYPE_CHECKING:
@@ -22,74 +23,59 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PARTS = ("host", "models", "features", "kernels", "modes")
+PARTS: tuple[Part, ...] = ("host", "models", "features", "kernels", "modes")
+"""What can be measured, in the order of measuring: after torch.profiler was used, launches may cost more host time."""
+
 _DTYPES = ("bfloat16", "float16", "float32")
-_VARIANTS = (
-    "of models: stock, fused, fused-recompute, liger, liger-fused, compile-layers, fused-compile-layers, "
-    "compile-layers-max, compile, fused-compile, liger-norms, torch (F.rms_norm), identity (no norms), "
-    "identity-no-rope, float8-tensorwise, float8-tensorwise-compile-layers, "
-    "float8-tensorwise-fused-compile-layers, float8-rowwise, float8-rowwise-compile-layers, "
-    "float8-rowwise-fused-compile-layers (default: the first seven); of features: all, all again (a control), without "
-    "rope, without qk, without residual, without sandwich, without norms, without mlp, stock (default: all)"
-)
 _MOST_JOBS = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with arguments, those of the process for None, and return the exit code."""
-    return parse_and_run(
-        sys.modules[__name__],
-        "python -m benchmarks",
-        "Kernels, host time and whole models, side by side with their peers.",
-        argv,
-    )
+    description = "Kernels, host time and whole models, side by side with their peers."
+    return parse_and_run(sys.modules[__name__], "python -m benchmarks", description, argv)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of "
-        "apply_fused_norm saves on whole models. kernels: GPU time and memory of every operator, beside peers. "
-        "modes: the modes of the forward. NAMES are separated by commas. Results, tables and charts are written to "
-        "the folder of --out."
-    )
-    parser.add_argument(
-        "part", nargs="?", choices=(*_PARTS, "all"), default="all", help="what to measure (default: all)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=_names,
-        metavar="NAMES",
-        help="only these, such as 'add *,Qwen3-0.6B*'; of models there are more than are measured without it",
-    )
-    parser.add_argument(
-        "--shapes",
-        type=_names,
-        metavar="NAMES",
-        help="kernels or modes of any shapes instead of the rows, such as 'add 4096x2560,qk 4096x(28+4)x128'",
-    )
+    """Add the command's arguments to ``parser``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = """\
+host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of
+apply_fused_norm saves on whole models. kernels: GPU time and memory of every operator, beside peers. modes: the modes
+of the forward. tune: rows of launch plans for this device. plots RESULTS: tables and charts from the results.json of a
+run. Results, tables and charts are written to the folder of --out.
+
+NAMES are separated by commas. Rows are patterns such as 'glu*' or 'Qwen3-0.6B*', or the names of any operator and shape
+('add_rms_norm 4096x2560', 'qk_norm 4096x(28+4)x128') and any model and step ('Qwen3-4B train 1x512')."""
+    parser.add_argument("part", nargs="?", choices=(*PARTS, "all", "tune", "plots"), default="all", metavar="PART",
+                        help=f"{', '.join(PARTS)}, tune or plots (default: all that can be measured)")  # fmt: skip
+    parser.add_argument("stored", nargs="?", type=Path, metavar="RESULTS", help="of plots: a results.json")
+    parser.add_argument("--rows", type=_names, metavar="NAMES", help="only these; of models there are more by name")
     parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host (default: all)")
-    parser.add_argument("--variants", type=_names, metavar="NAMES", help=_VARIANTS)
     parser.add_argument(
-        "--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (default: bfloat16; modes: all)"
+        "--variants", type=_names, metavar="NAMES", help="of models and features; a wrong name lists all"
     )
-    parser.add_argument("--out", type=Path, default=Path("bench"), metavar="DIR", help="folder for results (bench)")
+    parser.add_argument("--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (bfloat16; modes: all)")
+    parser.add_argument("--widths", type=_names, metavar="NUMBERS", help="of tune: row lengths (default: common ones)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench"), metavar="DIR", help="for results (%(default)s)"
+    )
     parser.add_argument("--budget-seconds", type=float, metavar="S", help="start nothing new after so many seconds")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes that precompile, 0 for none (default: cores)")
     parser.add_argument("--no-profiler", action="store_true", help="time by CUDA graphs alone, which is quicker")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, also on a CPU; the times mean nothing")
-    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="tables and charts from the results.json of a run")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print; 0 unless a fused result was wrong or failed, else 1."""
-    if args.shapes and (args.rows or args.part not in ("kernels", "modes")):
-        raise UsageError("--shapes belongs to `bench kernels` and `bench modes`, instead of --rows")
-    if args.plot:
-        return _plot(args.plot, args.out)
+    if args.widths and args.part != "tune":
+        raise UsageError("--widths belongs to tune; what is measured otherwise is chosen by --rows")
+    if (args.stored is None) == (args.part == "plots"):
+        raise UsageError("plots, and nothing else, takes the results.json of a run")
     device = interpret_without_gpu()
-    if device.type == "cpu" and not args.quick:
+    if device.type == "cpu" and not args.quick and args.part != "plots":
         raise UsageError(
-            "no GPU, and times of Triton's interpreter mean nothing; --quick shows that the benchmarks run, --plot "
+            "no GPU, and times of Triton's interpreter mean nothing; --quick shows that the benchmarks run, plots "
             "draws the results of another machine"
         )
     # After the lines above, because these import the kernels.
@@ -97,18 +83,17 @@ def run(args: argparse.Namespace) -> int:
     from .benchmark_run import BenchmarkRun
     from .results import Results
 
+    if args.part == "plots":
+        return _plot(args.stored, args.out)
     facts = environment() | providers.peer_versions() | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
     chosen = {name: value for name, value in vars(args).items() if name != "out" and value not in (None, False)}
     facts["options"] = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    benchmark_run = BenchmarkRun(
-        device,
-        Results(facts, meaningless=args.quick),
-        results_folder(args.out) / "results.json",
-        _progress(),
-        args.budget_seconds,
-        args.quick,
-    )
+    path = results_folder(args.out) / "results.json"
+    results = Results(facts, meaningless=args.quick)
+    benchmark_run = BenchmarkRun(device, results, path, _progress(), args.budget_seconds, args.quick)
     with writing_to(args.out):
+        if args.part == "tune":
+            return _tune(benchmark_run, args)
         measurements = _measurements(benchmark_run, args)
         benchmark_run.measure_copy()
         facts["clocks at first"] = clocks()
@@ -117,15 +102,12 @@ def run(args: argparse.Namespace) -> int:
         benchmark_run.measure_copy()
         facts["clocks at last"] = clocks()
         benchmark_run.save()
-        _report(benchmark_run.results, args.out)
-    results = benchmark_run.results
-    verdicts = [row.verdict for row in results.kernels if row.provider == providers.FUSED.name]
-    verdicts += [row.verdict for row in results.steps if row.variant in model_variants.OURS]
-    verdicts += [row.verdict for row in results.features]
-    return int(any(verdict in ("wrong", "failed") for verdict in verdicts))
+        _report(results, args.out)
+    ours = {providers.FUSED.name, *model_variants.OURS}
+    return int(any(row.bad for row in results.rows if row.by in ours and row.part != "modes"))
 
 
-def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[[], None]]:
+def _measurements(run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[[], None]]:
     """The measurements that the arguments ask for, in order.
 
     Raises:
@@ -133,106 +115,78 @@ def _measurements(benchmark_run: BenchmarkRun, args: argparse.Namespace) -> list
     """
     import torch
 
-    from . import (
-        features,
-        host,
-        model_cases,
-        model_variants,
-        models,
-        operator_cases,
-        operator_timings,
-        precompile,
-        providers,
-    )
+    from . import features, host, kernels, model_variants, models, operator_cases, precompile, providers
 
+    wanted: tuple[Part, ...] = PARTS if args.part == "all" else (args.part,)
+    rows = _rows(wanted, args.rows, args.quick)
     peers = _named(providers.PROVIDERS, args.providers, "provider")
-    variants = _named({name: name for name in (*model_variants.VARIANTS, *features.VARIANTS)}, args.variants, "variant")
+    variants = _named({name: name for name in model_variants.VARIANTS}, args.variants, "variant")
     every_dtype = {name: getattr(torch, name) for name in _DTYPES}
-    dtypes = _named(every_dtype, args.dtype or ["bfloat16"], "dtype")
-    wanted = _PARTS if args.part == "all" else (args.part,)
-    quick = benchmark_run.quick
-    every_row: dict[str, Sequence[Any]] = {
-        "kernels": operator_cases.QUICK if quick else operator_cases.CASES,
-        "modes": operator_cases.QUICK_MODES if quick else operator_cases.MODES,
-        "models": (*model_cases.QUICK, *model_cases.QUICK_BY_NAME) if quick else model_cases.CASES,
-        "features": features.QUICK if quick else features.CASES,
-    }
-    if args.shapes:
-        every_row["kernels"], every_row["modes"] = _shapes(args.shapes, args.part)
-    rows = _matching({part: every_row[part] for part in wanted if part in every_row}, args.rows)
-    if args.rows is None:
-        rows["models"] = list(model_cases.QUICK if quick else model_cases.DEFAULT)
-    mode_dtypes = dtypes if args.dtype else list(every_dtype.values())
-    operators: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
-        "host": (host.CASES, [torch.bfloat16], peers),
-        "kernels": (rows.get("kernels", ()), dtypes, peers),
-        "modes": (rows.get("modes", ()), mode_dtypes, providers.FUSED_MODES),
+    dtypes = _named(every_dtype, args.dtype or _DTYPES[:1], "dtype")
+    operators: dict[Part, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
+        "host": (operator_cases.HOST, [torch.bfloat16], peers),
+        "kernels": (rows["kernels"], dtypes, peers),
+        "modes": (rows["modes"], dtypes if args.dtype else list(every_dtype.values()), providers.FUSED_MODES),
     }
     tasks = [task for part in wanted if part in operators for task in itertools.product(*operators[part])]
 
-    def measure_operators(part: Part, profile: bool) -> None:
-        operator_timings.measure(benchmark_run, part, *operators[part], profile=profile)
+    def measure(part: Part) -> None:
+        if part == "host":
+            host.measure(run, peers)
+        elif part == "models":
+            models.measure(run, rows[part], model_variants.DEFAULT if args.variants is None else variants, dtypes[0])
+        elif part == "features":
+            features.measure(run, rows[part], features.VARIANTS if args.variants is None else variants, dtypes[0])
+        else:
+            kernels.measure(run, part, *operators[part], profile=not args.no_profiler)
 
-    def measure_models() -> None:
-        default = model_variants.DEFAULT if args.variants is None else variants
-        models.measure(
-            benchmark_run, rows["models"], [name for name in default if name in model_variants.VARIANTS], dtypes[0]
-        )
-
-    def measure_features() -> None:
-        chosen = [name for name in variants if name in features.VARIANTS]
-        features.measure(benchmark_run, rows["features"], chosen, dtypes[0])
-
-    # In the order of _PARTS: after torch.profiler was used, launches may cost more host time.
-    measurements: dict[str, Callable[[], None]] = {
-        "host": lambda: host.measure(benchmark_run, peers),
-        "models": measure_models,
-        "features": measure_features,
-        "kernels": lambda: measure_operators("kernels", not args.no_profiler),
-        "modes": lambda: measure_operators("modes", not args.no_profiler),
-    }
     return [
-        lambda: precompile.precompile(benchmark_run, tasks, _jobs(args)),
-        *(measurements[part] for part in wanted),
+        lambda: precompile.precompile(run, tasks, _jobs(args)),
+        *((lambda part=part: measure(part)) for part in wanted),
     ]
 
 
-def _shapes(names: Sequence[str], part: str) -> tuple[list[Any], list[Any]]:
-    """The cases of ``--shapes``: of kernels, and of modes.
+def _rows(parts: Sequence[Part], names: Sequence[str] | None, quick: bool) -> Mapping[Part, list[Any]]:
+    """The rows of each part that a pattern matches, or that have such a name; every name must have one.
 
     Raises:
-        UsageError: one is no such case, or the part does not have it.
+        UsageError: one has none.
     """
-    from dataclasses import replace
+    from . import model_cases, operator_cases
 
+    known: dict[Part, Sequence[Any]] = {
+        "kernels": operator_cases.QUICK if quick else operator_cases.CASES,
+        "modes": operator_cases.QUICK_MODES if quick else operator_cases.MODES,
+        "models": (*model_cases.QUICK, *model_cases.QUICK_BY_NAME) if quick else model_cases.CASES,
+        "features": model_cases.QUICK_FEATURES if quick else model_cases.FEATURES,
+    }
+    if names is None:
+        return {**known, "models": model_cases.QUICK if quick else model_cases.DEFAULT}  # type: ignore[dict-item]
+    found: dict[Part, list[Any]] = {part: [] for part in known}
+    for name in names:
+        before = sum(map(len, found.values()))
+        for part in (part for part in parts if part in known):
+            matching = [row for row in known[part] if fnmatchcase(row.name, name)]
+            found[part] += [row for row in matching or _any_row(part, name) if row not in found[part]]
+        if sum(map(len, found.values())) == before:
+            there = dict.fromkeys(row.name for part in parts for row in known.get(part, ()))
+            raise UsageError(f"--rows {name!r} is no operator and shape, and no model and step, and matches none of: "
+                             f"{', '.join(there) or 'no rows'}")  # fmt: skip
+    return found
+
+
+def _any_row(part: Part, name: str) -> list[Any]:
+    """The row of a name that is in no table; none where it is no name."""
+    from .model_cases import ModelCase
     from .operator_cases import OperatorCase
 
     try:
-        cases = [OperatorCase.named(name) for name in names]
-    except ValueError as error:
-        raise UsageError(f"--shapes: {error}") from error
-    for case in cases:
-        if part == "modes" and case.operator != "norm":
-            raise UsageError(f"--shapes {case.name!r}: modes are compared on norm and gemma")
-    return cases, [replace(case, backward=False) for case in cases]
-
-
-def _matching(rows: Mapping[str, Sequence[Any]], patterns: Sequence[str] | None) -> dict[str, list[Any]]:
-    """The rows whose names match a pattern, by part; every pattern must match one.
-
-    Raises:
-        UsageError: one matches none.
-    """
-    from fnmatch import fnmatchcase
-
-    names = [row.name for chosen in rows.values() for row in chosen]
-    for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(f"--rows {pattern!r} matches none of: {', '.join(dict.fromkeys(names)) or 'no rows'}")
-    return {
-        part: [row for row in chosen if patterns is None or any(fnmatchcase(row.name, p) for p in patterns)]
-        for part, chosen in rows.items()
-    }
+        if part in ("models", "features"):
+            return [ModelCase.named(name)]
+        case = OperatorCase.named(name, backward=part == "kernels")
+        return [case] if part == "kernels" or case.operator == "rms_norm" else []
+    except ValueError:
+        return []
 
 
 def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> list[T]:
@@ -240,6 +194,24 @@ def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> li
         if name not in every:
             raise UsageError(f"no {what} {name!r}; there are {', '.join(every)}")
     return [value for name, value in every.items() if names is None or name in names]
+
+
+def _tune(run: BenchmarkRun, args: argparse.Namespace) -> int:
+    from . import tune
+
+    widths = None if args.widths is None else [_width(one) for one in args.widths]
+    found = tune.tune(run, widths, _jobs(args))
+    text = "\n".join([tune.table(found), "", tune.rows(found, run.device), *run.results.left_out])
+    (run.path.parent / "plans.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+def _width(text: str) -> int:
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--widths: {error}") from error
 
 
 def _jobs(args: argparse.Namespace) -> int:
@@ -258,8 +230,6 @@ def _plot(path: Path, out: Path) -> int:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if not importlib.util.find_spec("matplotlib"):
-        raise UsageError("charts need matplotlib: pip install 'fused-norm[plots]'")
     with writing_to(results_folder(out)):
         _report(results, out)
     return 0

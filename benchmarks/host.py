@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .benchmark_run import BenchmarkRun, in_a_line
-from .operator_cases import GEMMA, OperatorCase, OperatorFunction, compose_operator
-from .operator_timings import repeatable_backwards
-from .providers import Provider
-from .results import HostResult
-from .timing import Timing, host_time
+from .benchmark_run import BenchmarkRun, attempt, with_failure
+from .kernels import repeatable_backwards
+from .operator_cases import HOST, OperatorCase
+from .providers import IDENTITY, Provider
+from .results import Result
+from .samples import Timing, in_turns
+from .timing import host_and_step_time
 
 CHAIN = 32
 """Calls in a row, each on the result of the one before, as in a model."""
@@ -21,87 +23,89 @@ CHAIN = 32
 _ALONE = 20
 """Independent calls between two readings of the clock."""
 
-CASES: tuple[OperatorCase, ...] = (
-    OperatorCase("norm", 16, 1024),
-    OperatorCase("add", 16, 1024),
-    OperatorCase("sandwich", 16, 1024, GEMMA),
-    OperatorCase("qk", 4, 128, heads=(4, 2)),
-    OperatorCase("rope", 4, 128, heads=(4, 2)),
-)
-"""Cases so small that the GPU is done long before the host is."""
+_SECONDS = 0.2
+"""For the samples of each provider."""
 
+_ROUNDS = (10, 1000)
 
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
-
-
-def _identity(case: OperatorCase) -> OperatorFunction:
-    return compose_operator(case.operator, lambda x, w: _Identity.apply(x), lambda x, r, w: (_Identity.apply(x), r))
-
-
-IDENTITY = Provider("identity", _identity)
-"""A Python autograd function that does nothing, the floor of host times."""
+Run = Callable[[], object]
 
 
 def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
-    """Measure every case, provider and length of chain, as far as time allows."""
+    """Measure every case and length of chain, all providers in turns, as far as time allows."""
+    lengths = ((1, 1), (2, 1)) if run.quick else ((1, _ALONE), (CHAIN, 1))
     with repeatable_backwards():
-        for case in CASES:
-            for provider in (*providers, *((IDENTITY,) if case.operator == "norm" else ())):
-                what = f"host time of {case.operator} by {provider.name}"
-                if not run.passes_over(what, provider.missing(run.device)):
-                    _measure(run, case, provider, what)
+        for case in HOST:
+            present = [
+                provider
+                for provider in (*providers, *((IDENTITY,) if case.operator == "rms_norm" else ()))
+                if not run.passes_over(f"host time of {case.name} by {provider.name}", provider.missing(run.device))
+            ]
+            for chain, repeats in lengths:
+                for kind in ("forward", "training"):
+                    _measure(run, case, present, kind, chain, repeats)
             run.save()
 
 
-def _measure(run: BenchmarkRun, case: OperatorCase, provider: Provider, what: str) -> None:
-    try:
-        function = provider.build(case)
-        lengths = ((1, _ALONE), (CHAIN, 1)) if not run.quick else ((1, 1), (2, 1))
-        found = [_time(run, case, provider, function, chain, repeats) for chain, repeats in lengths]
-    except Exception as error:  # Of whatever kind: the others are measured all the same.
-        run.leave_out(what, in_a_line(error))
-        return
-    run.results.host += found
-    times = ", ".join(f"{1e6 * r.forward.median:.1f}/{1e6 * r.training.median:.1f} in {r.chain}" for r in found)
-    run.say(f"{what}, us a call: {times}")
+def _measure(
+    run: BenchmarkRun, case: OperatorCase, providers: Sequence[Provider], kind: str, chain: int, repeats: int
+) -> None:
+    row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
+    found: dict[str, Result] = {}
+    runs: dict[str, Run] = {}
+
+    def prepare(provider: Provider, result: Result) -> Result:
+        runs[provider.name] = _chain(case, provider, run.device, kind, chain)
+        return result
+
+    def failed(name: str, error: Exception) -> None:
+        found[name] = with_failure(found[name], error)
+
+    for provider in providers:
+        found[provider.name] = attempt(Result("host", row, provider.name, kind), partial(prepare, provider))
+
+    def sample(one: Run) -> float:
+        one()  # what the others have driven out of the processor's caches comes back
+        return host_and_step_time(one, repeats, run.device)[0] / chain
+
+    takes = {name: partial(sample, one) for name, one in runs.items()}
+    seconds = run.seconds(_SECONDS * len(takes))
+    for name, samples in in_turns(takes, rounds=run.rounds(*_ROUNDS), seconds=seconds, failed=failed).items():
+        found[name] = replace(found[name], timing=Timing.of(samples, "wall"))
+    run.results.rows += found.values()
+    times = (f"{name} {1e6 * one.seconds:.1f}" for name, one in found.items() if one.seconds)
+    run.say(f"host time of {row}, {kind}, us a call: {', '.join(times)}")
 
 
-def _time(
-    run: BenchmarkRun, case: OperatorCase, provider: Provider, function: OperatorFunction, chain: int, repeats: int
-) -> HostResult:
-    device = run.device
+def _chain(case: OperatorCase, provider: Provider, device: torch.device, kind: str, chain: int) -> Run:
+    """Make what runs a chain of calls: forward without autograd, or forward and backward for ``training``."""
+    function = provider.build(case)
     inputs = case.inputs(torch.bfloat16 if device.type != "cpu" else torch.float32, device, seed=0)
-    # These operators return as many activations as they take: a call takes the results of the one before.
-    state = tuple(gradient.detach().clone().requires_grad_() for gradient in inputs.gradients)
-    weights = inputs.arguments[len(state) :]
+    count = len(inputs.arguments) - sum(one.dim() == 1 for one in inputs.arguments)
+    state, weights = inputs.arguments[:count], inputs.arguments[count:]
     layers = [tuple(w.detach().clone().requires_grad_() for w in weights) for _ in range(chain)]
     leaves = (*state, *(weight for layer in layers for weight in layer))
+    rotates = case.operator == "qk_norm_rope"
 
     def forward() -> tuple[Tensor, ...]:
         values = state
         for layer in layers:
-            if case.operator == "rope":  # Back to the layout of its arguments: two views more in everyone's time.
-                values = tuple(value.transpose(1, 2) for value in values)
-            values = function(*values, *layer, *inputs.angles)
-        return values
+            results = function(*values, *layer, *inputs.angles)
+            if rotates:  # Back to the layout of its arguments: two views more in everyone's time.
+                results = tuple(value.transpose(1, 2) for value in results)
+            values = (*results, *values[len(results) :])
+        return values[: len(inputs.gradients)]
 
-    def train() -> None:
-        torch.autograd.grad(forward(), leaves, inputs.gradients, allow_unused=True)
+    gradients = [gradient.transpose(1, 2) if rotates else gradient for gradient in inputs.gradients]
 
-    def seconds_of(chained_calls: Callable[[], object]) -> Timing:
-        def repeated() -> None:
-            for _ in range(repeats):
-                chained_calls()
+    def without_gradients() -> object:
+        with torch.no_grad():
+            return forward()
 
-        return host_time(repeated, chain * repeats, device, seconds=run.seconds(0.1))
+    def train() -> object:
+        return torch.autograd.grad(forward(), leaves, gradients, allow_unused=True)
 
-    training = seconds_of(train)
-    with torch.no_grad():
-        return HostResult(case.operator, provider.name, chain, seconds_of(forward), training)
+    chosen = without_gradients if kind == "forward" else train
+    for _ in range(3):  # what is compiled, prepared or allocated once
+        chosen()
+    return chosen

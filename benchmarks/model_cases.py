@@ -1,11 +1,12 @@
-"""The rows of ``python -m benchmarks models``: a model of a published shape, a kind of step and a size of batch."""
+"""The rows of models: a model of a published shape, a kind of step and a size of batch, written as a name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fused_norm.model_configs import FAMILIES, tiny_config
 
@@ -54,17 +55,35 @@ class ModelCase:
     step: StepKind = "body"
     layers: int | None = None
 
-    @property
-    def name(self) -> str:
-        """The name in tables and for ``--rows``, such as ``Qwen3-0.6B 4x4096`` or ``Qwen3-0.6B train 4x4096``."""
-        kind = "" if self.step == "body" else f"{self.step} "
-        return f"{self.model_name} {kind}{self.batch}x{self.length}"
+    @classmethod
+    def named(cls, name: str) -> ModelCase:
+        """The case of a name, such as ``Qwen3-0.6B 4x4096``, ``Qwen3-0.6B train 1x512`` or ``tiny-llama lora 1x8``.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        kinds = "|".join(get_args(StepKind))
+        found = re.fullmatch(rf"(.+?)(?: \((\d+) layers\))?(?: ({kinds}))? (\d+)x(\d+)", name)
+        if found is None:
+            raise ValueError(f"{name!r} is no model, step and size such as 'Qwen3-0.6B train 4x4096'")
+        model, layers, batch, length = found[1], found[2], int(found[4]), int(found[5])
+        step: Any = found[3] or "body"
+        if model.removeprefix("tiny-") in FAMILIES:
+            return cls(model.removeprefix("tiny-"), None, batch, length, step)
+        whole = f"{model} ({layers} layers)"
+        if whole in _MODELS:
+            return cls(*_MODELS[whole], batch, length, step)
+        if model not in _MODELS:
+            raise ValueError(f"no model {model!r}; there are {', '.join(_MODELS)}, and tiny-FAMILY")
+        return cls(*_MODELS[model], batch, length, step, None if layers is None else int(layers))
 
     @property
-    def model_name(self) -> str:
-        """The name of the model alone, such as ``Qwen3-0.6B``, ``Qwen3-8B (8 layers)`` or ``tiny-qwen3``."""
-        name = self.shape.partition("/")[2] if self.shape else f"tiny-{self.model_type}"
-        return name if self.layers is None else f"{name} ({self.layers} layers)"
+    def name(self) -> str:
+        """The name in tables and for ``--rows``, from which ``named`` makes the case."""
+        model = self.shape.partition("/")[2] if self.shape else f"tiny-{self.model_type}"
+        layers = "" if self.layers is None else f" ({self.layers} layers)"
+        kind = "" if self.step == "body" else f"{self.step} "
+        return f"{model}{layers} {kind}{self.batch}x{self.length}"
 
     @property
     def generates(self) -> bool:
@@ -77,21 +96,15 @@ class ModelCase:
         return self.step in ("cold start", "fsdp2")
 
     def config(self) -> PreTrainedConfig:
-        """The config of the model.
-
-        Raises:
-            ValueError: the family has no such shape.
-        """
+        """The config of the model."""
         if self.shape is None:
             return tiny_config(self.model_type)
         from transformers import AutoConfig
 
         if self.shape in OTHERS:
             return AutoConfig.for_model(self.model_type, **OTHERS[self.shape])
-        shapes = {shape.name: shape for shape in FAMILIES[self.model_type].shapes}
-        if self.shape not in shapes:
-            raise ValueError(f"no shape {self.shape!r} of {self.model_type}; there are {', '.join(shapes)}")
-        sizes = {key: value for key, value in asdict(shapes[self.shape]).items() if key != "name"}
+        (shape,) = (shape for shape in FAMILIES[self.model_type].shapes if shape.name == self.shape)
+        sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
         if self.layers is not None:
             sizes["num_hidden_layers"] = self.layers
         return AutoConfig.for_model(self.model_type, **sizes)
@@ -131,54 +144,63 @@ OTHERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 })  # fmt: skip
 """Config arguments of models of further families, some cut to a few layers; the rest is their config's default."""
 
-QWEN3_06B = ("qwen3", "Qwen/Qwen3-0.6B")
-LLAMA_1B = ("llama", "meta-llama/Llama-3.2-1B")
-GEMMA_1B = ("gemma3_text", "google/gemma-3-1b-pt")
-_QWEN3_4B = ("qwen3", "Qwen/Qwen3-4B")
-_QWEN3_8B = ("qwen3", "Qwen/Qwen3-8B")
-_LLAMA_8B = ("llama", "meta-llama/Llama-3.1-8B")
-_SMALL = (QWEN3_06B, LLAMA_1B, GEMMA_1B)
+_FURTHER = {
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-3B (8 and 8 layers)",
+    "glm4v": "zai-org/GLM-4.1V-9B (4 and 8 layers)",
+    "qwen3_next": "Qwen/Qwen3-Next (4 layers, 16 experts)",
+    "qwen3_5_text": "Qwen/Qwen3.5-9B (4 layers)",
+    "lfm2": "LiquidAI/LFM2-1.2B",
+    "mamba2": "mistralai/Mamba-Codestral-7B (8 layers)",
+    "bamba": "ibm-fms/Bamba-9B (4 layers)",
+    "t5": "google/flan-t5-large",
+}
+_MODELS: Mapping[str, tuple[str, str]] = {
+    name.partition("/")[2]: (family, name)
+    for family, name in (
+        *((family, shape.name) for family, model in FAMILIES.items() for shape in model.shapes),
+        *_FURTHER.items(),
+    )
+}
+"""Family and full name of every published model, by its name without the organisation."""
 
-DEFAULT: tuple[ModelCase, ...] = (*(ModelCase(*model, 4, 4096) for model in _SMALL), ModelCase(*QWEN3_06B, 1, 512))
+_SMALL = ("Qwen3-0.6B", "Llama-3.2-1B", "gemma-3-1b-pt")
+
+
+def _cases(models: Sequence[str], *steps: str) -> list[ModelCase]:
+    return [ModelCase.named(f"{model} {step}") for step in steps for model in models]
+
+
+DEFAULT = (*_cases(_SMALL, "4x4096"), ModelCase.named("Qwen3-0.6B 1x512"))
 """The rows that are measured where none are named."""
 
 CASES: tuple[ModelCase, ...] = (
     *DEFAULT,
-    ModelCase(*_QWEN3_4B, 4, 4096),
-    *(ModelCase(*model, 1, 512) for model in (LLAMA_1B, GEMMA_1B, _QWEN3_4B)),
-    *(ModelCase(*model, 1, 16384) for model in (*_SMALL, _QWEN3_4B)),
-    *(ModelCase(*model, 4, 4096, layers=8) for model in (_QWEN3_8B, _LLAMA_8B)),
-    *(ModelCase(*model, 4, 4096, step="train") for model in _SMALL),
-    *(ModelCase(*model, 4, 4096, step="autocast") for model in _SMALL),
-    *(ModelCase(*model, 4, 4096, step="checkpointing") for model in _SMALL),
-    *(ModelCase(*model, 4, 4096, step="lora") for model in _SMALL),
-    *(ModelCase(*model, 1, 16384, step="packed") for model in _SMALL),
-    *(ModelCase(*QWEN3_06B, batch, 32, step="generate") for batch in (1, 32)),
-    *(ModelCase(*QWEN3_06B, batch, 32, step="generate static") for batch in (1, 32)),
-    ModelCase(*QWEN3_06B, 4, 4096, step="cold start"),
-    *(ModelCase(*model, 4, 4096, step="fsdp2") for model in (QWEN3_06B, LLAMA_1B)),
-    ModelCase("qwen2_5_vl", "Qwen/Qwen2.5-VL-3B (8 and 8 layers)", 1, 4096, step="image"),
-    ModelCase("glm4v", "zai-org/GLM-4.1V-9B (4 and 8 layers)", 1, 4096, step="image"),
-    ModelCase("qwen3_next", "Qwen/Qwen3-Next (4 layers, 16 experts)", 2, 2048),
-    ModelCase("qwen3_5_text", "Qwen/Qwen3.5-9B (4 layers)", 2, 2048),
-    ModelCase("lfm2", "LiquidAI/LFM2-1.2B", 4, 4096),
-    ModelCase("mamba2", "mistralai/Mamba-Codestral-7B (8 layers)", 1, 512),
-    ModelCase("bamba", "ibm-fms/Bamba-9B (4 layers)", 1, 512),
-    ModelCase("t5", "google/flan-t5-large", 8, 512),
+    *_cases(["Qwen3-4B"], "4x4096"),
+    *_cases((*_SMALL[1:], "Qwen3-4B"), "1x512"),
+    *_cases((*_SMALL, "Qwen3-4B"), "1x16384"),
+    *_cases(("Qwen3-8B (8 layers)", "Llama-3.1-8B (8 layers)"), "4x4096"),
+    *_cases(_SMALL, "train 4x4096", "autocast 4x4096", "checkpointing 4x4096", "lora 4x4096", "packed 1x16384"),
+    *_cases(_SMALL[:1], *(f"{kind} {batch}x32" for kind in ("generate", "generate static") for batch in (1, 32))),
+    *_cases(_SMALL[:1], "cold start 4x4096"),
+    *_cases(_SMALL[:2], "fsdp2 4x4096"),
+    *_cases(("Qwen2.5-VL-3B (8 and 8 layers)", "GLM-4.1V-9B (4 and 8 layers)"), "image 1x4096"),
+    *_cases(("Qwen3-Next (4 layers, 16 experts)", "Qwen3.5-9B (4 layers)"), "2x2048"),
+    *_cases(["LFM2-1.2B"], "4x4096"),
+    *_cases(("Mamba-Codestral-7B (8 layers)", "Bamba-9B (4 layers)"), "1x512"),
+    *_cases(["flan-t5-large"], "8x512"),
 )
 
-QUICK: tuple[ModelCase, ...] = (ModelCase("qwen3", None, 1, 16), ModelCase("gemma3_text", None, 1, 16))
+FEATURES = (*_cases(_SMALL, "4x4096", "1x512"), ModelCase.named("Qwen3-0.6B generate 1x32"))
+"""The rows on which options are compared."""
+
+QUICK = tuple(_cases(["tiny-qwen3", "tiny-gemma3_text"], "1x16"))
 """Tiny models, which show on a CPU that the measurements run."""
 
-QUICK_BY_NAME: tuple[ModelCase, ...] = (
-    ModelCase("qwen3", None, 1, 16, step="train"),
-    ModelCase("qwen3", None, 1, 16, step="autocast"),
-    ModelCase("qwen3", None, 1, 16, step="checkpointing"),
-    ModelCase("qwen3", None, 1, 16, step="lora"),
-    ModelCase("qwen3", None, 1, 16, step="packed"),
-    ModelCase("qwen3", None, 1, 2, step="generate"),
-    ModelCase("qwen3", None, 2, 2, step="generate static"),
-    ModelCase("qwen3", None, 1, 16, step="cold start"),
-    ModelCase("qwen3", None, 1, 16, step="fsdp2"),
+QUICK_BY_NAME = tuple(
+    ModelCase.named(f"tiny-qwen3 {step} {2 if step == 'generate static' else 1}x{2 if 'generate' in step else 16}")
+    for step in get_args(StepKind)
+    if step not in ("body", "image")
 )
 """A tiny model for every other kind of step."""
+
+QUICK_FEATURES = (ModelCase.named("tiny-gemma3_text 1x8"), ModelCase.named("tiny-qwen3 generate 1x2"))

@@ -269,13 +269,6 @@ def relative_error(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-def error_detail(error: float, allowed: float) -> str | None:
-    """Say how far a result is from stock's, or None if it is no farther than allowed."""
-    if error <= allowed:
-        return None
-    return f"relative error {error:.1e} to stock, and {allowed:.2g} is allowed"
-
-
 def release_memory(device: torch.device) -> None:
     """Give the memory of deleted models back to the device."""
     gc.collect()

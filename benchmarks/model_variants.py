@@ -1,4 +1,4 @@
-"""The variants that ``python -m benchmarks models`` compares: stock, fused, those of peers, and compiled ones."""
+"""The variants of a model that are compared: stock, fused, with an option less, those of peers, and compiled ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fused_norm.patcher import apply_fused_norm
+from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
+from .benchmark_run import RefusedError
 from .model_steps import BenchmarkedModel, Generation
 from .providers import PROVIDERS
 
@@ -28,10 +29,6 @@ _MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 Forward = Callable[[Tensor], Tensor]
 Replacement = tuple[Any, str, Any]
 """An object, the name of one of its attributes, and the value that takes its place."""
-
-
-class RefusedError(Exception):
-    """The variant does not exist for this model or this step."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +108,27 @@ def _fused_recompute(step: BenchmarkedModel) -> Patched:
     if isinstance(step, Generation):
         raise RefusedError("nothing is kept for a backward")
     return _fused(step, recompute=True)
+
+
+def _without(option: str) -> Variant:
+    """A variant with one option off; refused where it cannot be told from ``fused`` or from ``stock``."""
+
+    def variant(step: BenchmarkedModel) -> Patched:
+        everything = _fused_sites(apply_fused_norm(step.model, strict=False))
+        remove_fused_norm(step.model)
+        chosen: dict[str, Any] = {option: False}
+        fused = _fused_sites(apply_fused_norm(step.model, strict=False, **chosen))
+        if not fused:
+            raise RefusedError("nothing is left to fuse")
+        if fused == everything:
+            raise RefusedError("the model has nothing of the kind")
+        return Patched(step.model)
+
+    return variant
+
+
+def _fused_sites(report: PatchReport) -> set[tuple[str, str]]:
+    return {(site.path, site.kind) for site in report.fused}
 
 
 def _in_float8(eager: Variant, recipe: str) -> Variant:
@@ -260,6 +278,7 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
     return forward
 
 
+_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp")
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _FLOAT8_STEPS: Mapping[str, Variant] = {
     "": _stock,
@@ -270,6 +289,8 @@ _FLOAT8_STEPS: Mapping[str, Variant] = {
 VARIANTS: Mapping[str, Variant] = {
     "stock": _stock,
     "fused": _fused,
+    "fused again": _fused,
+    **{f"without {option}": _without(option) for option in _OPTIONS},
     "fused-recompute": _fused_recompute,
     "liger": _liger,
     "liger-fused": _liger_and_fused,
@@ -288,7 +309,10 @@ VARIANTS: Mapping[str, Variant] = {
         for name, variant in _FLOAT8_STEPS.items()
     },
 }
-"""``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``; ``fused-recompute``: with ``recompute``.
+"""``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``; ``fused again``: the same once more, a
+control, whose ratio shows the noise of the comparison; ``without OPTION``: with that option off, and what follows it:
+``without qk`` is without rope too, ``without residual`` without sandwich, and ``without norms`` leaves the norms of
+queries and keys, rotations and MLPs. ``fused-recompute``: with ``recompute``.
 ``liger``: all that Liger has for the family: norms, rotary embedding, gate of the MLP and, where there is a head, loss;
 ``liger-fused``: Liger's gate and loss, and all else fused. ``compile-layers``, ``fused-compile-layers``: ``stock`` and
 ``fused`` with each decoder layer under torch.compile; ``compile-layers-max``: with max-autotune, without CUDA graphs.
@@ -297,12 +321,15 @@ generation compiled by transformers. ``liger-norms`` and ``torch``: every norm i
 else is changed. ``identity``: norms left out, adds kept, the least that a step can take; ``identity-no-rope``: without
 the rotary embedding too. ``float8-tensorwise``, ``float8-rowwise``: the linears of all layers are torchao's, by the
 recipe of that name; ``-compile-layers``: each layer under torch.compile; ``-fused-compile-layers``: after
-``apply_fused_norm()`` too."""
+``apply_fused_norm()`` too, whose norms leave the casts to compiled linears."""
+
+FEATURES = ("fused", "fused again", *(f"without {option}" for option in _OPTIONS), "stock")
+"""The variants that show what each option brings."""
 
 DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile-layers", "fused-compile-layers")
 """What is measured where no variants are named."""
 
-OURS = frozenset(name for name in VARIANTS if "fused" in name)
+OURS = frozenset(name for name in VARIANTS if "fused" in name or name in FEATURES[:-1])
 COMPILED = frozenset(name for name in VARIANTS if "compile" in name)
 FLOAT8 = frozenset(name for name in VARIANTS if name.startswith("float8-"))
 UNLIKE_STOCK = frozenset({"identity", "identity-no-rope"})

@@ -1,88 +1,181 @@
-"""The operators and shapes that are measured: least bytes to move, random inputs, and the error against float64."""
+"""The operators and shapes that are measured: how each is called and made of parts, random inputs, what is right."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fused_norm.kernels import reference
-from fused_norm.kernels.fp8 import FORMATS, Quantized, dequantize
+from fused_norm import kernels
+from fused_norm.kernels import fp8, reference
 from fused_norm.spec import NormSpec
 
-OperatorName = Literal[
-    "norm",
-    "add",
-    "post",
-    "sandwich",
-    "qk",
-    "rope",
-    "rotate",
-    "swiglu",
-    "geglu",
-    "gated",
-    "gate-first",
-    "fp8",
-    "fp8-add",
-    "fp8-columns",
-]
 Direction = Literal["forward", "backward"]
-
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
-NormFunction = Callable[[Tensor, Tensor], Tensor]
-AddNormFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-RotaryFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-GateFunction = Callable[[Tensor, Tensor], Tensor]
 OperatorFunction = Callable[..., tuple[Any, ...]]
 """From the arguments of a call to its outputs: tensors, or one in FP8 as ``Quantized``."""
 
+LLAMA = NormSpec("llama")
+GEMMA = NormSpec("gemma", zero_centered=True)
 
-class _TensorCounts(NamedTuple):
-    """The number of tensors that an operator reads and writes.
+
+@dataclass(frozen=True)
+class Parts:
+    """What operators are made of where there is no operator for the whole.
 
     Attributes:
-        moved: tensors of the activations' size that must be read or written at least, forward and backward.
+        norm: from x and w to y.
+        add_norm: from x, r and w to y and s = r + x.
+        rotate: the rotary embedding of q and k, from [B, S, H, D] to [B, H, S, D], by cos and sin [B or 1, S, D].
+        gate: from gate and up to their product, the gate activated.
+        gated_norm: from x, gate and w to y.
+    """
+
+    norm: Callable[[Tensor, Tensor], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gate: Callable[[Tensor, Tensor], Tensor]
+    gated_norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MeasuredOperator:
+    """One operator of this project, as the benchmarks call it.
+
+    Attributes:
+        moved: tensors of the activations' size that must be read or written at least, forward and backward; of those
+            in FP8 without the codes, which are of one byte. Queries and keys together are one tensor here, and two in
+            the other counts. The residual's gradient of ``norm_add`` is the gradient that the backward is given.
         inputs: activations that it takes.
         outputs: activations that it returns.
         weights: norm weights that it takes.
+        fused: the operator itself, from a case's activations, weights and angles.
+        made_of: the same from parts.
+        part: the part without which a peer has nothing of its own for it.
+        options: the last words that a case's name may have; the first is the default.
     """
 
     moved: tuple[int, int]
     inputs: int
     outputs: int
     weights: int
+    fused: Callable[[OperatorCase], OperatorFunction]
+    made_of: Callable[[Parts], OperatorFunction]
+    part: str = "norm"
+    options: tuple[str, ...] = ("", "gemma")
 
 
-# Queries and keys together are one tensor in ``moved``, and two in the other counts. The residual's gradient of
-# ``post`` is the gradient that the backward is given, so it is not written.
-_TENSOR_COUNTS: dict[OperatorName, _TensorCounts] = {
-    "norm": _TensorCounts((2, 3), 1, 1, 1),
-    "add": _TensorCounts((4, 4), 2, 2, 1),
-    "post": _TensorCounts((3, 3), 2, 1, 1),
-    "sandwich": _TensorCounts((4, 6), 2, 2, 2),
-    "qk": _TensorCounts((2, 3), 2, 2, 2),
-    "rope": _TensorCounts((2, 3), 2, 2, 2),
-    "rotate": _TensorCounts((2, 2), 2, 2, 0),
-    "swiglu": _TensorCounts((3, 5), 2, 1, 0),
-    "geglu": _TensorCounts((3, 5), 2, 1, 0),
-    "gated": _TensorCounts((3, 5), 2, 1, 1),
-    "gate-first": _TensorCounts((3, 5), 2, 1, 1),
-    # without the codes, which are of one byte
-    "fp8": _TensorCounts((1, 2), 1, 1, 1),
-    "fp8-add": _TensorCounts((3, 3), 2, 2, 1),
-    "fp8-columns": _TensorCounts((1, 0), 1, 1, 1),
-}
+def _norm(operator: Callable[..., Any], *, several: bool = False) -> Callable[[OperatorCase], OperatorFunction]:
+    """A call with the case's norm, whose result is wrapped in a tuple unless there are ``several``."""
 
-_EXAMPLES = ("4096x2560", "4096x(32+8)x128")
+    def build(case: OperatorCase) -> OperatorFunction:
+        call = partial(operator, **case.semantics)
+        return call if several else lambda *arguments: (call(*arguments),)
 
-LLAMA = NormSpec("llama")
-GEMMA = NormSpec("gemma", zero_centered=True)
+    return build
+
+
+def _qk_norm_rope(case: OperatorCase) -> OperatorFunction:
+    return lambda q, k, *rest: kernels.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *rest, **case.semantics)
+
+
+def _glu(case: OperatorCase) -> OperatorFunction:
+    activation: Any = case.option
+    return lambda gate, up: (kernels.glu(gate, up, activation),)
+
+
+def _columns(case: OperatorCase) -> OperatorFunction:
+    rstds: dict[int, Tensor] = {}
+
+    def kept(x: Tensor) -> Tensor:
+        """The rstd that a forward has kept, made before anything is timed."""
+        if x.data_ptr() not in rstds:
+            wide = x.detach().float()
+            rstds[x.data_ptr()] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.spec.eps)
+        return rstds[x.data_ptr()]
+
+    return lambda x, w: (fp8.rms_norm_columns_fp8(x, w, kept(x), recipe=case.option, **case.semantics),)
+
+
+_RECIPES = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
+
+OPERATORS: Mapping[str, MeasuredOperator] = {
+    "rms_norm": MeasuredOperator((2, 3), 1, 1, 1, _norm(kernels.rms_norm), lambda p: lambda x, w: (p.norm(x, w),)),
+    "add_rms_norm": MeasuredOperator(
+        (4, 4), 2, 2, 1, _norm(kernels.add_rms_norm, several=True), lambda p: p.add_norm
+    ),
+    "norm_add": MeasuredOperator(
+        (3, 3), 2, 1, 1, _norm(kernels.norm_add), lambda p: lambda x, r, w: (r + p.norm(x, w),)
+    ),
+    "norm_add_norm": MeasuredOperator(
+        (4, 6), 2, 2, 2,
+        _norm(kernels.norm_add_norm, several=True),
+        lambda p: lambda x, r, w1, w2: p.add_norm(p.norm(x, w1), r, w2),
+    ),
+    "qk_norm": MeasuredOperator(
+        (2, 3), 2, 2, 2,
+        _norm(kernels.qk_norm, several=True),
+        lambda p: lambda q, k, q_weight, k_weight: (p.norm(q, q_weight), p.norm(k, k_weight)),
+    ),
+    "qk_norm_rope": MeasuredOperator(
+        (2, 3), 2, 2, 2,
+        _qk_norm_rope,
+        lambda p: lambda q, k, q_weight, k_weight, *angles: p.rotate(p.norm(q, q_weight), p.norm(k, k_weight), *angles),
+    ),
+    "rope": MeasuredOperator(
+        (2, 2), 2, 2, 0,
+        lambda case: lambda q, k, *angles: kernels.rope(q.transpose(1, 2), k.transpose(1, 2), *angles),
+        lambda p: p.rotate,
+        part="rotate",
+        options=("",),
+    ),
+    "glu": MeasuredOperator(
+        (3, 5), 2, 1, 0,
+        _glu,
+        lambda p: lambda gate, up: (p.gate(gate, up),),
+        part="gate",
+        options=("silu", "gelu_tanh"),
+    ),
+    "gated_rms_norm": MeasuredOperator(
+        (3, 5), 2, 1, 1,
+        lambda case: _norm(partial(kernels.gated_rms_norm, norm_before_gate=case.option != "gate-first"))(case),
+        lambda p: lambda x, gate, w: (p.gated_norm(x, gate, w),),
+        part="gated_norm",
+        options=("", "gate-first"),
+    ),
+    "rms_norm_fp8": MeasuredOperator(
+        (1, 2), 1, 1, 1,
+        lambda case: _norm(partial(fp8.rms_norm_fp8, recipe=case.option))(case),
+        lambda p: lambda x, w: (p.norm(x, w),),
+        part="cast",
+        options=_RECIPES,
+    ),
+    "add_rms_norm_fp8": MeasuredOperator(
+        (3, 3), 2, 2, 1,
+        lambda case: _norm(partial(fp8.add_rms_norm_fp8, recipe=case.option), several=True)(case),
+        lambda p: p.add_norm,
+        part="cast",
+        options=_RECIPES,
+    ),
+    "rms_norm_columns_fp8": MeasuredOperator(
+        (1, 0), 1, 1, 1, _columns, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_RECIPES[1:4]
+    ),
+}  # fmt: skip
+"""By name, in the order of tables. ``rms_norm``: y = norm(x). ``add_rms_norm``: s = r + x, y = norm(s). ``norm_add``:
+y = r + norm(x). ``norm_add_norm``: s = r + norm1(x), y = norm2(s). ``qk_norm``: the norms of queries and keys.
+``qk_norm_rope``: these, and then the rotary embedding, from [1, rows, heads, width] to [1, heads, rows, width], the
+layout of attention. ``rope``: the rotary embedding alone, in the same layouts. ``glu``: y = silu(gate) * up, or the
+gelu by tanh. ``gated_rms_norm``: y = norm(x) * silu(gate), or norm(x * silu(gate)) with ``gate-first``. Those with
+``fp8``: the same in FP8 codes, by the recipe that is the option."""
+
+_HEADS = ("qk_norm", "qk_norm_rope", "rope")
 
 
 @dataclass(frozen=True)
@@ -90,70 +183,73 @@ class OperatorCase:
     """One operator on one shape.
 
     Attributes:
-        operator: ``norm``: y = norm(x). ``add``: s = r + x, y = norm(s). ``post``: y = r + norm(x). ``sandwich``:
-            s = r + norm1(x), y = norm2(s). ``qk``: the norms of queries and keys. ``rope``: these, and then the rotary
-            embedding, from [1, rows, heads, width] to [1, heads, rows, width], the layout of attention. ``rotate``: the
-            rotary embedding alone, in the same layouts. ``swiglu``: y = silu(gate) * up. ``geglu``: y = gelu(gate) *
-            up, by tanh. ``gated``: y = norm(x) * silu(gate). ``gate-first``: y = norm(x * silu(gate)).
-        rows: rows of the activations; tokens, for ``qk``, ``rope`` and ``rotate``.
+        operator: a name of ``OPERATORS``.
+        rows: rows of the activations; tokens, where there are heads.
         width: length of a row.
-        spec: what the norms compute.
-        heads: numbers of query and of key heads; (0, 0) for operators other than ``qk``, ``rope`` and ``rotate``.
+        heads: numbers of query and of key heads; (0, 0) for operators without.
+        option: ``gemma`` for norms under Gemma's spec, the activation of ``glu``, a recipe, or another option.
         backward: measure the backward too.
-        recipe: the name of the FP8 format of the last three.
     """
 
-    operator: OperatorName
+    operator: str
     rows: int
     width: int
-    spec: NormSpec = LLAMA
     heads: tuple[int, int] = (0, 0)
+    option: str = ""
     backward: bool = True
-    recipe: str = ""
-
-    @property
-    def group(self) -> str:
-        """The first word of the name: the operator, or ``gemma`` for a norm with Gemma's spec."""
-        return "gemma" if self.operator == "norm" and self.spec == GEMMA else self.operator
-
-    @property
-    def name(self) -> str:
-        """The name in tables and for ``--rows``: ``norm 8192x4096``, ``qk 16384x(32+8)x128``, ``fp8 8x64 rowwise``."""
-        heads = f"({self.heads[0]}+{self.heads[1]})x" if any(self.heads) else ""
-        return f"{self.group} {self.rows}x{heads}{self.width} {self.recipe}".rstrip()
 
     @classmethod
-    def named(cls, name: str) -> OperatorCase:
-        """The case of a name, of any shape; gemma's norm and a sandwich have Gemma's spec.
+    def named(cls, name: str, *, backward: bool = True) -> OperatorCase:
+        """The case of a name: ``rms_norm 8192x4096``, ``qk_norm 16384x(32+8)x128``, ``rms_norm_fp8 8x64 rowwise``.
 
         Raises:
             ValueError: it is no such name.
         """
-        found = re.fullmatch(r"(\S+) ([1-9]\d*)x(?:\(([1-9]\d*)\+([1-9]\d*)\)x)?([1-9]\d*)(?: (\S+))?", name)
-        group, rows, q_heads, k_heads, width, recipe = found.groups(default="") if found else ("",) * 6
-        operator = next((one for one in _TENSOR_COUNTS if one == ("norm" if group == "gemma" else group)), None)
-        if operator is None:
-            known = ", ".join(("gemma", *_TENSOR_COUNTS))
-            raise ValueError(f"{name!r} is no operator and shape such as 'add 4096x2560'; operators are {known}")
-        if bool(q_heads) != (operator in ("qk", "rope", "rotate")):
-            raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {_EXAMPLES[bool(not q_heads)]}'")
-        recipes = list(FORMATS) if operator.startswith("fp8") else [""]
-        if recipe not in recipes:
-            raise ValueError(f"{name!r}: behind the shape comes {' or '.join(recipes) or 'nothing'}")
-        spec = GEMMA if group in ("gemma", "sandwich") else LLAMA
+        found = re.fullmatch(r"(\w+) ([1-9]\d*)x(?:\(([1-9]\d*)\+([1-9]\d*)\)x)?([1-9]\d*)(?: (\S+))?", name)
+        if found is None or found[1] not in OPERATORS:
+            known = ", ".join(OPERATORS)
+            raise ValueError(f"{name!r} is no operator and shape such as 'rms_norm 4096x2560'; operators are {known}")
+        operator, rows, q_heads, k_heads, width, option = found.groups()
+        if bool(q_heads) != (operator in _HEADS):
+            shape = "4096x(32+8)x128" if operator in _HEADS else "4096x2560"
+            raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {shape}'")
+        options = OPERATORS[operator].options
+        if (option or options[0]) not in options:
+            raise ValueError(f"{name!r}: behind the shape comes {' or '.join(filter(None, options)) or 'nothing'}")
         heads = (int(q_heads), int(k_heads)) if q_heads else (0, 0)
-        return cls(operator, int(rows), int(width), spec, heads, backward=not recipe, recipe=recipe)
+        with_backward = backward and not operator.endswith("_fp8")
+        return cls(operator, int(rows), int(width), heads, option or options[0], with_backward)
+
+    @property
+    def name(self) -> str:
+        """The name in tables and for ``--rows``, from which ``named`` makes the case."""
+        heads = f"({self.heads[0]}+{self.heads[1]})x" if any(self.heads) else ""
+        return f"{self.operator} {self.rows}x{heads}{self.width} {self.option}".rstrip()
+
+    @property
+    def spec(self) -> NormSpec:
+        """What its norms compute."""
+        return GEMMA if self.option == "gemma" else LLAMA
+
+    @property
+    def semantics(self) -> dict[str, Any]:
+        """The spec as options of the operators."""
+        return {"eps": self.spec.eps, "casting": self.spec.casting, "zero_centered": self.spec.zero_centered}
+
+    @property
+    def recipe(self) -> fp8.FP8Recipe | None:
+        """The FP8 recipe; None for operators whose results are no codes."""
+        return fp8.RECIPES[self.option] if self.operator.endswith("_fp8") else None
 
     def bytes(self, direction: Direction, dtype: torch.dtype) -> int:
         """The least bytes that a call must read and write: every activation, code and scale once, nothing else."""
         elements = self.rows * self.width * (sum(self.heads) or 1)
-        moved = _TENSOR_COUNTS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
-        if not self.recipe or direction == "backward":
+        moved = OPERATORS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
+        if self.recipe is None or direction == "backward":
             return moved
-        fp8_format = FORMATS[self.recipe]
-        lines = self.width if self.operator == "fp8-columns" else self.rows
-        scales = elements // fp8_format.group if fp8_format.group else 1 if fp8_format.whole else lines
-        return moved + elements + scales * (1 if fp8_format.swizzled else 4)
+        lines = self.width if self.operator == "rms_norm_columns_fp8" else self.rows
+        scales = {"tensor": 1, "row": lines}.get(self.recipe.granularity) or elements // self.recipe.group
+        return moved + elements + scales * (1 if self.recipe.layout == "swizzled" else 4)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, *, seed: int) -> OperatorInputs:
         """Random inputs and gradients of the outputs, drawn from ``seed``; gamma is not near one."""
@@ -166,14 +262,14 @@ class OperatorCase:
             values = 0.3 * torch.randn(self.width, generator=generator, device=device)
             return (values if self.spec.zero_centered else 1 + values).to(dtype)
 
-        counts = _TENSOR_COUNTS[self.operator]
-        shapes: list[tuple[int, ...]] = [(self.rows, self.width)] * counts.inputs
+        operator = OPERATORS[self.operator]
+        shapes: list[tuple[int, ...]] = [(self.rows, self.width)] * operator.inputs
         if any(self.heads):
             shapes = [(1, self.rows, heads, self.width) for heads in self.heads]
-        arguments = [*(random(*shape) for shape in shapes), *(weight() for _ in range(counts.weights))]
-        gradients = [random(*shape) for shape in shapes[: counts.outputs]]
+        arguments = [*(random(*shape) for shape in shapes), *(weight() for _ in range(operator.weights))]
+        gradients = [random(*shape) for shape in shapes[: operator.outputs]]
         angles: tuple[Tensor, ...] = ()
-        if self.operator in ("rope", "rotate"):
+        if self.operator in ("qk_norm_rope", "rope"):
             gradients = [gradient.transpose(1, 2) for gradient in gradients]
             half = 2 * torch.pi * torch.rand(1, self.rows, self.width // 2, generator=generator, device=device)
             whole = torch.cat((half, half), dim=-1)
@@ -187,9 +283,9 @@ class OperatorInputs:
 
     Attributes:
         arguments: activations, then weights; all of them require a gradient.
-        gradients: of the outputs, with their shapes; those of ``rope`` and ``rotate`` are transposed views of
+        gradients: of the outputs, with their shapes; those of rotated heads are transposed views of
             [1, rows, heads, width].
-        angles: cos and sin, [1, rows, width] each, the last arguments of ``rope`` and ``rotate``; empty for others.
+        angles: cos and sin, [1, rows, width] each, the last arguments of operators that rotate; empty for others.
     """
 
     arguments: tuple[Tensor, ...]
@@ -205,95 +301,56 @@ class OperatorInputs:
         return tuple(tensor.detach() for tensor in self.attached())
 
 
-def rotate_eagerly(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the rotary embedding as modelling code does, in eager steps that each round.
+def eager_parts(case: OperatorCase) -> Parts:
+    """The parts of a case in eager steps that each round, as modelling code has them."""
+    eps, gate_first = case.spec.eps, case.option == "gate-first"
 
-    Args:
-        q: [B, S, H, D].
-        k: as q, with heads of its own.
-        cos: [B or 1, S, D], both halves alike.
-        sin: as cos.
+    def root(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
-    Returns:
-        Both of them rotated, [B, H, S, D].
-    """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        if case.spec == GEMMA:
+            return (root(x.float()) * (1.0 + w.float())).type_as(x)
+        return w * root(x.to(torch.float32)).to(x.dtype)
 
-    def rotated(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = r + x
+        return norm(s, w), s
 
-    return rotated(q.transpose(1, 2)), rotated(k.transpose(1, 2))
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
+        def rotated(x: Tensor) -> Tensor:
+            half = x.shape[-1] // 2
+            return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
-def gate_eagerly(operator: OperatorName) -> GateFunction:
-    """The gate of an MLP as in modelling code: the activation, and then the product."""
-    if operator == "geglu":
-        return lambda gate, up: functional.gelu(gate, approximate="tanh") * up
-    return lambda gate, up: functional.silu(gate) * up
+        return rotated(q.transpose(1, 2)), rotated(k.transpose(1, 2))
 
+    def gate(gate: Tensor, up: Tensor) -> Tensor:
+        return (functional.silu(gate) if case.option == "silu" else functional.gelu(gate, approximate="tanh")) * up
 
-def gate_norm_eagerly(spec: NormSpec, *, norm_first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A norm under ``llama`` with a gate as in modelling code, in fp32 steps."""
-
-    def run(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+    def gated_norm(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         rows, act = x.to(wide), functional.silu(gate.to(wide))
-        if not norm_first:
-            rows = rows * act
-        y = w * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + spec.eps)).to(x.dtype)
-        return (y * act).to(x.dtype) if norm_first else y
+        y = w * root(rows * act if gate_first else rows).to(x.dtype)
+        return y if gate_first else (y * act).to(x.dtype)
 
-    return run
-
-
-def compose_operator(
-    operator: OperatorName,
-    norm: NormFunction,
-    add_norm: AddNormFunction,
-    rotate: RotaryFunction = rotate_eagerly,
-    gate: GateFunction | None = None,
-) -> OperatorFunction:
-    """Build an operator from a norm, an add + norm that returns ``(y, s)``, a rotary embedding, and a gate."""
-    gated = gate or gate_eagerly(operator)
-    norm_gate, gate_norm = (gate_norm_eagerly(LLAMA, norm_first=first) for first in (True, False))
-    operators: dict[OperatorName, OperatorFunction] = {
-        "norm": lambda x, w: (norm(x, w),),
-        "add": add_norm,
-        "post": lambda x, r, w: (r + norm(x, w),),
-        "sandwich": lambda x, r, w1, w2: add_norm(norm(x, w1), r, w2),
-        "qk": lambda q, k, q_weight, k_weight: (norm(q, q_weight), norm(k, k_weight)),
-        "rope": lambda q, k, q_weight, k_weight, *angles: rotate(norm(q, q_weight), norm(k, k_weight), *angles),
-        "rotate": rotate,
-        "swiglu": lambda gate, up: (gated(gate, up),),
-        "geglu": lambda gate, up: (gated(gate, up),),
-        "gated": lambda x, gate, w: (norm_gate(x, gate, w),),
-        "gate-first": lambda x, gate, w: (gate_norm(x, gate, w),),
-        "fp8": lambda x, w: (norm(x, w),),
-        "fp8-add": add_norm,
-        "fp8-columns": lambda x, w: (norm(x, w),),
-    }
-    return operators[operator]
+    return Parts(norm, add_norm, rotate, gate, gated_norm)
 
 
 def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Tensor], list[Tensor]]:
     """Compute outputs and gradients of all arguments by the formula in float64."""
-    spec = case.spec
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return reference.rms_norm(spec, x, w)
-
-    def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.add_rms_norm(spec, x, r, w)
-
+    norms: dict[str, Callable[..., Any]] = {"norm": reference.rms_norm, "add_norm": reference.add_rms_norm}
+    parts: Any = {name: partial(function, case.spec) for name, function in norms.items()}
     arguments = [tensor.detach().double().requires_grad_() for tensor in inputs.arguments]
     angles = [tensor.double() for tensor in inputs.angles]
-    outputs = compose_operator(case.operator, norm, add_norm)(*arguments, *angles)
+    function = OPERATORS[case.operator].made_of(replace(eager_parts(case), **parts))
+    outputs = function(*arguments, *angles)
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
     return [output.detach() for output in outputs], list(gradients)
 
 
-def worst_error(results: Sequence[Tensor | Quantized], exact: Sequence[Tensor]) -> float:
+def worst_error(results: Sequence[Tensor | fp8.Quantized], exact: Sequence[Tensor]) -> float:
     """The largest relative error of any row, so that one wrong row among a million shows; NaN where a result is NaN.
 
     Codes and scales count as the numbers that they stand for.
@@ -302,7 +359,7 @@ def worst_error(results: Sequence[Tensor | Quantized], exact: Sequence[Tensor]) 
     """
     errors = []
     for one, true in zip(results, exact, strict=True):
-        result = dequantize(one) if isinstance(one, Quantized) else one
+        result = fp8.dequantize(one) if isinstance(one, fp8.Quantized) else one
         error = result.detach().double() - true
         if true.dim() == 1:
             errors.append(error.abs().max() / true.square().mean().sqrt())
@@ -321,95 +378,74 @@ def tolerance(dtype: torch.dtype, case: OperatorCase | None = None) -> float:
     return max(4 * torch.finfo(dtype).eps, 1e-4)
 
 
+def _cases(operator: str, *shapes: str, option: str = "", backward: bool = True) -> list[OperatorCase]:
+    return [OperatorCase.named(f"{operator} {shape} {option}".rstrip(), backward=backward) for shape in shapes]
+
+
 # In the order of measuring: a run that is cut short has measured the widths of common models.
 TRAINING: tuple[OperatorCase, ...] = (
-    OperatorCase("norm", 8192, 4096),
-    OperatorCase("add", 8192, 4096),
-    OperatorCase("qk", 16384, 128, heads=(32, 8)),
-    OperatorCase("rope", 16384, 128, heads=(32, 8)),
-    OperatorCase("swiglu", 16384, 8192),
-    OperatorCase("gated", 8192, 4096),
-    OperatorCase("gate-first", 8192, 4096),
-    OperatorCase("gated", 524288, 128),
-    OperatorCase("gate-first", 8192, 8192),
-    OperatorCase("rotate", 16384, 64, heads=(32, 8)),
-    OperatorCase("norm", 8192, 2048),
-    OperatorCase("add", 8192, 2048),
-    OperatorCase("norm", 8192, 2560, GEMMA),
-    OperatorCase("sandwich", 8192, 2560, GEMMA),
-    OperatorCase("norm", 32768, 1024),
-    OperatorCase("add", 32768, 1024),
-    OperatorCase("qk", 16384, 128, heads=(16, 8)),
-    OperatorCase("rope", 16384, 128, heads=(16, 8)),
-    OperatorCase("qk", 16384, 256, heads=(8, 4)),
-    OperatorCase("rope", 16384, 256, heads=(8, 4)),
-    OperatorCase("norm", 8192, 3840, GEMMA),
-    OperatorCase("sandwich", 8192, 3840, GEMMA),
-    OperatorCase("sandwich", 8192, 5376, GEMMA),
-    OperatorCase("post", 8192, 4096),
-    OperatorCase("qk", 4096, 64, heads=(32, 8)),
-    OperatorCase("rope", 4096, 64, heads=(32, 8)),
-    OperatorCase("rotate", 16384, 128, heads=(32, 8)),
-    OperatorCase("rotate", 16384, 256, heads=(8, 4)),
-    OperatorCase("swiglu", 16384, 3072),
-    OperatorCase("swiglu", 8192, 14336),
-    OperatorCase("geglu", 16384, 6912),
-    OperatorCase("norm", 8192, 5120),
-    OperatorCase("norm", 8192, 8192),
-    OperatorCase("add", 8192, 8192),
-    OperatorCase("norm", 4096, 16384),
-    OperatorCase("add", 4096, 16384),
-    OperatorCase("norm", 131072, 128),
-    OperatorCase("norm", 32768, 128),
-    OperatorCase("norm", 1048576, 128),
-    OperatorCase("norm", 131072, 256),
-    OperatorCase("norm", 32768, 4096),
-    OperatorCase("norm", 4096, 32768),
-    OperatorCase("norm", 2048, 65536),
-    OperatorCase("add", 2048, 65536),
-)
-DECODING: tuple[OperatorCase, ...] = tuple(
-    OperatorCase(operator, rows, width, backward=False)
-    for operator in ("norm", "add")
-    for width in (4096, 8192)
-    for rows in (1, 16, 64)
-)
-_CAST_TO = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
-TO_FP8: tuple[OperatorCase, ...] = (
-    *(
-        OperatorCase("fp8", 8192, width, backward=False, recipe=recipe)
-        for width in (4096, 2048, 8192)
-        for recipe in _CAST_TO
+    *_cases("rms_norm", "8192x4096"),
+    *_cases("add_rms_norm", "8192x4096"),
+    *_cases("qk_norm", "16384x(32+8)x128"),
+    *_cases("qk_norm_rope", "16384x(32+8)x128"),
+    *_cases("glu", "16384x8192"),
+    *_cases("gated_rms_norm", "8192x4096", "8192x4096 gate-first", "524288x128", "8192x8192 gate-first"),
+    *_cases("rope", "16384x(32+8)x64"),
+    *_cases("rms_norm", "8192x2048"),
+    *_cases("add_rms_norm", "8192x2048"),
+    *_cases("rms_norm", "8192x2560", option="gemma"),
+    *_cases("norm_add_norm", "8192x2560", option="gemma"),
+    *_cases("rms_norm", "32768x1024"),
+    *_cases("add_rms_norm", "32768x1024"),
+    *_cases("qk_norm", "16384x(16+8)x128", "16384x(8+4)x256"),
+    *_cases("qk_norm_rope", "16384x(16+8)x128", "16384x(8+4)x256"),
+    *_cases("rms_norm", "8192x3840", option="gemma"),
+    *_cases("norm_add_norm", "8192x3840", "8192x5376", option="gemma"),
+    *_cases("norm_add", "8192x4096"),
+    *_cases("qk_norm", "4096x(32+8)x64"),
+    *_cases("qk_norm_rope", "4096x(32+8)x64"),
+    *_cases("rope", "16384x(32+8)x128", "16384x(8+4)x256"),
+    *_cases("glu", "16384x3072", "8192x14336", "16384x6912 gelu_tanh"),
+    *_cases("rms_norm", "8192x5120", "8192x8192"),
+    *_cases("add_rms_norm", "8192x8192"),
+    *_cases("rms_norm", "4096x16384"),
+    *_cases("add_rms_norm", "4096x16384"),
+    *_cases(
+        "rms_norm", "131072x128", "32768x128", "1048576x128", "131072x256", "32768x4096", "4096x32768", "2048x65536"
     ),
-    *(OperatorCase("fp8-add", 8192, 4096, backward=False, recipe=recipe) for recipe in _CAST_TO),
-    *(OperatorCase("fp8-columns", 8192, 4096, backward=False, recipe=recipe) for recipe in _CAST_TO[1:4]),
+    *_cases("add_rms_norm", "2048x65536"),
 )
-"""The backward of these is that of ``norm`` and ``add``."""
-CASES = TRAINING + DECODING + TO_FP8
+_FEW_ROWS = [f"{rows}x{width}" for width in (4096, 8192) for rows in (1, 16, 64)]
+DECODING = tuple(
+    case for operator in ("rms_norm", "add_rms_norm") for case in _cases(operator, *_FEW_ROWS, backward=False)
+)
+TO_FP8 = (
+    *(
+        case
+        for width in (4096, 2048, 8192)
+        for case in _cases("rms_norm_fp8", *(f"8192x{width} {r}" for r in _RECIPES))
+    ),
+    *_cases("add_rms_norm_fp8", *(f"8192x4096 {recipe}" for recipe in _RECIPES)),
+    *_cases("rms_norm_columns_fp8", *(f"8192x4096 {recipe}" for recipe in _RECIPES[1:4])),
+)
+"""The backward of these is that of ``rms_norm`` and ``add_rms_norm``."""
+CASES = (*TRAINING, *DECODING, *TO_FP8)
 
-MODES: tuple[OperatorCase, ...] = tuple(
-    OperatorCase("norm", rows, width, backward=False)
-    for rows, width in ((8192, 4096), (32768, 1024), (131072, 128), (8192, 8192), (4096, 16384), (2048, 65536))
+MODES = _cases(
+    "rms_norm", "8192x4096", "32768x1024", "131072x128", "8192x8192", "4096x16384", "2048x65536", backward=False
 )
 """The cases on which the modes of the forward are compared."""
-QUICK_MODES: tuple[OperatorCase, ...] = (OperatorCase("norm", 8, 64, backward=False),)
-
-QUICK: tuple[OperatorCase, ...] = (
-    OperatorCase("norm", 8, 64),
-    OperatorCase("norm", 8, 80, GEMMA),
-    OperatorCase("add", 8, 64),
-    OperatorCase("post", 8, 64),
-    OperatorCase("sandwich", 8, 80, GEMMA),
-    OperatorCase("qk", 4, 64, heads=(4, 2)),
-    OperatorCase("rope", 4, 64, heads=(4, 2)),
-    OperatorCase("rotate", 4, 64, heads=(4, 2)),
-    OperatorCase("swiglu", 8, 64),
-    OperatorCase("geglu", 8, 64),
-    OperatorCase("gated", 8, 64),
-    OperatorCase("gate-first", 8, 64),
-    OperatorCase("norm", 1, 128, backward=False),
-    *(OperatorCase("fp8", 8, 128, backward=False, recipe=recipe) for recipe in _CAST_TO),
-    OperatorCase("fp8-add", 8, 128, backward=False, recipe="rowwise"),
-    *(OperatorCase("fp8-columns", 128, 128, backward=False, recipe=recipe) for recipe in _CAST_TO[1:4]),
+QUICK_MODES = _cases("rms_norm", "8x64", backward=False)
+QUICK = tuple(
+    case
+    for name, operator in OPERATORS.items()
+    for option in operator.options
+    for case in _cases(name, "4x(4+2)x64" if name in _HEADS else "128x128" if "fp8" in name else "8x64", option=option)
 )
 """Tiny cases of every operator, for ``--quick``."""
+HOST = tuple(
+    OperatorCase.named(name)
+    for name in ("rms_norm 16x1024", "add_rms_norm 16x1024", "norm_add_norm 16x1024 gemma", "qk_norm 4x(4+2)x128",
+                 "qk_norm_rope 4x(4+2)x128", "glu 16x1024")
+)  # fmt: skip
+"""Cases so small that the GPU is done long before the host is."""

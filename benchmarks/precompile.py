@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .benchmark_run import BenchmarkRun
-from .operator_cases import DIRECTIONS, OperatorCase, OperatorFunction
-from .operator_timings import operator_calls, repeatable_backwards
+from .benchmark_run import BenchmarkRun, RefusedError
+from .kernels import operator_calls, repeatable_backwards
+from .operator_cases import DIRECTIONS, OperatorCase
 from .providers import FUSED_MODES, PROVIDERS, Provider
 from .timing import own_stream
 
@@ -71,7 +71,7 @@ def _compile(arguments: tuple[OperatorCase, torch.dtype, str, str]) -> str | Non
     device = torch.device(device_name)
     try:
         with own_stream(device), repeatable_backwards():
-            function: OperatorFunction = _PROVIDERS_AND_MODES[name].build(case)
+            function = _PROVIDERS_AND_MODES[name].build(case)
             inputs = [case.inputs(dtype, device, seed=0)]
             for direction in DIRECTIONS if case.backward else DIRECTIONS[:1]:
                 with torch.set_grad_enabled(direction == "backward"):
@@ -80,7 +80,7 @@ def _compile(arguments: tuple[OperatorCase, torch.dtype, str, str]) -> str | Non
         if device.type != "cpu":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
-    except _PROVIDERS_AND_MODES[name].refuses:
+    except RefusedError:
         return None
     except Exception as error:  # The measurement meets it again and reports it.
         return f"{name} {case.name}: {type(error).__name__}"

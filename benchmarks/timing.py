@@ -14,15 +14,16 @@ import gc
 import itertools
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.autograd import DeviceType
+
+from .samples import Method
 
 logger = logging.getLogger(__name__)
 
@@ -36,41 +37,8 @@ _FEWEST_SETS, _MOST_SETS = 3, 64
 _GRAPH_CALLS = 24  # So many in one graph that the gap to the next replay, a microsecond or two, does not count.
 _GRAPH_SECONDS = 0.01  # Slow calls need no such care.
 _PROFILED_CALLS = 16
-_SYNCHRONIZATIONS = (
-    "Context Sync",
-    "Stream Sync",
-    "Event Sync",
-    "Stream Wait Event",
-)  # Not work, but on the GPU's track.
-_WARM_UP = 3
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Time of one call, in seconds.
-
-    Attributes:
-        median: over all samples.
-        low: the first quartile.
-        high: the third quartile.
-        samples: the number of samples; each is the mean of a series of calls.
-        method: ``graph``: replays of a CUDA graph. ``events``: calls from Python between two CUDA events, which shows
-            host time where that is longer. ``wall``: the host's clock.
-    """
-
-    median: float
-    low: float
-    high: float
-    samples: int
-    method: Literal["graph", "events", "wall"]
-
-    @classmethod
-    def of(cls, samples: Sequence[float], method: Literal["graph", "events", "wall"]) -> Timing:
-        """Median and quartiles of ``samples``."""
-        if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0], 1, method)
-        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high, len(samples), method)
+_SYNCHRONIZATIONS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
+"""Not work, but on the GPU's track in torch.profiler."""
 
 
 @contextlib.contextmanager
@@ -106,8 +74,21 @@ def _beyond_cache(device: torch.device) -> int:
     return max(ROTATED_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def gpu_time(calls: Sequence[Call], device: torch.device, *, seconds: float = 0.1) -> Timing:
-    """The time of one call on the GPU, by replays of one CUDA graph of all calls.
+@dataclass(frozen=True)
+class Sampler:
+    """Takes samples of the time of a call.
+
+    Attributes:
+        take: measures once, and returns the seconds of one call.
+        method: how; see ``samples.Timing``.
+    """
+
+    take: Callable[[], float]
+    method: Method
+
+
+def sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
+    """Make what times one of ``calls`` on the GPU, by replays of a CUDA graph of all of them; by events if it must.
 
     What a call returns keeps its memory until its set's next turn: outputs that took turns in one buffer would stay in
     the cache.
@@ -116,46 +97,20 @@ def gpu_time(calls: Sequence[Call], device: torch.device, *, seconds: float = 0.
         calls: the same call on each set of inputs. To be called inside ``own_stream``, as everything that made the
             inputs was.
         device: where they run.
-        seconds: how long to measure, roughly.
     """
     if device.type == "cpu":
-        return Timing.of([_wall(calls) / len(calls)], "wall")
-    estimate, rounds = _rounds(calls)
+        return Sampler(lambda: _wall(calls) / len(calls), "wall")
+    for call in calls:  # What is compiled or loaded at the first call cannot be captured.
+        call()
+    estimate = _between_events(partial(_run, calls))
+    rounds = max(1, min(math.ceil(_GRAPH_CALLS / len(calls)), int(_GRAPH_SECONDS / estimate)))
     try:
         graph = _capture(calls, rounds)
     except RuntimeError as error:
         logger.warning("not capturable, timed by events instead: %s", str(error).partition("\n")[0])
         torch.cuda.synchronize(device)
-        passes = min(max(round(seconds / (estimate * len(calls))), 5), 100)
-        samples = _between_events([partial(_run, calls)] * passes)
-        return Timing.of([sample / len(calls) for sample in samples], "events")
-    replay = _between_events([graph.replay])[0]
-    samples = _between_events([graph.replay] * min(max(round(seconds / replay), 5), 100))
-    return Timing.of([sample / (rounds * len(calls)) for sample in samples], "graph")
-
-
-def sampler(calls: Sequence[Call], device: torch.device) -> Callable[[], float]:
-    """Capture the calls in a CUDA graph as ``gpu_time`` does, for samples in turns with others.
-
-    Returns:
-        A call that replays them, and returns the time of one of them in seconds.
-
-    Raises:
-        RuntimeError: they cannot be captured.
-    """
-    if device.type == "cpu":
-        return lambda: _wall(calls) / len(calls)
-    _, rounds = _rounds(calls)
-    graph = _capture(calls, rounds)
-    return lambda: _between_events([graph.replay])[0] / (rounds * len(calls))
-
-
-def _rounds(calls: Sequence[Call]) -> tuple[float, int]:
-    """A first estimate of the seconds of a call, and how often one graph goes through all calls."""
-    for call in calls:  # What is compiled or loaded at the first call cannot be captured.
-        call()
-    estimate = _between_events([partial(_run, calls)])[0] / len(calls)
-    return estimate, max(1, min(math.ceil(_GRAPH_CALLS / len(calls)), int(_GRAPH_SECONDS / (estimate * len(calls)))))
+        return Sampler(lambda: _between_events(partial(_run, calls)) / len(calls), "events")
+    return Sampler(lambda: _between_events(graph.replay) / (rounds * len(calls)), "graph")
 
 
 def profiled_time(calls: Sequence[Call], device: torch.device) -> float:
@@ -182,41 +137,13 @@ def profiled_time(calls: Sequence[Call], device: torch.device) -> float:
     return microseconds * 1e-6 / len(calls)
 
 
-def copy_time(moved_bytes: int, device: torch.device, *, seconds: float = 0.1) -> Timing:
-    """The time of a copy that moves ``moved_bytes``, half of them read and half written, measured as all else is."""
+def copy_sampler(moved_bytes: int, device: torch.device) -> Sampler:
+    """Make what times a copy that moves ``moved_bytes``, half of them read and half written, as all else is timed."""
     shape = max(moved_bytes // 4, 1)
     sets = input_sets(moved_bytes, device)
     pairs = [(torch.randn(shape, device=device).bfloat16(), torch.empty(shape, device=device).bfloat16())]
     pairs += [(source.clone(), target.clone()) for source, target in pairs * (sets - 1)]
-    return gpu_time([partial(target.copy_, source) for source, target in pairs], device, seconds=seconds)
-
-
-def host_time(run: Call, calls: int, device: torch.device, *, seconds: float = 0.2) -> Timing:
-    """Wall-clock time of one of the ``calls`` that ``run`` makes, while the GPU is left to catch up by itself.
-
-    Args:
-        run: enqueues work for less GPU time than it takes the host to enqueue it.
-        calls: how many calls one run makes.
-        device: where they run.
-        seconds: how long to measure, roughly.
-    """
-    for _ in range(_WARM_UP):
-        run()
-    samples: list[float] = []
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        until = time.perf_counter() + seconds
-        while len(samples) < 5 or (time.perf_counter() < until and len(samples) < 1000):
-            _synchronize(device)
-            began = time.perf_counter()
-            run()
-            samples.append((time.perf_counter() - began) / calls)
-        _synchronize(device)
-    finally:
-        if collecting:
-            gc.enable()
-    return Timing.of(samples, "wall")
+    return sampler([partial(target.copy_, source) for source, target in pairs], device)
 
 
 def host_and_step_time(call: Call, calls: int, device: torch.device) -> tuple[float, float]:
@@ -238,11 +165,6 @@ def host_and_step_time(call: Call, calls: int, device: torch.device) -> tuple[fl
     finally:
         if collecting:
             gc.enable()
-
-
-def synchronized_time(call: Call, calls: int, device: torch.device) -> float:
-    """Seconds of one of ``calls`` calls in a row, from an idle device until it is idle again."""
-    return host_and_step_time(call, calls, device)[1]
 
 
 class PeakMemory(NamedTuple):
@@ -308,16 +230,15 @@ def _run(calls: Sequence[Call]) -> list[object]:
     return [call() for call in calls]
 
 
-def _between_events(calls: Sequence[Call]) -> list[float]:
-    """Seconds from the end of one call to the end of the next on the GPU, one for each of ``calls``."""
-    calls[0]()  # So that the GPU is busy while the first of those that count is enqueued.
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
-    events[0].record()
-    for call, event in zip(calls, events[1:], strict=True):
-        call()
-        event.record()
-    events[-1].synchronize()
-    return [one.elapsed_time(next_one) * 1e-3 for one, next_one in itertools.pairwise(events)]
+def _between_events(call: Call) -> float:
+    """Seconds from the end of one call to the end of the next on the GPU."""
+    call()  # So that the GPU is busy while the one that counts is enqueued.
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    call()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) * 1e-3
 
 
 def _wall(calls: Sequence[Call]) -> float:

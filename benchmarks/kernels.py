@@ -1,14 +1,13 @@
-"""GPU time of operators, provider beside provider; results are held against float64 first, and wrong ones not timed."""
+"""GPU time of operators, provider beside provider in turns; results are held against float64, wrong ones not timed."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fused_norm.kernels.fp8 import Quantized
 
-from .benchmark_run import BenchmarkRun, in_a_line
+from .benchmark_run import BenchmarkRun, attempt, name_of, with_failure
 from .operator_cases import (
     DIRECTIONS,
     Direction,
@@ -28,12 +27,14 @@ from .operator_cases import (
     worst_error,
 )
 from .providers import Provider
-from .results import KernelResult, Part
-from .timing import gpu_time, input_sets, leaves_cache, memory_over, own_stream, profiled_time
-
-logger = logging.getLogger(__name__)
+from .results import Part, Result
+from .samples import Timing, in_turns
+from .timing import Sampler, input_sets, leaves_cache, memory_over, own_stream, profiled_time, sampler
 
 OperatorCall = Callable[[], Sequence[Tensor]]
+
+_SECONDS = 0.2  # For the samples of each provider.
+_ROUNDS = (5, 100)
 
 
 def measure(
@@ -45,7 +46,7 @@ def measure(
     *,
     profile: bool = True,
 ) -> None:
-    """Measure every case, dtype, provider and direction, as far as time allows.
+    """Measure every case, dtype, direction and provider, as far as time allows.
 
     Args:
         run: gives the device and the time left, and takes the results.
@@ -55,17 +56,15 @@ def measure(
         providers: those that cannot be measured here are noted as left out.
         profile: take torch.profiler's time as well.
     """
-    present = []
-    for provider in providers:
-        why = provider.missing(run.device)
-        if why is None:
-            present.append(provider)
-        else:
-            run.leave_out(provider.name, why)
+    why = {provider.name: provider.missing(run.device) for provider in providers}
+    for name, reason in why.items():
+        if reason is not None:
+            run.leave_out(name, reason)
+    present = [provider for provider in providers if why[provider.name] is None]
     with own_stream(run.device), repeatable_backwards():
         for dtype in dtypes:
             for case in cases:
-                if not run.out_of_time(f"{case.name} {_name(dtype)}"):
+                if not run.passes_over(f"{case.name} {name_of(dtype)}"):
                     _measure_case(run, part, case, dtype, present, profile)
                     run.save()
 
@@ -96,73 +95,92 @@ def operator_calls(
     return backwards
 
 
+class _Ready(NamedTuple):
+    """An operator that is right and ready to be timed."""
+
+    provider: Provider
+    function: OperatorFunction
+    calls: Sequence[OperatorCall]
+    sampler: Sampler
+
+
 def _measure_case(
     run: BenchmarkRun, part: Part, case: OperatorCase, dtype: torch.dtype, providers: Sequence[Provider], profile: bool
 ) -> None:
-    device = run.device
-    directions = DIRECTIONS if case.backward else DIRECTIONS[:1]
-    for direction in directions:
-        run.measure_copy(case.bytes(direction, dtype))
-    count = input_sets(case.bytes("forward", dtype), device)
-    sets = [case.inputs(dtype, device, seed=seed) for seed in range(count)]
+    count = input_sets(case.bytes("forward", dtype), run.device)
+    sets = [case.inputs(dtype, run.device, seed=seed) for seed in range(count)]
     exact = dict(zip(DIRECTIONS, float64_results(case, sets[0]), strict=True))
-    progress = []
-    for provider in providers:
-        if run.out_of_time(f"{case.name} {_name(dtype)} {provider.name}"):
-            continue
-        found = [
-            _measure(run, part, case, direction, dtype, provider, sets, exact[direction], profile)
-            for direction in directions
-        ]
-        run.results.kernels += found
-        times = "/".join(f"{1e6 * r.timing.median:.1f}" if r.timing else r.verdict for r in found)
-        progress.append(f"{provider.name} {times}")
-    run.say(f"{case.name} {_name(dtype)}, us: {', '.join(progress)}")
+    for direction in DIRECTIONS if case.backward else DIRECTIONS[:1]:
+        moved = case.bytes(direction, dtype)
+        run.measure_copy(moved)
+        cold = leaves_cache(moved * len(sets), run.device)
+        empty = Result(part, case.name, "", direction, name_of(dtype), bytes=moved, cold=cold)
+        ready: dict[str, _Ready] = {}
+        with torch.set_grad_enabled(direction == "backward"):
+            found = {
+                one.name: attempt(
+                    replace(empty, by=one.name), partial(_prepare, case, one, sets, exact[direction], ready)
+                )
+                for one in providers
+            }
+            _time(run, found, ready)
+            for name, right in ready.items():
+                found[name] = attempt(found[name], partial(_beside_time, case, right, sets[0], profile))
+        ready.clear()
+        run.results.rows += found.values()
+        times = (
+            f"{name} {1e6 * one.seconds:.1f}" if one.seconds else f"{name} {one.verdict}" for name, one in found.items()
+        )
+        run.say(f"{case.name} {name_of(dtype)} {direction}, us: {', '.join(times)}")
 
 
-def _measure(
-    run: BenchmarkRun,
-    part: Part,
+def _prepare(
     case: OperatorCase,
-    direction: Direction,
-    dtype: torch.dtype,
     provider: Provider,
     sets: Sequence[OperatorInputs],
     exact: Sequence[Tensor],
-    profile: bool,
-) -> KernelResult:
-    device, moved = run.device, case.bytes(direction, dtype)
-    result = KernelResult(
-        part=part,
-        case=case.name,
-        group=case.group,
-        rows=case.rows,
-        width=case.width,
-        dtype=_name(dtype),
-        provider=provider.name,
-        direction=direction,
-        bytes=moved,
-        cold=leaves_cache(moved * len(sets), device),
-        verdict="ok",
-    )
-    try:
-        with torch.set_grad_enabled(direction == "backward"):
-            function = provider.build(case)
-            calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
-            _poison(exact, device)
-            error = worst_error(calls[0](), exact)
-            if not error <= (allowed := tolerance(dtype, case)):
-                detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
-                return replace(result, verdict="wrong", detail=detail, error=error if math.isfinite(error) else None)
-            result = replace(result, error=error, timing=gpu_time(calls, device, seconds=run.seconds(0.1)))
-            if case.operator not in provider.overwrites_arguments:  # The copies that it gets would count.
-                result = replace(result, extra_bytes=extra_memory(function, direction, sets[0], device))
-            return replace(result, profiled=_profiled(calls, device)) if profile else result
-    except provider.refuses as refusal:
-        return replace(result, verdict="refused", detail=in_a_line(refusal))
-    except Exception as failure:  # Of whatever kind: the others are measured all the same.
-        logger.warning("%s %s %s: %s", provider.name, case.name, direction, in_a_line(failure))
-        return replace(result, verdict="failed", detail=in_a_line(failure), timing=None)
+    ready: dict[str, _Ready],
+    result: Result,
+) -> Result:
+    """Hold an operator against the exact results; one that is right is captured and goes into ``ready``."""
+    function, (first, *_) = provider.build(case), sets
+    direction = _direction(result)
+    calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
+    device, dtype = first.arguments[0].device, first.arguments[0].dtype
+    _poison(exact, device)
+    error = worst_error(calls[0](), exact)
+    result = replace(result, error=error if math.isfinite(error) else None)
+    if not error <= (allowed := tolerance(dtype, case)):
+        detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
+        return replace(result, verdict="wrong", detail=detail)
+    ready[provider.name] = _Ready(provider, function, calls, sampler(calls, device))
+    return result
+
+
+def _time(run: BenchmarkRun, found: dict[str, Result], ready: dict[str, _Ready]) -> None:
+    """Take samples of all in turns, and write the times into their results."""
+
+    def failed(name: str, error: Exception) -> None:
+        found[name] = with_failure(found[name], error)
+        del ready[name]
+
+    takes = {name: one.sampler.take for name, one in ready.items()}
+    seconds = run.seconds(_SECONDS * len(takes))
+    for name, samples in in_turns(takes, rounds=run.rounds(*_ROUNDS), seconds=seconds, failed=failed).items():
+        found[name] = replace(found[name], timing=Timing.of(samples, ready[name].sampler.method))
+
+
+def _beside_time(case: OperatorCase, ready: _Ready, inputs: OperatorInputs, profile: bool, result: Result) -> Result:
+    """Measure memory, and the time by torch.profiler."""
+    device = inputs.arguments[0].device
+    if case.operator not in ready.provider.overwrites_arguments:  # The copies that it gets would count.
+        extra = extra_memory(ready.function, _direction(result), inputs, device)
+        result = replace(result, extra_bytes=extra)
+    return replace(result, profiled=profiled_time(ready.calls, device)) if profile else result
+
+
+def _direction(result: Result) -> Direction:
+    return "backward" if result.kind == "backward" else "forward"
 
 
 def extra_memory(function: OperatorFunction, direction: Direction, inputs: OperatorInputs, device: torch.device) -> int:
@@ -194,21 +212,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def _profiled(calls: Sequence[OperatorCall], device: torch.device) -> float | None:
-    try:
-        return profiled_time(calls, device)
-    except RuntimeError as error:
-        logger.warning("no time from torch.profiler: %s", in_a_line(error))
-        return None
-
-
 def _poison(exact: Sequence[Tensor], device: torch.device) -> None:
     """Fill the memory that is allocated next with NaN, so that results that are not written are seen to be wrong."""
     if device.type != "cpu":
         torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
     held = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
     del held
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
