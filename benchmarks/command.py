@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of
 apply_fused_norm saves on whole models. kernels: GPU time and memory of every operator, beside peers. modes: the modes
-of the forward. tune: rows of launch plans for this device. plots RESULTS: tables and charts from the results.json of a
-run. Results, tables and charts are written to the folder of --out.
+of the forward. tune: prints rows of launch plans for this device. plots RESULTS: tables and charts of a results.json.
+Results, tables and charts are written to the folder of --out.
 
 NAMES are separated by commas. Rows are patterns such as 'glu*' or 'Qwen3-0.6B*', or the names of any operator and shape
 ('add_rms_norm 4096x2560', 'qk_norm 4096x(28+4)x128') and any model and step ('Qwen3-4B train 1x512')."""
@@ -85,6 +85,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.part == "plots":
         return _plot(args.stored, args.out)
+    if args.part == "tune":
+        from . import tune
+
+        if device.type == "cpu":
+            raise UsageError("tune needs a GPU")
+        tune.print_rows(device, [_width(one) for one in args.widths or ()])
+        return 0
     facts = environment() | providers.peer_versions() | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
     chosen = {name: value for name, value in vars(args).items() if name != "out" and value not in (None, False)}
     facts["options"] = ", ".join(f"{name} {value}" for name, value in chosen.items())
@@ -92,8 +99,6 @@ def run(args: argparse.Namespace) -> int:
     results = Results(facts, meaningless=args.quick)
     benchmark_run = BenchmarkRun(device, results, path, _progress(), args.budget_seconds, args.quick)
     with writing_to(args.out):
-        if args.part == "tune":
-            return _tune(benchmark_run, args)
         measurements = _measurements(benchmark_run, args)
         benchmark_run.measure_copy()
         facts["clocks at first"] = clocks()
@@ -194,17 +199,6 @@ def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str) -> li
         if name not in every:
             raise UsageError(f"no {what} {name!r}; there are {', '.join(every)}")
     return [value for name, value in every.items() if names is None or name in names]
-
-
-def _tune(run: BenchmarkRun, args: argparse.Namespace) -> int:
-    from . import tune
-
-    widths = None if args.widths is None else [_width(one) for one in args.widths]
-    found = tune.tune(run, widths, _jobs(args))
-    text = "\n".join([tune.table(found), "", tune.rows(found, run.device), *run.results.left_out])
-    (run.path.parent / "plans.txt").write_text(text + "\n", encoding="utf-8")
-    print(text)
-    return 0
 
 
 def _width(text: str) -> int:

@@ -6,8 +6,7 @@ Triton and Inductor cache compiled kernels on disk, where the measuring process 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -40,24 +39,17 @@ def precompile(run: BenchmarkRun, tasks: Iterable[OperatorTask], jobs: int) -> N
     ]
     if not compiling or jobs < 1 or run.remaining() <= 0:
         return
+    run.say(f"precompiling {len(compiling)} operators")
+    outcomes: list[str | None] = []
     # Spawned, because a fork would share the CUDA context.
     with multiprocessing.get_context("spawn").Pool(min(jobs, len(compiling))) as pool:
-        compile_in_processes(pool, run, _compile, compiling, "operators")
-
-
-def compile_in_processes(
-    pool: Any, run: BenchmarkRun, compile_one: Callable[[Any], str | None], arguments: Sequence[Any], what: str
-) -> None:
-    """Call ``compile_one`` for each of ``arguments`` in the processes of a pool, and say how many it failed for."""
-    run.say(f"precompiling {len(arguments)} {what}")
-    outcomes: list[str | None] = []
-    pending = pool.imap_unordered(compile_one, arguments)
-    try:
-        for _ in arguments:
-            outcomes.append(pending.next(min(_LONGEST_WAIT, max(run.remaining(), 0))))
-    except multiprocessing.TimeoutError:
-        run.say(f"precompiled {len(outcomes)} {what}; the rest is compiled when it is measured")
-        return
+        pending = pool.imap_unordered(_compile, compiling)
+        try:
+            for _ in compiling:
+                outcomes.append(pending.next(min(_LONGEST_WAIT, max(run.remaining(), 0))))
+        except multiprocessing.TimeoutError:
+            run.say(f"precompiled {len(outcomes)} operators; the rest is compiled when it is measured")
+            return
     failures = [failure for failure in outcomes if failure]
     run.say(f"precompiled; {len(failures)} failed{': ' + failures[0] if failures else ''}")
 

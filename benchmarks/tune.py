@@ -1,4 +1,4 @@
-"""``python -m benchmarks.tune``: find the fastest launch plans on this device, as rows for ``plans.TABLES``.
+"""``python -m benchmarks tune``: find the fastest launch plans on this device, as rows for ``plans.TABLES``.
 
 Every candidate runs whole operators in bf16, captured in CUDA graphs, after their results were held against float64. A
 row is printed where it is faster than what the device plans by today in a second measurement, in turns with that. Paste
@@ -7,7 +7,6 @@ the rows into ``fused_norm/kernels/plans.py``.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -18,18 +17,17 @@ from typing import Any
 import torch
 
 from fused_norm import __version__
-from fused_norm.cli import parse_and_run
-from fused_norm.cli.common import UsageError, interpret_without_gpu
 from fused_norm.kernels import plans
 from fused_norm.kernels.plans import Rule
 from fused_norm.kernels.triton.devices import device_facts, name_of, use_plans
 
 from . import operator_cases
 from .benchmark_run import in_a_line
-from .operator_cases import DIRECTIONS, GEMMA, LLAMA, Direction, OperatorCase, float64_results, tolerance, worst_error
-from .operator_timings import OperatorCall, operator_calls
+from .kernels import OperatorCall, operator_calls
+from .operator_cases import DIRECTIONS, Direction, OperatorCase, float64_results, tolerance, worst_error
 from .providers import FUSED
-from .timing import gpu_time, input_sets, own_stream, sampler
+from .samples import in_turns
+from .timing import input_sets, own_stream, sampler
 
 _ELEMENTS = 2**25
 """Of the input at each width: enough to fill the device."""
@@ -43,7 +41,7 @@ _FASTER = 1.02
 """A row is printed from here on: how many times as fast it is."""
 _TURNS = 15
 
-WIDTHS = tuple(sorted({case.width for case in operator_cases.TRAINING if "glu" not in case.operator}))
+WIDTHS = tuple(sorted({case.width for case in operator_cases.TRAINING if case.operator != "glu"}))
 
 
 @dataclass(frozen=True)
@@ -69,23 +67,24 @@ class Task:
 def tasks_for(widths: Iterable[int]) -> list[Task]:
     """The rows for hidden states of ``widths``; for heads too where a head may be as wide, and once for gates."""
 
-    def case(operator: Any, width: int, heads: tuple[int, int] = (0, 0)) -> OperatorCase:
+    def case(operator: str, width: int, heads: tuple[int, int] = (0, 0), option: str = "") -> OperatorCase:
         rows = max(_ELEMENTS // (width * (sum(heads) or 1)), 1)
-        return OperatorCase(operator, rows, width, GEMMA if operator == "sandwich" else LLAMA, heads)
+        return OperatorCase(operator, rows, width, heads, option)
 
     found = []
     for width in widths:
-        norm, add, post, sandwich = (case(operator, width) for operator in ("norm", "add", "post", "sandwich"))
+        norm, add, norm_add = (case(operator, width) for operator in ("rms_norm", "add_rms_norm", "norm_add"))
+        sandwich = case("norm_add_norm", width, option="gemma")
         found += [Task("norm_backward", width, (norm,)), Task("add_backward", width, (add,))]
         if width <= plans.WIDEST_SANDWICH_BACKWARD:
             found.append(Task("sandwich_backward", width, (sandwich,)))
         if width <= plans.WIDEST_SANDWICH_FORWARD:
-            found.append(Task("forward", width, (norm, add, post, sandwich)))
+            found.append(Task("forward", width, (norm, add, norm_add, sandwich)))
         if width <= 256 and width % 2 == 0:
-            qk, rope = (case(operator, width, (32, 8)) for operator in ("qk", "rope"))
+            qk, rope = (case(operator, width, (32, 8)) for operator in ("qk_norm", "qk_norm_rope"))
             found.append(Task("heads_forward", width, (qk, rope)))
             found += [Task("qk_backward", width, (qk,)), Task("qk_rope_backward", width, (rope,))]
-    gate = case("swiglu", 8192)
+    gate = case("glu", 8192, option="silu")
     return [*found, Task("glu_forward", 0, (gate,)), Task("glu_backward", 0, (gate,))]
 
 
@@ -144,19 +143,25 @@ class Prepared:
         times = {}
         for rule in candidates:
             try:
-                taken = self.with_calls(rule, lambda calls: gpu_time(calls, self.device, seconds=0.01).median)
+                times[rule] = min(self.sampler(rule)() for _ in range(5))
             except Exception as error:  # too many registers, too much shared memory; the next may do
                 sys.stderr.write(f"{self.task.section} {rule}: {in_a_line(error)}\n")
-            else:
-                times[rule] = sum(taken)
         return min(times, key=lambda rule: times[rule]) if times else None
+
+    def sampler(self, rule: Rule | None) -> Callable[[], float]:
+        """What takes a sample of the time of all operators together, in seconds."""
+        samplers = self.with_calls(rule, lambda calls: sampler(calls, self.device))
+        return lambda: sum(one.take() for one in samplers)
 
     def in_turns(self, rule: Rule) -> tuple[float, float]:
         """The times today and by ``rule``: medians of samples that were taken in turns, in seconds."""
-        both = [self.with_calls(one, lambda calls: sampler(calls, self.device)) for one in (None, rule)]
-        samples = [[sum(take() for take in one) for one in both] for _ in range(_TURNS)]
-        today, by_rule = (statistics.median(times) for times in zip(*samples, strict=True))
-        return today, by_rule
+
+        def failed(name: str, error: Exception) -> None:
+            raise error
+
+        takes = {"today": self.sampler(None), "rule": self.sampler(rule)}
+        samples = in_turns(takes, rounds=(_TURNS, _TURNS), seconds=0, failed=failed)
+        return statistics.median(samples["today"]), statistics.median(samples["rule"])
 
 
 def tune(task: Task, device: torch.device) -> str | None:
@@ -173,20 +178,13 @@ def tune(task: Task, device: torch.device) -> str | None:
     return repr(replace(best, why=f"{1e6 * by_row:.1f}, by the rules {1e6 * today:.1f}"))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="row lengths (default: common models')")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Tune the widths of the command line and print a table."""
-    device = interpret_without_gpu()
-    if device.type == "cpu":
-        raise UsageError("no GPU, and times of Triton's interpreter mean nothing")
+def print_rows(device: torch.device, widths: Sequence[int] | None) -> None:
+    """Tune rows of these lengths, those of common models for None, and print a table of what is faster."""
     import triton
 
     rows: dict[str, list[str]] = {}
     with own_stream(device):
-        for task in tasks_for(args.widths):
+        for task in tasks_for(widths or WIDTHS):
             row = tune(task, device)
             sys.stderr.write(f"{task.section} {task.width}: {row or 'as fast as any'}\n")
             if row:
@@ -195,9 +193,3 @@ def run(args: argparse.Namespace) -> int:
     lines = [f"    {section!r}: ({', '.join(found)},),\n" for section, found in rows.items()]
     name, capability = name_of(device)
     sys.stdout.write(f"PlanTable({name!r}, {capability!r}, {versions!r}, {{\n{''.join(lines)}}})\n")
-    return 0
-
-
-if __name__ == "__main__":
-    description = "Find the fastest launch plans on this device, and print them as rows of a plan table."
-    sys.exit(parse_and_run(sys.modules[__name__], "python -m benchmarks.tune", description))

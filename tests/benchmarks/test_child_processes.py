@@ -11,10 +11,10 @@ import torch
 
 from benchmarks import child_processes
 from benchmarks.model_cases import ModelCase
-from benchmarks.results import Results, StepResult
+from benchmarks.results import Result, Results
 
-COLD = ModelCase("llama", None, 1, 8, step="cold start")
-SHARDED = ModelCase("llama", None, 1, 8, step="fsdp2")
+COLD = ModelCase.named("tiny-llama cold start 1x8")
+SHARDED = ModelCase.named("tiny-llama fsdp2 1x8")
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def commands(monkeypatch):
     def run(command, environment):
         job = json.loads(Path(command[-1]).read_text(encoding="utf-8"))
         kept.append((command, dict(environment), job))
-        rows = [StepResult("a row", variant, "ok") for variant in job["variants"]]
-        Results({}, steps=rows).save(Path(job["results"]))
+        rows = [Result("models", "a row", variant) for variant in job["variants"]]
+        Results({}, rows=rows).save(Path(job["results"]))
 
     monkeypatch.setattr(child_processes, "_run", run)
     return kept
@@ -41,7 +41,7 @@ def test_each_cold_start_has_a_process_and_empty_caches_of_its_own(run, commands
         folders = [environment[name] for _, environment, _ in commands]
         assert len(set(folders)) == 2
         assert not any(Path(folder).exists() for folder in folders)
-    assert [row.variant for row in run.results.steps] == ["stock", "fused"]
+    assert [row.by for row in run.results.rows] == ["stock", "fused"]
 
 
 def test_a_sharded_model_has_two_processes_for_all_variants(run, commands):
@@ -49,7 +49,7 @@ def test_a_sharded_model_has_two_processes_for_all_variants(run, commands):
     ((command, _, job),) = commands
     assert "--nproc-per-node=2" in command
     assert job["variants"] == ["stock", "fused"]
-    assert ModelCase(**job["case"]) == SHARDED
+    assert ModelCase.named(job["case"]) == SHARDED
 
 
 def test_one_gpu_is_too_few_for_a_sharded_model(run, commands, monkeypatch):
@@ -69,7 +69,7 @@ def test_processes_that_fail_or_hang_are_reported(run, monkeypatch):
     )
     monkeypatch.setattr(child_processes, "TIMEOUT", 0.1)
     child_processes.measure(run, SHARDED, ["stock", "torch"], torch.float32)
-    assert [(row.variant, row.verdict, row.detail) for row in run.results.steps] == [
+    assert [(row.by, row.verdict, row.detail) for row in run.results.rows] == [
         *((variant, "failed", "exit code 3: no such device") for variant in ("stock", "torch")),
         *((variant, "failed", "not done after 0.1 s") for variant in ("stock", "torch")),
     ]
@@ -86,9 +86,9 @@ def test_nothing_is_started_after_the_budget(run, commands):
 @pytest.mark.parametrize("case", [COLD, SHARDED], ids=lambda case: case.name)
 def test_in_real_processes_steps_are_right_and_timed(case, run):
     child_processes.measure(run, case, ["stock", "fused"], torch.float32)
-    assert [(row.row, row.variant, row.verdict) for row in run.results.steps] == [
+    assert [(row.row, row.by, row.verdict) for row in run.results.rows] == [
         (case.name, variant, "ok") for variant in ("stock", "fused")
     ]
-    for row in run.results.steps:
-        assert row.timing.samples == (1 if case is COLD else 2)
+    for row in run.results.rows:
+        assert row.timing.samples == 1
         assert case is COLD or row.error < 1e-5

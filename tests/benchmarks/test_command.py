@@ -1,17 +1,28 @@
-"""``fused-norm bench`` measures what was asked for, keeps it, and says no where a GPU is needed."""
+"""``python -m benchmarks`` measures what was asked for, keeps it, and says no where a GPU is needed."""
 
 from __future__ import annotations
 
-import json
-import re
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import command as bench
-from benchmarks import features, model_variants, models, operator_timings, providers
+from benchmarks import command, features, kernels, model_variants, models, plots, providers
 from benchmarks.command import main
 from benchmarks.results import Results
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_package_is_a_command_of_a_checkout():
+    found = subprocess.run([sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.startswith("usage: python -m benchmarks"), found.stderr
 
 
 def test_a_list_without_names_is_bad_input(capsys):
@@ -21,13 +32,10 @@ def test_a_list_without_names_is_bad_input(capsys):
     assert "argument --providers: ',' names nothing" in capsys.readouterr().err
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setattr(bench, "interpret_without_gpu", lambda: torch.device("cpu"))
-
-
-def test_without_a_gpu_nothing_is_timed(without_gpu, tmp_path, capsys):
-    assert main(["--out", str(tmp_path / "out")]) == 2
+@pytest.mark.parametrize("part", ["all", "tune"])
+def test_without_a_gpu_nothing_is_timed(part, tmp_path, capsys):
+    with mock.patch.object(command, "interpret_without_gpu", return_value=torch.device("cpu")):
+        assert main([part, "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "no GPU" in said
     assert "--quick" in said
@@ -38,138 +46,103 @@ def test_without_a_gpu_nothing_is_timed(without_gpu, tmp_path, capsys):
     ("arguments", "what"),
     [
         (["--providers", "stock,apex"], "no provider 'apex'; there are stock, torch"),
-        (["--variants", "eager"], "no variant 'eager'"),
+        (["--variants", "eager"], "no variant 'eager'; there are stock, fused"),
         (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
-        (["kernels", "--rows", "norm *,conv *"], "--rows 'conv *' matches none of: norm"),
-        (["--shapes", "norm 8x64"], "--shapes belongs to `bench kernels` and `bench modes`"),
-        (["kernels", "--shapes", "norm 8x64", "--rows", "norm *"], "--shapes belongs to"),
-        (["kernels", "--shapes", "conv 8x64"], "--shapes: 'conv 8x64' is no operator and shape"),
-        (["modes", "--shapes", "add 8x64"], "--shapes 'add 8x64': modes are compared on norm and gemma"),
+        (["kernels", "--rows", "rms_norm *,conv *"], "--rows 'conv *' is no operator and shape, and no model"),
+        (["modes", "--rows", "add_rms_norm 8x64"], "--rows 'add_rms_norm 8x64' is no"),
+        (["--widths", "128"], "--widths belongs to tune"),
+        (["plots"], "plots, and nothing else, takes the results.json"),
+        (["host", "results.json"], "plots, and nothing else, takes the results.json"),
         (["--out", "{}/file/below"], "/file/below: this folder cannot be made (Not a directory)"),
-        (["kernels", "--rows", "norm 8x64", "--out", "{}/taken"], "/taken/results.json cannot be written"),
-        (["--plot", "{}/none.json"], "/none.json cannot be read (No such file or directory)"),
+        (["kernels", "--rows", "rms_norm 8x64", "--out", "{}/taken"], "/taken/results.json cannot be written"),
+        (["plots", "{}/none.json"], "/none.json cannot be read (No such file or directory)"),
+        (["plots", "{}/file"], "/file holds no results of the benchmarks"),
     ],
 )
 def test_what_there_is_not_is_named(arguments, what, tmp_path, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "taken" / "results.json").mkdir(parents=True)
     arguments = [argument.format(tmp_path) for argument in arguments]
-    assert main(["--quick", "--out", str(tmp_path), *arguments]) == 2
+    with mock.patch.object(kernels, "measure"):
+        assert main(["--quick", "--out", str(tmp_path), *arguments]) == 2
     assert what in capsys.readouterr().err
 
 
 def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    with mock.patch.object(plots, "draw", side_effect=lambda results, folder: [folder / f"{len(results.rows)}.png"]):
+        _quick_runs(tmp_path, capsys)
+
+
+def _quick_runs(tmp_path, capsys):
     out = tmp_path / "first"
-    chosen = ["--providers", "stock,fused", "--variants", "stock,fused"]
-    for part, rows in (("kernels", "norm 8x64"), ("models", "tiny-qwen3 1x16")):
+    chosen = ["--providers", "stock,torch", "--variants", "stock,torch", "--jobs", "0"]
+    for part, rows in (("kernels", "rms_norm 8x64"), ("models", "tiny-llama 1x4")):
         assert main([part, "--quick", "--rows", rows, *chosen, "--out", str(out / part)]) == 0
         printed = capsys.readouterr()
         assert "THESE TIMES MEAN NOTHING" in printed.out
         assert rows in printed.out
         assert " s] " in printed.err
     results = Results.load(out / "kernels" / "results.json")
-    assert {(row.case, row.provider, row.verdict) for row in results.kernels} == {
-        ("norm 8x64", "stock", "ok"),
-        ("norm 8x64", "fused", "ok"),
+    assert {(row.row, row.by, row.verdict) for row in results.of("kernels")} == {
+        ("rms_norm 8x64", "stock", "ok"),
+        ("rms_norm 8x64", "torch", "ok"),
     }
+    assert all(row.profiled for row in results.of("kernels"))
     assert torch.__version__.startswith(results.environment["torch"])
-    assert len(results.copies) == 4, "one at each end, and one for each direction"
-    assert (out / "kernels" / "bandwidth-dark.png").exists()
+    assert len(results.of("copy")) == 4, "one at each end, and one for each direction"
+    assert "rows ['rms_norm 8x64']" in results.environment["options"]
+    assert {"clocks at first", "clocks at last", "LIGER_KERNEL_IMPL"} <= results.environment.keys()
     steps = (out / "models" / "steps.md").read_text(encoding="utf-8").splitlines()
-    assert (steps[0], steps[2].partition(" | ")[0]) == ("| | stock | fused |", "| tiny-qwen3 1x16")
-    facts = Results.load(out / "models" / "results.json").environment
-    assert {"clocks at first", "clocks at last", "LIGER_KERNEL_IMPL"} <= facts.keys()
+    assert (steps[0], steps[2].partition(" | ")[0]) == ("| | stock | torch |", "| tiny-llama 1x4")
 
     again = tmp_path / "again"
-    assert main(["--plot", str(out / "kernels" / "results.json"), "--out", str(again)]) == 0
-    for name in ("report.txt", "bandwidth-light.png"):
-        assert (again / name).read_bytes() == (out / "kernels" / name).read_bytes()
+    assert main(["plots", str(out / "kernels" / "results.json"), "--out", str(again)]) == 0
+    assert (again / "report.txt").read_bytes() == (out / "kernels" / "report.txt").read_bytes()
+    if importlib.util.find_spec("matplotlib"):
+        assert f"report.txt, {len(results.rows)}.png" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rows", "variants"),
+    ("part", "arguments", "rows", "variants"),
     [
-        ([], ["tiny-qwen3 1x16", "tiny-gemma3_text 1x16"], list(model_variants.DEFAULT)),
-        (["--rows", "* lora *,* generate 1*"], ["tiny-qwen3 lora 1x16", "tiny-qwen3 generate 1x2"], None),
-        (["--variants", "fused-compile,stock"], None, ["stock", "fused-compile"]),
+        ("models", [], ["tiny-qwen3 1x16", "tiny-gemma3_text 1x16"], list(model_variants.DEFAULT)),
+        ("models", ["--rows", "* lora *,* generate 1*"], ["tiny-qwen3 lora 1x16", "tiny-qwen3 generate 1x2"], None),
+        ("models", ["--rows", "tiny-llama train 2x8"], ["tiny-llama train 2x8"], None),
+        ("models", ["--variants", "fused-compile,stock"], None, ["stock", "fused-compile"]),
+        ("features", [], ["tiny-gemma3_text 1x8", "tiny-qwen3 generate 1x2"], list(features.VARIANTS)),
+        ("features", ["--variants", "stock"], None, ["fused", "stock"]),
     ],
 )
-def test_of_models_most_rows_and_variants_are_measured_by_name_alone(arguments, rows, variants, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(models, "measure", lambda run, cases, variants, dtype: asked.append((cases, variants)))
-    assert main(["models", "--quick", "--out", str(tmp_path), *arguments]) == 0
-    ((cases, found),) = asked
+def test_of_models_most_rows_and_variants_are_measured_by_name_alone(part, arguments, rows, variants, tmp_path):
+    with mock.patch.object(models, "measure") as measure:
+        assert main([part, "--quick", "--out", str(tmp_path), *arguments]) == 0
+    _, cases, found, _, *_ = measure.call_args.args
     assert rows is None or [case.name for case in cases] == rows
-    assert found == (variants or list(model_variants.DEFAULT))
+    assert list(found) == (variants or list(model_variants.DEFAULT))
 
 
-def test_help_names_every_variant(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    help_text = re.sub(r"\s+", " ", re.sub(r"-\s+", "-", capsys.readouterr().out))
-    for part, variants in (("models", model_variants.VARIANTS), ("features", features.VARIANTS)):
-        listed = re.search(rf"of {part}: ([^;]*?)( \(default|;)", help_text)[1]
-        assert [re.sub(r" \(.*", "", name) for name in listed.split(", ")] == list(variants)
-
-
-@pytest.mark.parametrize(
-    ("part", "option", "profiled"),
-    [("kernels", [], True), ("kernels", ["--no-profiler"], False), ("modes", ["--dtype", "float32"], True)],
-)
-def test_the_profiler_can_be_left_out(part, option, profiled, tmp_path):
-    chosen = ["--providers", "stock", "--out", str(tmp_path), *(["--rows", "norm 8x64"] if part == "kernels" else [])]
-    assert main([part, "--quick", *chosen, *option]) == 0
-    rows = Results.load(tmp_path / "results.json").kernels
-    assert {row.profiled is not None for row in rows} == {profiled}
+def test_any_shape_can_be_measured_and_the_profiler_left_out(tmp_path):
+    with mock.patch.object(kernels, "measure") as measure:
+        for part, rows in (("kernels", "add_rms_norm 3x40,qk_norm 2x(3+1)x8"), ("modes", "rms_norm 3x40 gemma")):
+            assert main([part, "--quick", "--rows", rows, "--no-profiler", "--out", str(tmp_path)]) == 0
+    cases = [case for call in measure.call_args_list for case in call.args[2]]
+    assert [case.name for case in cases] == ["add_rms_norm 3x40", "qk_norm 2x(3+1)x8", "rms_norm 3x40 gemma"]
+    assert [case.backward for case in cases] == [True, True, False]
+    assert [call.kwargs for call in measure.call_args_list] == [{"profile": False}] * 2
 
 
 def test_after_the_budget_nothing_is_started(tmp_path, capsys):
     assert main(["--quick", "--budget-seconds", "0", "--out", str(tmp_path)]) == 0
     results = Results.load(tmp_path / "results.json")
-    assert not any((results.kernels, results.host, results.steps, results.features))
-    for part in ("host time of norm by stock", "tiny-qwen3 1x16 stock", "features of tiny-", "norm 8x64 bfloat16"):
+    assert {row.part for row in results.rows} == {"copy"}
+    for part in ("host time of rms_norm 16x1024 by stock", "models: tiny-qwen3 1x16", "features: ", "rms_norm 8x64 bf"):
         assert any(line.startswith(part) and line.endswith("after 0 s") for line in results.left_out)
     assert "Left out:" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_features_are_measured_and_a_wrong_one_fails_the_run(tmp_path, capsys, monkeypatch):
-    chosen = ["--rows", "tiny-qwen3 generate *", "--variants", "stock", "--out", str(tmp_path)]
-    assert main(["features", "--quick", *chosen]) == 0
-    assert "tiny-qwen3 generate 1x2" in capsys.readouterr().out
-    rows = Results.load(tmp_path / "results.json").features
-    assert [(row.variant, row.verdict) for row in rows] == [("all", "ok"), ("stock", "ok")]
-    monkeypatch.setattr(features, "ALLOWED_ERROR", -1.0)
-    assert main(["features", "--quick", *chosen]) == 1
-
-
-def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path, monkeypatch):
-    right = providers.FUSED.build
-    wrong = providers.Provider("fused", lambda case: lambda *given: tuple(1.1 * y for y in right(case)(*given)))
-    monkeypatch.setitem(providers.PROVIDERS, "fused", wrong)
-    assert main(["kernels", "--quick", "--rows", "norm 8x64", "--out", str(tmp_path)]) == 1
-
-
-@pytest.mark.parametrize("text", [None, "{}"])
-def test_results_that_cannot_be_read_are_named(text, tmp_path, capsys):
-    path = tmp_path / "results.json"
-    if text is not None:
-        path.write_text(text)
-    assert main(["--plot", str(path), "--out", str(tmp_path)]) == 2
-    assert "results.json" in capsys.readouterr().err
-
-
-def test_any_shape_can_be_measured(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(operator_timings, "measure", lambda run, part, cases, *rest, **options: asked.extend(cases))
-    for part, shapes in (("kernels", "add 3x40,qk 2x(3+1)x8"), ("modes", "gemma 3x40")):
-        assert main([part, "--quick", "--shapes", shapes, "--out", str(tmp_path)]) == 0
-    assert [case.name for case in asked] == ["add 3x40", "qk 2x(3+1)x8", "gemma 3x40"]
-    assert [case.backward for case in asked] == [True, True, False]
-
-
-def test_the_options_are_kept_with_the_results(tmp_path):
-    main(["kernels", "--quick", "--rows", "norm 8x64", "--providers", "stock", "--out", str(tmp_path)])
-    kept = json.loads((tmp_path / "results.json").read_text())["environment"]["options"]
-    assert "rows ['norm 8x64']" in kept
+def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):
+    stock = providers.PROVIDERS["stock"].build
+    wrong = replace(providers.FUSED, build=lambda case: lambda *given: tuple(1.1 * y for y in stock(case)(*given)))
+    with mock.patch.dict(providers.PROVIDERS, fused=wrong):
+        arguments = ["kernels", "--quick", "--providers", "fused", "--rows", "rms_norm 8x64", "--out", str(tmp_path)]
+        assert main(arguments) == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+from unittest import mock
 
 import pytest
 
 from benchmarks import host
+from benchmarks.operator_cases import HOST
 from benchmarks.providers import FUSED, PROVIDERS, Provider
-from benchmarks.timing import Timing
 
 STOCK = PROVIDERS["stock"]
 
@@ -17,15 +17,14 @@ STOCK = PROVIDERS["stock"]
 def test_host_time_is_measured_alone_and_in_a_chain(run, provider):
     host.measure(run, [provider])
     assert run.results.left_out == []
-    found = {(row.operator, row.provider, row.chain) for row in run.results.host}
-    every = itertools.product(("norm", "add", "sandwich", "qk", "rope"), (provider.name,), (1, 2))
-    assert set(every) <= found
-    assert ("norm", "identity", 1) in found
-    timed = [row for row in run.results.host if row.provider == provider.name]
-    assert all(row.training.median > row.forward.median > 0 for row in timed if provider is STOCK)
+    found = {(row.row, row.kind): row for row in run.results.of("host") if row.by == provider.name}
+    rows = [name for case in HOST for name in (case.name, f"{case.name} in a chain of 2")]
+    assert set(found) == {(row, kind) for row in rows for kind in ("forward", "training")}
+    assert {row.row for row in run.results.rows if row.by == "identity"} == set(rows[:2])
+    assert all(row.seconds > 0 for row in found.values())
 
 
-def test_the_backward_computes_the_gradients_of_activations_and_weights(run):
+def test_the_backward_computes_the_gradients_of_all_activations_and_weights_of_every_layer(run):
     differentiated = {}
 
     def build(case):
@@ -34,53 +33,39 @@ def test_the_backward_computes_the_gradients_of_activations_and_weights(run):
         def watched(*arguments):
             for index, argument in enumerate(arguments):
                 if argument.requires_grad:
-                    argument.register_hook(lambda gradient, index=index: differentiated[case.operator].add(index))
-            return function(*arguments)
-
-        differentiated[case.operator] = set()
-        return watched
-
-    host.measure(run, [Provider("watched", build)])
-    arguments = {"norm": 2, "add": 3, "sandwich": 4, "qk": 4, "rope": 4}
-    assert differentiated == {operator: set(range(count)) for operator, count in arguments.items()}
-
-
-def test_every_layer_of_a_chain_has_weights_of_its_own_and_their_gradients(run):
-    differentiated = []
-
-    def build(case):
-        function = STOCK.build(case)
-
-        def watched(*arguments):
-            weight = arguments[-1]
-            if case.operator == "norm" and weight.requires_grad:
-                weight.register_hook(lambda gradient: differentiated.append(weight))
+                    seen = differentiated.setdefault(case.operator, set())
+                    argument.register_hook(lambda _, index=index, one=argument, seen=seen: seen.add((index, one)))
             return function(*arguments)
 
         return watched
 
     host.measure(run, [Provider("watched", build)])
-    assert len(set(differentiated)) == 1 + 2, "in chains of one and of two"
+    arguments = {"rms_norm": 2, "add_rms_norm": 3, "norm_add_norm": 4, "qk_norm": 4, "qk_norm_rope": 4, "glu": 2}
+    assert {name: {index for index, _ in found} for name, found in differentiated.items()} == {
+        operator: set(range(count)) for operator, count in arguments.items()
+    }
+    weights = {one for index, one in differentiated["rms_norm"] if index == 1}
+    assert len(weights) == 1 + 2, "in chains of one and of two"
 
 
-def test_host_time_is_of_one_call_of_the_operator(run, monkeypatch):
-    called = []
+def test_host_time_is_of_one_call_of_the_operator(run):
+    called, divided = [], []
 
     def build(case):
         function = STOCK.build(case)
         return lambda *arguments: called.append(case) or function(*arguments)
 
-    def host_time(repeated, calls, device, *, seconds):
+    def host_and_step_time(chain, repeats, device):
         called.clear()
-        repeated()
-        assert len(called) == calls
-        divisors.append(calls)
-        return Timing.of([1.0], "wall")
+        chain()
+        divided.append(len(called) * repeats)
+        return 32.0, 32.0
 
-    divisors = []
-    monkeypatch.setattr(host, "host_time", host_time)
-    run.quick = False
-    monkeypatch.setattr(host, "IDENTITY", Provider("counted too", build))
-    host.measure(run, [Provider("counted", build)])
-    assert run.results.left_out == []
-    assert set(divisors) == {20, host.CHAIN}
+    run.quick, run.budget = False, 600.0
+    with mock.patch.multiple(host, host_and_step_time=host_and_step_time, _ROUNDS=(1, 1), HOST=HOST[:1]):
+        host.measure(run, [Provider("counted", build)])
+    counted = [row for row in run.results.of("host") if row.by == "counted"]
+    assert {(row.row, row.seconds) for row in counted} == {
+        ("rms_norm 16x1024", 32.0), ("rms_norm 16x1024 in a chain of 32", 1.0),
+    }  # fmt: skip
+    assert set(divided) == {20, host.CHAIN, 0}, "identity calls nothing"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from benchmarks.model_cases import CASES, DEFAULT, OTHERS, QUICK, QUICK_BY_NAME, ModelCase
+from benchmarks.model_cases import CASES, DEFAULT, FEATURES, OTHERS, QUICK, QUICK_BY_NAME, ModelCase, StepKind
 from fused_norm.model_configs import FAMILIES
 
 
@@ -25,14 +27,16 @@ def test_models_of_other_families_have_their_arguments_beside_the_defaults_of_th
     assert cases["Qwen/Qwen3-Next (4 layers, 16 experts)"].linear_num_value_heads == 32
 
 
-def test_a_name_says_model_step_and_batch_and_is_of_one_row():
-    names = [case.name for case in (*CASES, *QUICK, *QUICK_BY_NAME)]
-    assert len(set(names)) == len(names)
-    some = {"Qwen3-0.6B 4x4096", "Qwen3-0.6B train 4x4096", "Qwen3-8B (8 layers) 4x4096", "tiny-qwen3 generate 1x2"}
-    assert some <= set(names)
+def test_a_name_stands_for_its_case_and_no_other():
+    every = (*CASES, *QUICK, *QUICK_BY_NAME, *FEATURES)
+    assert all(ModelCase.named(case.name) == case for case in every)
+    assert len({case.name for case in (*CASES, *QUICK, *QUICK_BY_NAME)}) == len((*CASES, *QUICK, *QUICK_BY_NAME))
     assert set(DEFAULT) < set(CASES)
+    assert ModelCase.named("Qwen3-8B (3 layers) lora 2x7").config().num_hidden_layers == 3
+    assert {case.step for case in (*QUICK, *QUICK_BY_NAME)} == set(get_args(StepKind)) - {"image"}
 
 
-def test_a_shape_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match=r"no shape 'Qwen/Qwen3-5B' of qwen3; there are Qwen/Qwen3-0\.6B"):
-        ModelCase("qwen3", "Qwen/Qwen3-5B", 1, 1).config()
+@pytest.mark.parametrize("name", ["Qwen3-5B 1x1", "Qwen3-0.6B", "Qwen3-0.6B dance 1x1", "tiny-gpt 1x1"])
+def test_what_is_no_case_is_named(name):
+    with pytest.raises(ValueError, match="no model"):
+        ModelCase.named(name)

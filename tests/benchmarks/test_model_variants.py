@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from benchmarks import model_variants
+from benchmarks.benchmark_run import RefusedError
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import prepare, relative_error
 from benchmarks.model_variants import (
     COMPILED,
     DEFAULT,
+    FEATURES,
     FLOAT8,
     OURS,
     VARIANTS,
-    RefusedError,
     float8_linears_alone,
     missing,
 )
@@ -129,6 +130,18 @@ def test_liger_brings_its_loss_where_there_is_a_head(liger):
     assert liger.asked[0]["loss"]
 
 
+def test_an_option_that_changes_nothing_or_leaves_nothing_is_refused():
+    twin = prepared("llama").twin()
+    before = type(twin.model.norm), type(twin.model.layers[0])
+    VARIANTS["without residual"](twin)
+    assert type(twin.model.norm) is not before[0]
+    assert type(twin.model.layers[0]) is before[1], "its adds stay"
+    with pytest.raises(RefusedError, match="nothing of the kind"):
+        VARIANTS["without sandwich"](prepared("llama"))
+    with pytest.raises(RefusedError, match="nothing is left to fuse"):
+        VARIANTS["without mlp"](types.SimpleNamespace(model=twin.model.layers[0].mlp))
+
+
 def test_what_liger_has_no_kernels_for_is_refused(liger):
     with pytest.raises(RefusedError, match="Liger has no kernels for gemma3_text"):
         VARIANTS["liger"](prepared())
@@ -235,6 +248,7 @@ def test_what_is_not_here_is_missing(monkeypatch):
     assert {name for name in VARIANTS if missing(name, CPU)} == COMPILED | {"liger", "liger-fused", "liger-norms"}
     assert set(DEFAULT) < set(VARIANTS)
     assert {name for name in VARIANTS if name.startswith("fused")} < OURS
+    assert {*FEATURES} - {"stock"} < OURS
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import types
+import itertools
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import models
-from benchmarks.model_cases import QUICK, QUICK_BY_NAME, ModelCase
+from benchmarks import features, models
+from benchmarks.benchmark_run import RefusedError
+from benchmarks.model_cases import QUICK, QUICK_BY_NAME, QUICK_FEATURES, ModelCase
 from benchmarks.model_steps import ALLOWED_ERROR, BenchmarkedModel
 from benchmarks.model_variants import (
     COMPILED,
+    FEATURES,
     FLOAT8,
     UNLIKE_STOCK,
     VARIANTS,
     Patched,
-    RefusedError,
     float8_linears_alone,
     replaced_norms,
 )
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Results
+from benchmarks.samples import PairedRatio
 from benchmarks.timing import PeakMemory
 
-TINY = ModelCase("llama", None, 1, 16)
+TINY = ModelCase("llama", None, 1, 4)
+IN_FEATURES = frozenset(FEATURES) - {"stock", "fused"}
+OF_MODELS = [name for name in VARIANTS if name not in IN_FEATURES]
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def clock(monkeypatch):
 
 
 def results_of(run):
-    return {result.variant: result for result in run.results.steps}
+    return {result.by: result for result in run.results.of("models")}
 
 
 @pytest.mark.slow
@@ -56,23 +61,23 @@ def results_of(run):
 )
 def test_every_variant_that_is_here_is_right_and_timed(case, run):
     autocast = case.step == "autocast"
-    models.measure(run, [case], VARIANTS, torch.bfloat16 if autocast else torch.float32)
-    assert run.results.steps
-    for result in run.results.steps:
-        if (result.variant, result.verdict) == ("fused-recompute", "refused") and case.generates:
+    models.measure(run, [case], OF_MODELS, torch.bfloat16 if autocast else torch.float32)
+    assert run.results.of("models")
+    for result in run.results.of("models"):
+        if (result.by, result.verdict) == ("fused-recompute", "refused") and case.generates:
             continue
-        if result.variant in FLOAT8 and (case.generates or case.step == "lora"):
+        if result.by in FLOAT8 and (case.generates or case.step == "lora"):
             assert result.verdict == "refused"
             continue
         assert (result.verdict, result.detail) == ("ok", None)
         assert result.timing is not None
         assert 0 < result.host.median <= result.timing.median
-        if result.variant not in UNLIKE_STOCK:
-            alone = results_of(run).get(float8_linears_alone(result.variant) or "")
+        if result.by not in UNLIKE_STOCK:
+            alone = results_of(run).get(float8_linears_alone(result.by) or "")
             assert result.error < (1.25 * alone.error if alone else 0.1 if autocast else 1e-3)
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in run.results.left_out}
     assert {"stock", "fused", "fused-recompute", "torch", "identity", "identity-no-rope"} <= set(results_of(run))
-    assert set(results_of(run)) | left_out == set(VARIANTS)
+    assert set(results_of(run)) | left_out == set(OF_MODELS)
 
 
 def test_a_variant_that_computes_something_else_is_not_timed(run, monkeypatch):
@@ -81,7 +86,7 @@ def test_a_variant_that_computes_something_else_is_not_timed(run, monkeypatch):
 
     monkeypatch.setitem(VARIANTS, "torch", replaced_norms(without_gamma))
     models.measure(run, [TINY], ["torch", "stock"], torch.float32)
-    wrong, stock = run.results.steps
+    wrong, stock = run.results.of("models")
     assert (wrong.verdict, wrong.timing, stock.verdict) == ("wrong", None, "ok")
     assert wrong.error > ALLOWED_ERROR
     assert Results.load(run.path) == run.results
@@ -99,8 +104,8 @@ def test_float8_may_be_hardly_farther_from_stock_than_its_linears_take_it(run, m
 
     monkeypatch.setitem(VARIANTS, "float8-rowwise-compile-layers", smaller)
     monkeypatch.setattr(models, "missing", lambda variant, device: None)
-    models.measure(run, [TINY], ["float8-rowwise", "float8-rowwise-compile-layers"], torch.float32)
-    alone, wrong = run.results.steps
+    models.measure(run, [replace(TINY, length=16)], ["float8-rowwise", "float8-rowwise-compile-layers"], torch.float32)
+    alone, wrong = run.results.of("models")
     assert (alone.verdict, wrong.verdict) == ("ok", "wrong")
     assert wrong.error < ALLOWED_ERROR, "an error that would pass without float8"
 
@@ -115,7 +120,7 @@ def test_a_variant_that_raises_is_reported_and_one_that_there_is_not_is_refused(
     monkeypatch.setitem(VARIANTS, "torch", replaced_norms(broken))
     monkeypatch.setitem(VARIANTS, "identity", refused)
     models.measure(run, [TINY], ["torch", "identity", "stock"], torch.float32)
-    assert [(row.verdict, row.detail) for row in run.results.steps] == [
+    assert [(row.verdict, row.detail) for row in run.results.of("models")] == [
         ("failed", "RuntimeError: no such kernel"),
         ("refused", "there is no such patch"),
         ("ok", None),
@@ -131,7 +136,7 @@ def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock):
     assert len(turns) == 15
     assert all(len(set(turn)) == 3 for turn in turns)
     assert len(set(turns)) > 2
-    for result in run.results.steps:
+    for result in run.results.of("models"):
         assert (result.timing.median, result.timing.samples) == (1.0, 15)
         assert (result.host.median, result.host.samples) == (0.5, 15)
 
@@ -146,7 +151,7 @@ def test_a_short_step_is_timed_several_times_in_a_sample(run, monkeypatch):
 
 def test_the_time_of_a_generation_is_that_of_a_token(run, clock):
     models.measure(run, [ModelCase("qwen3", None, 1, 4, step="generate")], ["stock"], torch.float32)
-    (result,) = run.results.steps
+    (result,) = run.results.of("models")
     assert (result.timing.median, result.host.median) == (0.25, 0.125)
 
 
@@ -170,7 +175,7 @@ def test_a_variant_runs_in_its_context_when_it_is_checked_and_timed(run, clock, 
     monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
     monkeypatch.setitem(VARIANTS, "stock", lambda step: Patched(step.model, context))
     models.measure(run, [TINY], ["stock"], torch.float32)
-    assert inside == {1: 1 + 2 * 2}, "a check, and a warm-up and a sample in each round"
+    assert inside == {1: 1 + 2}, "a check, and a warm-up and a sample in each round"
     assert not running
 
 
@@ -189,8 +194,8 @@ def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, monkeypatch):
     results = results_of(run)
     assert (results["identity"].verdict, results["identity"].detail) == ("failed", "RuntimeError: out of memory")
     assert results["identity"].timing is None
-    assert results["stock"].timing.samples == 2
-    assert taken == {True: 1, False: 2}
+    assert results["stock"].timing.samples == 1
+    assert taken == {True: 1, False: 1}
 
 
 def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypatch):
@@ -205,7 +210,7 @@ def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypa
     monkeypatch.setattr(models, "peak_memory", peak_memory)
     monkeypatch.setattr(models, "_allocated", lambda device: next(held))
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert [(row.peak_bytes, row.reserved_bytes) for row in run.results.steps] == [(960, 1960), (953, 1953)]
+    assert [(row.peak_bytes, row.reserved_bytes) for row in run.results.of("models")] == [(960, 1960), (953, 1953)]
 
 
 def test_gradients_do_not_add_up_over_steps(run, clock, monkeypatch):
@@ -218,7 +223,7 @@ def test_gradients_do_not_add_up_over_steps(run, clock, monkeypatch):
 
     monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert len(before) == 1 + 2 * (1 + 2 * 2), "stock's own, then for each a check, two warm-ups and two samples"
+    assert len(before) == 1 + 2 * (1 + 2), "stock's own, then for each a check, a warm-up and a sample"
     assert all(gradient is None for gradients in before for gradient in gradients)
 
 
@@ -236,8 +241,8 @@ def test_the_budget_is_asked_before_every_row_and_variant(run, clock, monkeypatc
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
     monkeypatch.setattr(models, "prepare", too_late)
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert [row.variant for row in run.results.steps] == ["stock"]
-    assert run.results.left_out == [f"{TINY.name} torch: after 5 s", f"{TINY.name} stock, torch: after 5 s"]
+    assert [row.by for row in run.results.of("models")] == ["stock"]
+    assert run.results.left_out == [f"{TINY.name} torch: after 5 s", f"models: {TINY.name} stock, torch: after 5 s"]
 
 
 def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypatch):
@@ -255,11 +260,44 @@ def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypat
     assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
 
 
-def test_a_sharded_step_is_timed_by_the_same_calls_in_every_process(run, clock):
-    step = types.SimpleNamespace(shares_weights=False)
+def test_a_sharded_step_is_timed_by_the_same_calls_in_every_process(run, clock, monkeypatch):
     run.quick = False
-    assert models._calls_in_a_sample(run, step, None) == 1
-    assert not clock
+    monkeypatch.setattr(BenchmarkedModel, "shares_weights", False)
+    models.measure(run, [TINY], ["stock"], torch.float32, "features")
+    assert [calls for _, calls in clock] == [1] * 8, "the fewest rounds"
+
+
+def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeypatch):
+    rounds = itertools.count(1)  # the first says how many calls a sample has
+
+    def slower(step):
+        step.model.is_slower = True
+        return Patched(step.model)
+
+    def refused(step):
+        raise RefusedError("the model has nothing of the kind")
+
+    def host_and_step_time(call, calls, device):
+        return 0.5, 2.0 ** (next(rounds) // 2) * (1.5 if "is_slower" in vars(call.args[0]) else 1.0)
+
+    changed = {"fused": VARIANTS["stock"], "without rope": slower, "without sandwich": refused}
+    run.quick = False
+    monkeypatch.setattr(models, "CASE_SECONDS", 0.0)
+    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    with mock.patch.dict(VARIANTS, changed):
+        features.measure(run, [TINY], ["without rope", "without sandwich"], torch.float32)
+    rows = {row.by: row for row in run.results.of("features")}
+    assert list(rows) == ["fused", "without rope", "without sandwich"]
+    assert (rows["without rope"].ratio, rows["fused"].ratio) == (PairedRatio(1.5, 1.5, 1.5, 8), PairedRatio(1, 1, 1, 8))
+    assert rows["without rope"].ratio.verdict == "slower"
+    assert (rows["without sandwich"].verdict, rows["without sandwich"].ratio) == ("refused", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", QUICK_FEATURES, ids=lambda case: case.name)
+def test_every_option_can_be_left_out(case, run):
+    features.measure(run, [case], list(features.VARIANTS), torch.float32)
+    assert {row.verdict for row in run.results.of("features") if row.by != "without sandwich"} == {"ok"}
 
 
 def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measured(run, clock, monkeypatch):
@@ -272,7 +310,7 @@ def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measu
 
     monkeypatch.setattr(BenchmarkedModel, "outputs_and_gradients", too_large)
     models.measure(run, [replace(TINY, length=32), TINY], ["stock"], torch.float32)
-    assert [row.row for row in run.results.steps] == [TINY.name]
+    assert [row.row for row in run.results.of("models")] == [TINY.name]
     assert run.results.left_out == ["tiny-llama 1x32: RuntimeError: out of memory"]
 
 
@@ -305,6 +343,6 @@ def test_taking_turns_compiles_nothing_again(run, monkeypatch):
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
     variants = ["stock", "fused", *sorted(COMPILED), "identity-no-rope"]
     models.measure(run, [ModelCase("qwen3", None, 1, 16)], variants, torch.float32)
-    assert [(row.variant, row.detail) for row in run.results.steps] == [(variant, None) for variant in variants]
-    assert len(while_timed) == 2 * len(variants)
+    assert [(row.by, row.detail) for row in run.results.of("models")] == [(variant, None) for variant in variants]
+    assert len(while_timed) == len(variants)
     assert set(while_timed) == {len(graphs)}

@@ -15,7 +15,7 @@ def test_operators_are_compiled_in_other_processes(run):
     said = []
     run.say = said.append
     small, too_wide, unknown = (
-        OperatorCase(*case) for case in (("norm", 8, 64), ("norm", 1, 65536), ("nothing", 8, 64))
+        OperatorCase(*case) for case in (("rms_norm", 8, 64), ("rms_norm", 1, 65536), ("nothing", 8, 64))
     )
     in_one_wave = next(provider for provider in FUSED_MODES if provider.name == "multi_wave_cached")
     pairs = [(small, FUSED), (small, PROVIDERS["stock"]), (too_wide, in_one_wave), (unknown, FUSED)]
@@ -29,5 +29,5 @@ def test_operators_are_compiled_in_other_processes(run):
 def test_after_the_budget_nothing_is_compiled(run):
     said = []
     run.say, run.budget = said.append, 0.0
-    precompile(run, [(OperatorCase("norm", 8, 64), torch.float32, FUSED)], 1)
+    precompile(run, [(OperatorCase("rms_norm", 8, 64), torch.float32, FUSED)], 1)
     assert said == []

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import timing
-from benchmarks.timing import Timing
+from benchmarks.timing import Sampler
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(type="cuda")
@@ -70,11 +70,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_median_and_quartiles():
-    assert Timing.of([3.0, 1.0, 2.0, 5.0, 4.0], "wall") == Timing(3.0, 2.0, 4.0, 5, "wall")
-    assert Timing.of([7.0], "wall") == Timing(7.0, 7.0, 7.0, 1, "wall")
-
-
 @pytest.mark.parametrize(("sets", "in_graph"), [(3, 24), (5, 25), (64, 64)])
 def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
     ran = []
@@ -83,9 +78,9 @@ def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
         ran.append(index)
         gpu.now += 1e-5
 
-    found = timing.gpu_time([partial(call, index) for index in range(sets)], GPU)
+    found = timing.sampler([partial(call, index) for index in range(sets)], GPU)
     assert found.method == "graph"
-    assert found.median == pytest.approx(REPLAY / in_graph)
+    assert found.take() == pytest.approx(REPLAY / in_graph)
     assert gpu.captured == 1
     assert ran[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
 
@@ -108,7 +103,7 @@ def test_outputs_of_one_set_do_not_take_the_memory_of_another(gpu):
         most.append(Output.alive)
         return output
 
-    timing.gpu_time([call] * 5, GPU)
+    timing.sampler([call] * 5, GPU)
     assert most[-1] == 5, "those of all sets in the last round"
     assert max(most) <= 6
 
@@ -125,9 +120,9 @@ def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
         ran.append(index)
         gpu.now += 2e-5
 
-    found = timing.gpu_time([partial(call, index) for index in range(3)], GPU)
+    found = timing.sampler([partial(call, index) for index in range(3)], GPU)
     assert found.method == "events"
-    assert found.median == pytest.approx(2e-5)
+    assert found.take() == pytest.approx(2e-5)
     assert ran[-6:] == [0, 1, 2] * 2, "the sets take turns"
     assert "not permitted" in caplog.text
 
@@ -183,41 +178,14 @@ def test_a_copy_goes_through_pairs_of_its_own(monkeypatch):
     monkeypatch.setattr(timing, "input_sets", lambda moved_bytes, device: 3)
     copied = []
 
-    def gpu_time(calls, device, *, seconds):
+    def sampler(calls, device):
         copied.extend(call() for call in calls)
-        return Timing.of([1.0], "wall")
+        return Sampler(lambda: 1.0, "wall")
 
-    monkeypatch.setattr(timing, "gpu_time", gpu_time)
-    timing.copy_time(400, CPU)
+    monkeypatch.setattr(timing, "sampler", sampler)
+    timing.copy_sampler(400, CPU)
     assert [target.nbytes for target in copied] == [200] * 3
     assert len({target.data_ptr() for target in copied}) == 3
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that stands still but for ``clock(seconds)``: a busy machine does not delay it."""
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def let_pass(seconds):
-        now[0] += seconds
-
-    return let_pass
-
-
-def test_host_time_is_of_one_call_and_leaves_the_garbage_collector_on(clock):
-    found = timing.host_time(lambda: clock(0.004), 4, CPU, seconds=0.01)
-    assert found.median == pytest.approx(0.001)
-    assert found.samples == 5
-    assert gc.isenabled()
-
-
-def test_synchronized_time_is_of_one_call(clock):
-    ran = []
-    found = timing.synchronized_time(lambda: (ran.append(gc.isenabled()), clock(0.002)), 3, CPU)
-    assert found == pytest.approx(0.002)
-    assert ran == [False] * 3
-    assert gc.isenabled()
 
 
 def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
@@ -232,6 +200,9 @@ def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
 
     monkeypatch.setattr(timing, "_synchronize", wait_for(10.0))
     assert timing.host_and_step_time(wait_for(1.0), 4, CPU) == (1.0, 3.5)
+    collecting = []
+    timing.host_and_step_time(lambda: collecting.append(gc.isenabled()), 1, CPU)
+    assert (collecting, gc.isenabled()) == ([False], True)
 
 
 def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
@@ -257,7 +228,8 @@ def test_on_a_gpu_graph_and_profiler_agree_on_a_kernel(moved):
     with timing.own_stream(device):
         pairs = [[torch.randn(moved // 8, device=device) for _ in range(2)] for _ in range(3)]
         calls = [partial(torch.neg, source, out=target) for source, target in pairs]
-        replayed, profiled = timing.gpu_time(calls, device), timing.profiled_time(calls, device)
+        replayed, profiled = timing.sampler(calls, device), timing.profiled_time(calls, device)
     assert replayed.method == "graph"
-    assert moved / replayed.median > 1e11, "slower than any GPU's memory"
-    assert profiled == pytest.approx(replayed.median, rel=0.15)
+    seconds = replayed.take()
+    assert moved / seconds > 1e11, "slower than any GPU's memory"
+    assert profiled == pytest.approx(seconds, rel=0.15)

@@ -1,0 +1,190 @@
+"""Only right results are timed, all providers in turns, and no error of one keeps the others from being measured."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import kernels
+from benchmarks.benchmark_run import RefusedError
+from benchmarks.operator_cases import OPERATORS, OperatorCase, eager_parts
+from benchmarks.providers import FUSED, FUSED_MODES, PROVIDERS, Provider
+from benchmarks.results import Results
+from benchmarks.timing import Sampler
+from fused_norm.kernels.plans import backward_plan
+from fused_norm.kernels.triton.devices import device_facts
+
+CASE = OperatorCase.named("rms_norm 8x64")
+STOCK = PROVIDERS["stock"]
+
+
+def measured(run, *providers, case=CASE):
+    kernels.measure(run, "kernels", [case], [torch.float32], providers)
+    return {(row.by, row.kind): row for row in run.results.of("kernels")}
+
+
+def provider(name, change, **options):
+    """The stock norm with ``change`` made to its result."""
+
+    def build(case):
+        parts = eager_parts(case)
+        return OPERATORS[case.operator].made_of(replace(parts, norm=lambda x, w: change(parts.norm(x, w))))
+
+    return Provider(name, build, **options)
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.01 * dy
+
+
+class _InPlaceBackward(_WrongBackward):
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.zero_()
+
+
+def test_right_results_are_timed_in_both_ways(run):
+    found = measured(run, STOCK, FUSED)
+    assert set(found) == {(name, direction) for name in ("stock", "fused") for direction in ("forward", "backward")}
+    copies = {row.bytes for row in run.results.of("copy")}
+    for row in found.values():
+        assert row.verdict == "ok"
+        assert None not in (row.timing, row.profiled)
+        assert row.extra_bytes >= 0
+        assert 0 < row.error < 1e-4
+        assert row.bytes in copies
+    assert Results.load(run.path) == run.results
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong_in", "error"),
+    [
+        (lambda y: 1.01 * y, "forward", pytest.approx(0.01, rel=0.01)),
+        (lambda y: y * float("nan"), "forward", None),
+        (_WrongBackward.apply, "backward", pytest.approx(0.0226, rel=0.01)),
+    ],
+)
+def test_wrong_results_are_not_timed_and_fit_into_json(change, wrong_in, error, run):
+    found = measured(run, provider("wrong", change), STOCK)
+    row = found["wrong", wrong_in]
+    assert (row.verdict, row.timing, row.profiled, row.error) == ("wrong", None, None, error)
+    assert found["stock", wrong_in].verdict == "ok"
+    assert found["wrong", "forward"].verdict == ("wrong" if wrong_in == "forward" else "ok")
+    assert Results.load(run.path) == run.results
+
+
+@pytest.mark.gpu
+def test_a_row_that_is_not_written_shows_even_when_the_memory_held_the_right_result(run):
+    def lazily(y):
+        result = torch.empty_like(y)
+        result[:-1] = y[:-1]
+        return result
+
+    case = OperatorCase.named("rms_norm 4096x4096", backward=False)
+    assert measured(run, STOCK, provider("lazy", lazily), case=case)["lazy", "forward"].verdict == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "detail"),
+    [
+        (RuntimeError("out of\n  shared memory"), "failed", "RuntimeError: out of shared memory"),
+        (RefusedError("rows are too wide"), "refused", "rows are too wide"),
+    ],
+)
+def test_an_exception_is_reported_a_refusal_is_no_failure_and_the_others_are_measured(error, verdict, detail, run):
+    found = measured(run, Provider("broken", mock.Mock(side_effect=error)), STOCK)
+    assert (found["broken", "forward"].verdict, found["broken", "forward"].detail) == (verdict, detail)
+    assert found["stock", "backward"].verdict == "ok"
+
+
+def test_who_is_missing_is_left_out_by_name(run):
+    assert measured(run, Provider("elsewhere", STOCK.build, package="no_such_package")) == {}
+    assert run.results.left_out == ["elsewhere: no_such_package is not installed"]
+
+
+def test_a_backward_that_writes_into_its_gradient_gets_copies(device):
+    inputs = CASE.inputs(torch.float32, torch.device(device), seed=0)
+    before = inputs.gradients[0].clone()
+    function = provider("in place", _InPlaceBackward.apply).build(CASE)
+    for copies in (True, False):
+        (backward,) = kernels.operator_calls(function, "backward", [inputs], copy_gradients=copies)
+        backward()
+        assert torch.equal(inputs.gradients[0], before) == copies
+
+
+def test_after_the_budget_nothing_is_measured(run):
+    run.budget, run.began = 5.0, time.perf_counter() - 6
+    assert measured(run, STOCK) == {}
+    assert run.results.left_out == [f"{CASE.name} float32: after 5 s"]
+
+
+def test_modes_are_measured_side_by_side(run):
+    cases = [replace(CASE, backward=False)]
+    kernels.measure(run, "modes", cases, [torch.float32], FUSED_MODES, profile=False)
+    rows = run.results.of("modes")
+    assert [row.by for row in rows] == ["fused", "static_persistent", "multi_wave_cached", "multi_wave_reload"]
+    assert {(row.kind, row.verdict, row.profiled) for row in rows} == {("forward", "ok", None)}
+
+
+def test_calls_go_through_all_sets_of_inputs(run):
+    sets = []
+
+    def sampler(calls, device):
+        sets.append([call()[0] for call in calls])
+        return Sampler(lambda: 1.0, "wall")
+
+    changed = {"sampler": sampler, "input_sets": lambda *_: 3, "leaves_cache": lambda total_bytes, device: total_bytes}
+    with mock.patch.multiple(kernels, **changed):
+        found = measured(run, STOCK)
+    for row, results_of_sets in zip(found.values(), sets, strict=True):
+        assert row.verdict == "ok"
+        assert row.cold == 3 * row.bytes, "all sets together have to be larger than the cache"
+        assert len(results_of_sets) == 3
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(results_of_sets, 2))
+
+
+@pytest.mark.parametrize(("overwrites", "verdict"), [(True, "ok"), (False, "wrong")])
+def test_gradients_that_a_provider_overwrites_are_not_those_of_the_next(overwrites, verdict, run):
+    overwriting = provider("in place", _InPlaceBackward.apply, overwrites_gradients=overwrites)
+    assert measured(run, overwriting, STOCK)["stock", "backward"].verdict == verdict
+
+
+def test_memory_is_what_is_kept_and_what_is_summed(run):
+    """Of a norm: nothing by itself; with its backward rstd and each program's share of dw, fp32 all of them."""
+    rows, width = 64, 128
+    case = OperatorCase.named(f"rms_norm {rows}x{width}")
+    inputs = case.inputs(torch.bfloat16, run.device, seed=0)
+    operator = FUSED.build(case)
+    with torch.no_grad():
+        assert kernels.extra_memory(operator, "forward", inputs, run.device) == 0
+    plan = backward_plan(width, 6, device_facts(run.device))
+    shares = min(plan.programs, rows // plan.rows)
+    assert kernels.extra_memory(operator, "backward", inputs, run.device) == 4 * rows + 4 * width * shares
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    [(lambda x, w: (((x * w) * w) * w,), 1), (lambda x, w: (x.mul_(w),), 0)],
+    ids=["two at the peak, one of which is the output", "in place"],
+)
+def test_memory_counts_what_is_given_back_before_the_end_and_no_result_in_place(function, tensors, run):
+    with torch.no_grad():
+        inputs = CASE.inputs(torch.float32, run.device, seed=0)
+        extra = kernels.extra_memory(function, "forward", inputs, run.device)
+    assert extra == tensors * inputs.arguments[0].nbytes
+
+
+def test_no_memory_is_told_of_who_gets_copies_of_its_arguments(run):
+    found = measured(run, replace(STOCK, overwrites_arguments=("rms_norm",)))
+    assert {(row.verdict, row.extra_bytes) for row in found.values()} == {("ok", None)}
