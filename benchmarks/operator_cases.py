@@ -101,10 +101,10 @@ def _columns(case: OperatorCase) -> OperatorFunction:
             rstds[x.data_ptr()] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.spec.eps)
         return rstds[x.data_ptr()]
 
-    return lambda x, w: (fp8.rms_norm_columns_fp8(x, w, kept(x), recipe=case.option, **case.semantics),)
+    return lambda x, w: (fp8.rms_norm_columns_fp8(x, w, kept(x), fp8_format=case.option, **case.semantics),)
 
 
-_RECIPES = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
+_FORMATS = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
 
 OPERATORS: Mapping[str, MeasuredOperator] = {
     "rms_norm": MeasuredOperator((2, 3), 1, 1, 1, _norm(kernels.rms_norm), lambda p: lambda x, w: (p.norm(x, w),)),
@@ -152,20 +152,20 @@ OPERATORS: Mapping[str, MeasuredOperator] = {
     ),
     "rms_norm_fp8": MeasuredOperator(
         (1, 2), 1, 1, 1,
-        lambda case: _norm(partial(fp8.rms_norm_fp8, recipe=case.option))(case),
+        lambda case: _norm(partial(fp8.rms_norm_fp8, fp8_format=case.option))(case),
         lambda p: lambda x, w: (p.norm(x, w),),
         part="cast",
-        options=_RECIPES,
+        options=_FORMATS,
     ),
     "add_rms_norm_fp8": MeasuredOperator(
         (3, 3), 2, 2, 1,
-        lambda case: _norm(partial(fp8.add_rms_norm_fp8, recipe=case.option), several=True)(case),
+        lambda case: _norm(partial(fp8.add_rms_norm_fp8, fp8_format=case.option), several=True)(case),
         lambda p: p.add_norm,
         part="cast",
-        options=_RECIPES,
+        options=_FORMATS,
     ),
     "rms_norm_columns_fp8": MeasuredOperator(
-        (1, 0), 1, 1, 1, _columns, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_RECIPES[1:4]
+        (1, 0), 1, 1, 1, _columns, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS[1:4]
     ),
 }  # fmt: skip
 """By name, in the order of tables. ``rms_norm``: y = norm(x). ``add_rms_norm``: s = r + x, y = norm(s). ``norm_add``:
@@ -173,7 +173,7 @@ y = r + norm(x). ``norm_add_norm``: s = r + norm1(x), y = norm2(s). ``qk_norm``:
 ``qk_norm_rope``: these, and then the rotary embedding, from [1, rows, heads, width] to [1, heads, rows, width], the
 layout of attention. ``rope``: the rotary embedding alone, in the same layouts. ``glu``: y = silu(gate) * up, or the
 gelu by tanh. ``gated_rms_norm``: y = norm(x) * silu(gate), or norm(x * silu(gate)) with ``gate-first``. Those with
-``fp8``: the same in FP8 codes, by the recipe that is the option."""
+``fp8``: the same in FP8 codes, in the format that is the option."""
 
 _HEADS = ("qk_norm", "qk_norm_rope", "rope")
 
@@ -187,7 +187,7 @@ class OperatorCase:
         rows: rows of the activations; tokens, where there are heads.
         width: length of a row.
         heads: numbers of query and of key heads; (0, 0) for operators without.
-        option: ``gemma`` for norms under Gemma's spec, the activation of ``glu``, a recipe, or another option.
+        option: ``gemma`` for norms under Gemma's spec, the activation of ``glu``, an FP8 format, or another option.
         backward: measure the backward too.
     """
 
@@ -237,19 +237,20 @@ class OperatorCase:
         return {"eps": self.spec.eps, "casting": self.spec.casting, "zero_centered": self.spec.zero_centered}
 
     @property
-    def recipe(self) -> fp8.FP8Recipe | None:
-        """The FP8 recipe; None for operators whose results are no codes."""
-        return fp8.RECIPES[self.option] if self.operator.endswith("_fp8") else None
+    def fp8_format(self) -> fp8.FP8Format | None:
+        """The format of its codes; None for operators whose results are no codes."""
+        return fp8.FORMATS[self.option] if self.operator.endswith("_fp8") else None
 
     def bytes(self, direction: Direction, dtype: torch.dtype) -> int:
         """The least bytes that a call must read and write: every activation, code and scale once, nothing else."""
         elements = self.rows * self.width * (sum(self.heads) or 1)
         moved = OPERATORS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
-        if self.recipe is None or direction == "backward":
+        if self.fp8_format is None or direction == "backward":
             return moved
         lines = self.width if self.operator == "rms_norm_columns_fp8" else self.rows
-        scales = {"tensor": 1, "row": lines}.get(self.recipe.granularity) or elements // self.recipe.group
-        return moved + elements + scales * (1 if self.recipe.layout == "swizzled" else 4)
+        group = self.fp8_format.group
+        scales = elements // group if group else 1 if self.fp8_format.whole else lines
+        return moved + elements + scales * (1 if self.fp8_format.swizzled else 4)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, *, seed: int) -> OperatorInputs:
         """Random inputs and gradients of the outputs, drawn from ``seed``; gamma is not near one."""
@@ -373,7 +374,7 @@ def tolerance(dtype: torch.dtype, case: OperatorCase | None = None) -> float:
 
     ``case``: one whose result are FP8 codes has at most half a unit of their four bits, and what saturates an eighth.
     """
-    if case is not None and case.recipe:
+    if case is not None and case.fp8_format:
         return 0.125
     return max(4 * torch.finfo(dtype).eps, 1e-4)
 
@@ -423,10 +424,10 @@ TO_FP8 = (
     *(
         case
         for width in (4096, 2048, 8192)
-        for case in _cases("rms_norm_fp8", *(f"8192x{width} {r}" for r in _RECIPES))
+        for case in _cases("rms_norm_fp8", *(f"8192x{width} {form}" for form in _FORMATS))
     ),
-    *_cases("add_rms_norm_fp8", *(f"8192x4096 {recipe}" for recipe in _RECIPES)),
-    *_cases("rms_norm_columns_fp8", *(f"8192x4096 {recipe}" for recipe in _RECIPES[1:4])),
+    *_cases("add_rms_norm_fp8", *(f"8192x4096 {form}" for form in _FORMATS)),
+    *_cases("rms_norm_columns_fp8", *(f"8192x4096 {form}" for form in _FORMATS[1:4])),
 )
 """The backward of these is that of ``rms_norm`` and ``add_rms_norm``."""
 CASES = (*TRAINING, *DECODING, *TO_FP8)

@@ -68,7 +68,7 @@ def _peer(own_parts: Callable[[OperatorCase], OwnParts]) -> Callable[[OperatorCa
             raise RefusedError(f"it has no {operator.part.replace('_', ' ')} of its own for {case.operator}")
         parts: Any = {name: part for name, part in own.items() if name != "cast"}
         made = operator.made_of(replace(eager_parts(case), **parts))
-        return _then(own["cast"], made) if case.recipe else made
+        return _then(own["cast"], made) if case.fp8_format else made
 
     return build
 
@@ -83,11 +83,11 @@ def _then(cast: Callable[[Tensor], Any], operator: OperatorFunction) -> Operator
 
 def _stock(case: OperatorCase) -> OwnParts:
     """The formula as in the modelling code of transformers, in eager steps, and torchao's cast to FP8 behind it."""
-    return vars(eager_parts(case)) | ({"cast": _torchao_cast(case)} if case.recipe else {})
+    return vars(eager_parts(case)) | ({"cast": _torchao_cast(case)} if case.fp8_format else {})
 
 
 def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
-    """The cast of torchao by the recipe of a case; its scales are shared along rows, or over them for columns."""
+    """The cast of torchao to the format of a case; its scales are shared along rows, or over them for columns."""
     name = case.option
     if importlib.util.find_spec("torchao") is None or name not in ("tensorwise", "rowwise", "block128", "mxfp8"):
         raise RefusedError(f"torchao has no cast {name} here")
@@ -97,7 +97,7 @@ def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
     over_rows = case.operator == "rms_norm_columns_fp8"
-    recipe = fp8.RECIPES[name].along_rows() if over_rows else fp8.RECIPES[name]
+    fp8_format = fp8.FORMATS[name].along_rows() if over_rows else fp8.FORMATS[name]
     granularity = ScalingGranularity.AXISWISE if name == "rowwise" else ScalingGranularity.TENSORWISE
 
     def cast(y: Tensor) -> fp8.Quantized:
@@ -108,15 +108,16 @@ def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
         elif name == "mxfp8":  # which torchao makes of bf16 and fp32 alone
             y = y.float() if y.dtype == torch.float16 else y
             lines = y.t().contiguous() if over_rows else y
-            scale, q = to_mx(lines, recipe.dtype, 32, is_swizzled_scales=True)
+            scale, q = to_mx(lines, fp8_format.dtype, 32, is_swizzled_scales=True)
             q = q.t() if over_rows else q
         else:
             made = hp_tensor_to_float8_dynamic(
-                y, recipe.dtype, LinearMMConfig(), scaling_granularity=granularity,
-                axiswise_dim=recipe.axis if name == "rowwise" else None, round_scales_to_power_of_2=recipe.power_of_2,
+                y, fp8_format.dtype, LinearMMConfig(), scaling_granularity=granularity,
+                axiswise_dim=(0 if over_rows else -1) if name == "rowwise" else None,
+                round_scales_to_power_of_2=fp8_format.power_of_2,
             )  # fmt: skip
             q, scale = made._data, made._scale.reciprocal()
-        return fp8.Quantized(q, scale, recipe)
+        return fp8.Quantized(q, scale, fp8_format)
 
     return cast
 

@@ -19,7 +19,7 @@ from benchmarks.timing import own_stream
 
 EVERY = PROVIDERS | {provider.name: provider for provider in FUSED_MODES}
 MEASURED = [
-    pytest.param(name, case, marks=() if name == "fused" or not case.recipe else pytest.mark.slow)
+    pytest.param(name, case, marks=() if name == "fused" or not case.fp8_format else pytest.mark.slow)
     for name in EVERY
     for case in QUICK
     if name in PROVIDERS or case.operator == "rms_norm"
@@ -49,7 +49,7 @@ def test_results_are_right(name, case, dtype, device):
         with torch.no_grad():
             (forward,) = operator_calls(function, "forward", [inputs])
             assert worst_error(forward(), exact[0]) <= tolerance(dtype, case)
-        if case.recipe:
+        if case.fp8_format:
             return
         (backward,) = operator_calls(function, "backward", [inputs], copy_gradients=provider.overwrites_gradients)
         assert worst_error(backward(), exact[1]) <= tolerance(dtype)
@@ -79,7 +79,7 @@ def test_stock_rotates_as_modelling_code_does(device):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in QUICK if case.recipe], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in QUICK if case.fp8_format], ids=lambda case: case.name)
 def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     inputs = case.inputs(torch.bfloat16, torch.device(device), seed=0).detached()
     if case.option == "coat":
