@@ -31,7 +31,7 @@ _METHODS_OF: Mapping[str, frozenset[str]] = {
 
 _BLOCK_METHODS = (
     "fused_norm_add",
-    "fused_norm_onto",
+    "fused_norm_then_add",
     "fused_norm_pair",
     *sorted(frozenset().union(*_METHODS_OF.values())),
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
     "spec.py",
-    "patcher/forward_source.py",
+    "patcher/source.py",
     "patcher/fused_norm_module.py",
     "patcher/norm_recognition.py",
     "integrations/hub_layers.py",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from textwrap import shorten
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -26,17 +26,17 @@ from .class_swap import (
     is_called_in_parallel,
     stock_class,
 )
-from .forward_rewrite import Patterns, Rewrite, patterns_of, rotation_of
-from .forward_source import SourceError, WrappedError, global_of, names_in
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
-from .gates import ACTIVATION_FUNCTION, Gate, GateRewrite
 from .norm_recognition import UnrecognisedError, looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
-from .query_key_norms import QK_NAME, Pair, PairRewrite
-from .residual_adds import Add, AddRewrite
-from .rotations import ROTATION_NAME, RotationCall, RotationRewrite
-from .sum_flow import MissedAdd
+from .patterns import Patterns, patterns_of, rotation_of
+from .patterns.adds import Add, MissedAdd
+from .patterns.calls import Rewrite
+from .patterns.gates import ACTIVATION_FUNCTION, Called
+from .patterns.heads import QK_NAME, Heads
+from .patterns.rotations import ROTATION_NAME, RotationCall
+from .source import SourceError, WrappedError, global_of, names_in, returns_sum
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class BlockSurvey:
             rows = self._without_patterns(str(error), replaced=isinstance(error, WrappedError))
         else:
             rows = [row for index, add in enumerate(patterns.adds) for row in self._survey_add(index, add)]
-            rows += [row for missed in patterns.missed for row in self._survey_missed(missed)]
+            rows += [row for missed in patterns.missed_adds for row in self._survey_missed_add(missed)]
             rows += self._survey_rotations(patterns)
-            rows += self._survey_gates(patterns.gates)
+            rows += self._survey_gates(patterns)
             rows += self._without_patterns(None, rows)
         if self._owner is not None or self._fixed:
             return rows
@@ -102,7 +102,7 @@ class BlockSurvey:
         kinds: list[Kind] = ["residual"] if self._is_layer else []
         if owner:
             kinds += self._kinds_of_what_was(wrapped=replaced)
-        elif _names_rotation(self._origin, self._origin.forward):
+        elif _names_rotation(self._origin):
             kinds.append("rope")
         cause: Cause = "overridden" if owner else "unrecognised"
         return [
@@ -117,34 +117,44 @@ class BlockSurvey:
         They are told by what the module holds, by what was fused in it, and, of a ``wrapped`` forward, by its names.
         """
         rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
+        fused = {rewrite.pattern for rewrite in rewrites}
         holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
-        rotated = any(isinstance(one, (PairRewrite, RotationRewrite)) for one in rewrites)
-        if holds_heads or rotated or (wrapped and _names_rotation(self._origin, self._origin.forward)):
+        if holds_heads or fused & {"heads", "rotations"} or (wrapped and _names_rotation(self._origin)):
             yield "rope"
-        if any(isinstance(one, GateRewrite) for one in rewrites) or (wrapped and _names_activation(self.module)):
+        if "gates" in fused or (wrapped and _names_activation(self.module)):
             yield "mlp"
+
+    def _parts_done(self, pattern: str, index: int) -> tuple[str, ...] | None:
+        """The parts of a match that are fused now; None where it is not."""
+        done = (one.parts for one in self._done if (one.pattern, one.index) == (pattern, index))
+        return next(done, None)
 
     def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
         """The rows of an add: with the norm after it, and with the norm of its branch."""
-        done = next((one for one in self._done if isinstance(one, AddRewrite) and one.index == index), None)
-        after = inner = None
-        if add.norm is not None and self._holds_norm(add.norm):
-            after = self._row(self._path_of(add.norm), "residual", "residual", done is not None and done.norm)
+        done = self._parts_done("adds", index) or ()
+        norm, inner, before = add.names
+        dropout = before is not None and isinstance(self._member(inner or ""), nn.Dropout)
+        parts = []
+        after = None
+        if norm is not None and self._holds_norm(norm):
+            after = self._row(self._path_of(norm), "residual", "residual", "norm" in done)
+            parts += ["norm"] if after.reason is None else []
             yield after
-        dropout = add.before_inner is not None and isinstance(self._member(add.inner or ""), nn.Dropout)
-        name = add.before_inner if dropout else add.inner
+        name = before if dropout else inner
         if name is not None and self._holds_norm(name):
-            inner = self._row(self._path_of(name), "sandwich", "sandwich", done is not None and done.inner)
-            if inner.reason is None and after is not None and after.reason is None and not _alike(inner, after):
-                reason = "it differs from the norm after the add in more than the weight"
-                inner = replace(inner, reason=reason, cause="unrecognised")
-            yield inner
-        with_norm, with_inner = (row is not None and row.reason is None for row in (after, inner))
-        if with_norm or with_inner:
-            self._rewrites.append(AddRewrite(index, with_norm, with_inner, dropout and with_inner))
+            row = self._row(self._path_of(name), "sandwich", "sandwich", "inner" in done)
+            if row.reason is None and after is not None and after.reason is None and not _alike(row, after):
+                row = replace(row, reason="it differs from the norm after the add in more than the weight", cause="unrecognised")
+            if row.reason is None:
+                parts += ["inner", "dropout"] if dropout else ["inner"]
+            yield row
+        if parts:
+            self._rewrites.append(Rewrite("adds", index, tuple(parts)))
 
-    def _survey_missed(self, missed: MissedAdd) -> Iterator[Site]:
+    def _survey_missed_add(self, missed: MissedAdd) -> Iterator[Site]:
         """The rows of an add that reaches a norm in another way than is fused; none where it never does."""
+        if missed.function is not None and not returns_sum(global_of(self._origin, missed.function)):
+            return
         reached = all(bool(getattr(self.module, name, truth)) == truth for name, truth in missed.conditions)
         for norm in self._named(missed.norm):
             if not reached or not self._holds_norm(norm):
@@ -166,35 +176,34 @@ class BlockSurvey:
     def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
         """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""
         with_norms: dict[int | None, Site] = {}
-        for index, pair in enumerate(patterns.pairs):
-            row = self._survey_pair(index, pair)
+        for index, heads in enumerate(patterns.heads):
+            row = self._survey_heads(index, heads)
             if row is not None and row.reason is None:
                 with_norms[index] = row
         for index, rotation in enumerate(patterns.rotations):
-            yield with_norms.get(rotation.pair) or self._survey_rotation(index, rotation)
+            yield with_norms.get(rotation.heads) or self._survey_rotation(index, rotation)
 
-    def _survey_pair(self, index: int, pair: Pair) -> Site | None:
+    def _survey_heads(self, index: int, heads: Heads) -> Site | None:
         """The row of the norms of queries and keys with the rotation after them; None without either."""
-        done = next((one for one in self._done if isinstance(one, PairRewrite) and one.index == index), None)
-        names = (pair.q_norm, pair.k_norm)
-        if not all(self._holds_norm(name) for name in names):
+        done = self._parts_done("heads", index)
+        if not all(self._holds_norm(name) for name in heads.names):
             return None
-        together = self._both([self._row(self._path_of(name), "rope", "qk", done is not None) for name in names], pair)
+        together = self._both("qk", heads, done is not None)
         rotated = None
-        if pair.rotate is not None:
-            already = done is not None and done.rotate
-            rotated = self._both([self._row(self._path_of(name), "rope", "rope", already) for name in names], pair)
+        if heads.rotate is not None:
+            rotated = self._both("rope", heads, "rotation" in (done or ()))
             if together.reason is not None:
                 rotated = together
             elif rotated.reason is None:
-                rotated = self._recognised(rotated, pair.rotate)
+                rotated = self._recognised(rotated, heads.rotate)
         if together.reason is None:
-            self._rewrites.append(PairRewrite(index, rotated is not None and rotated.reason is None))
+            with_rotation = rotated is not None and rotated.reason is None
+            self._rewrites.append(Rewrite("heads", index, ("rotation",) if with_rotation else ()))
         return rotated
 
     def _survey_rotation(self, index: int, rotation: RotationCall) -> Site:
         """The row of a rotation by itself."""
-        row = self._own_row("rope", RotationRewrite(index) in self._done)
+        row = self._own_row("rope", self._parts_done("rotations", index) is not None)
         if row.reason is None and not rotation.arguments:
             return replace(
                 row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="unrecognised"
@@ -202,7 +211,7 @@ class BlockSurvey:
         if row.reason is None:
             row = self._recognised(row, rotation.rotate, rotation.arguments)
         if row.reason is None:
-            self._rewrites.append(RotationRewrite(index))
+            self._rewrites.append(Rewrite("rotations", index))
         return row
 
     def _recognised(self, row: Site, rotate: str, arguments: int = 4) -> Site:
@@ -215,35 +224,44 @@ class BlockSurvey:
             return replace(row, reason=reason, cause="unrecognised" if owner is None else "overridden")
         return row
 
-    def _survey_gates(self, gates: tuple[Gate, ...]) -> Iterator[Site]:
+    def _survey_gates(self, patterns: Patterns) -> Iterator[Site]:
         """The rows of the products of something with an activation."""
         rows: dict[int, Site] = {}
-        for index, gate in enumerate(gates):
-            known = rows.get(gate.product)
+        for index, gate in enumerate(patterns.gates):
+            known = rows.get(gate.number)
             if known is not None and known.activation is not None:
                 continue
-            row = self._own_row("mlp", any(isinstance(one, GateRewrite) and one.index == index for one in self._done))
-            act = global_of(self._origin, gate.act) if gate.is_function else getattr(self.module, gate.act, None)
+            row, act = self._own_row("mlp", self._parts_done("gates", index) is not None), self._called(gate.act)
             if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
                 row = replace(row, reason="hooks or other code stand on its activation", cause="overridden")
             try:
                 activation = recognise_activation(act)
             except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
-                if known is None and _looks_like_activation(gate.act, act):
-                    rows[gate.product] = replace(
-                        row, reason=row.reason or str(error), cause=row.cause or "unrecognised"
-                    )
+                if known is None and _looks_like_activation(gate.act.name, act):
+                    rows[gate.number] = replace(row, reason=row.reason or str(error), cause=row.cause or "unrecognised")
                 continue
             row = replace(row, activation=activation.formula)
             if row.reason is None:
-                self._rewrites.append(GateRewrite(index, activation))
-            rows[gate.product] = row
+                self._rewrites.append(Rewrite("gates", index, activation=activation))
+            rows[gate.number] = row
         yield from rows.values()
+        for missed in patterns.missed_gates:
+            with suppress(UnrecognisedError):
+                formula = recognise_activation(self._called(missed.act)).formula
+                reason = f"its product, {shorten(missed.source, 80)}, is written in a way that is not rewritten"
+                row = self._own_row("mlp", already=False)
+                row = replace(row, reason=row.reason or reason, cause=row.cause or "unrecognised", activation=formula)
+                yield row
 
-    def _both(self, rows: list[Site], pair: Pair) -> Site:
+    def _called(self, act: Called) -> Any:
+        """What is called for a factor of a product."""
+        return global_of(self._origin, act.name) if act.is_function else self._member(act.name)
+
+    def _both(self, option: Kind, heads: Heads, already: bool) -> Site:
         """The row of an attention, from the rows of its q norm and its k norm."""
+        rows = [self._row(self._path_of(name), "rope", option, already) for name in heads.names]
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
-        if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, pair)):
+        if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, heads)):
             return replace(row, reason="its q and k norms differ in more than the weight", cause="unrecognised")
         return row
 
@@ -324,8 +342,8 @@ def _alike(one: Site, other: Site) -> bool:
     )
 
 
-def _widths_differ(attention: nn.Module, pair: Pair) -> bool:
-    q_weight, k_weight = (getattr(getattr(attention, name), "weight", None) for name in (pair.q_norm, pair.k_norm))
+def _widths_differ(attention: nn.Module, heads: Heads) -> bool:
+    q_weight, k_weight = (getattr(getattr(attention, name), "weight", None) for name in heads.names)
     shapes = [getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in (q_weight, k_weight)]
     return shapes[0] != shapes[1]
 
@@ -353,11 +371,10 @@ def may_rotate_or_gate(module: nn.Module) -> bool:
     if isinstance(module, FusedBlock):
         return True
     origin: Any = type(module)
-    return _names_rotation(origin, origin.forward) or _names_activation(module)
+    return _names_rotation(origin) or _names_activation(module)
 
 
-@cache
-def _names_rotation(origin: Any, forward: Callable[..., Any]) -> bool:
+def _names_rotation(origin: Any) -> bool:
     """Return whether a forward uses the name of a rotary embedding that its module defines."""
     return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
 

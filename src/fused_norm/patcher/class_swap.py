@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 from ..spec import Casting, FusedNormError, GatedNormSpec, NormSpec
-from .forward_rewrite import Rewrite, activations_of, rewritten_forward, rotations_of
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
+from .patterns import activations_of, rewritten_forward, rotations_of
+from .patterns.calls import Rewrite
 from .recompute import call_with_recipes
 
 Fused = FusedNorm | FusedBlock

@@ -21,7 +21,6 @@ from ..kernels.rope import ROPE
 from ..kernels.sharded import are_angles_of, is_plain, is_taken, placement_obstacle
 from ..spec import NormSpec
 from .activation_recognition import Activation, Formula
-from .forward_rewrite import Rewrite
 from .fused_norm_module import (
     explain,
     has_hooks,
@@ -33,6 +32,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
+from .patterns.calls import Rewrite
 from .rotation_angles import of_each_element
 from .rotation_recognition import DtypePair, Rotation, name_of
 
@@ -66,7 +66,7 @@ class FusedBlock(nn.Module):
         total = residual + scaled(branch, scale)
         return norm(total), total
 
-    def fused_norm_onto(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
+    def fused_norm_then_add(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
         """``residual + dropout(inner(branch))``."""
         if dropout is not None and not _changes_nothing(dropout):
             return residual + dropout(inner(branch))
@@ -80,7 +80,7 @@ class FusedBlock(nn.Module):
         """Return whether the two norms may be computed later, in one call."""
         return may_be_bypassed(q_norm) and may_be_bypassed(k_norm) and same_norms(q_norm, k_norm)
 
-    def fused_norm_unless(self, postponed: object, norm: Any, x: Any) -> Any:
+    def fused_norm_unless_postponed(self, postponed: object, norm: Any, x: Any) -> Any:
         """``norm(x)``, or x itself where the norm, or activation, is postponed."""
         return x if postponed else norm(x)
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from ..kernels import reference
 from ..kernels.arguments import GATES
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
-from .forward_source import names_in
+from .source import names_in
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),

@@ -23,7 +23,7 @@ from .class_swap import (
 from .fused_norm_module import FusedNorm, has_origin_forward, spec_of
 from .norm_recognition import Recognised, UnrecognisedError, looks_like_norm, recognise
 from .patch_report import Site
-from .query_key_norms import QK_NAME
+from .patterns.heads import QK_NAME
 
 
 def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:

@@ -1,21 +1,27 @@
-"""The source of a module's forward: read, compared with the code that runs, and compiled again after a change."""
+"""The source of a module's forward: read once, compared with the code that runs, and compiled again after a change."""
 
 from __future__ import annotations
 import __future__
 
 import ast
+import copy
 import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 _SEE_NAMES = frozenset({"eval", "exec", "locals"})
+
+Made = TypeVar("Made")
 
 
 class SourceError(Exception):
@@ -26,11 +32,48 @@ class WrappedError(SourceError):
     """A forward that other code has wrapped."""
 
 
-def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType, str]:
-    """The definition of the layer's forward, the function that it defines, without decorators, and the class around it.
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The source of a forward, which is kept and never changed: changes are made to a copy.
 
-    The class is the one whose private names (``self.__name``) the source means; ``_``, which has none, where there is
-    none.
+    Attributes:
+        definition: its definition, with the decorators that wrap it.
+        around: the class whose private names (``self.__name``) it means; ``_``, which has none, where there is none.
+        own: the name of its first argument, the instance.
+    """
+
+    definition: ast.FunctionDef
+    around: str
+    own: str
+
+
+def cached_by_forward(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
+    """Remember what a function makes of a class's forward, or the SourceError it raises, while that forward lives.
+
+    What it makes must not hold the class or the forward, or neither would ever be freed.
+    """
+    made: WeakKeyDictionary[Any, tuple[Made | None, type[SourceError], str | None]] = WeakKeyDictionary()
+
+    @wraps(make)
+    def cached(layer: Any) -> Made:
+        found = made.get(layer.forward)
+        if found is None:
+            try:
+                found = make(layer), SourceError, None
+            except SourceError as error:
+                found = None, type(error), str(error)
+            made[layer.forward] = found
+        result, kind, message = found
+        if message is not None:
+            raise kind(message)
+        return cast(Made, result)
+
+    return cached
+
+
+@cached_by_forward
+def source_of(layer: Any) -> Source:
+    """The source of the forward that a class has now.
 
     Raises:
         SourceError: where the source cannot be read, or is not the code that runs.
@@ -40,42 +83,51 @@ def definition_of(layer: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType
         raise SourceError(f"its forward closes over {', '.join(outer)}")
     try:
         lines, _ = inspect.findsource(function)
-        tree = ast.parse("".join(lines))
-        codes = list(_codes(_compile(tree, "<source>", function)))
+        tree, codes = _parsed("".join(lines), function.__code__.co_flags & _FUTURE_FLAGS)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise SourceError(f"the source of its forward cannot be read: {error}") from error
-    definition = next((node for node in ast.walk(tree) if _first_line(node) == function.__code__.co_firstlineno), None)
-    if not isinstance(definition, ast.FunctionDef) or not any(_same_code(code, function.__code__) for code in codes):
+    found = next((node for node in ast.walk(tree) if _first_line(node) == function.__code__.co_firstlineno), None)
+    if not isinstance(found, ast.FunctionDef) or not any(_same_code(code, function.__code__) for code in codes):
         raise SourceError("the source of its forward is not the code that runs")
-    for call in ast.walk(definition):
+    for call in ast.walk(found):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _SEE_NAMES:
             raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
-    definition.decorator_list = list(_decorators_of(wrappers, definition, function))
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and definition in ast.walk(node)]
-    return definition, function, classes[-1].name if classes else "_"  # walked from the outside in
+    definition = copy.copy(found)
+    definition.decorator_list = list(_decorators_of(wrappers, found, function))
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and found in ast.walk(node)]
+    around = classes[-1].name if classes else "_"  # walked from the outside in
+    return Source(definition, around, function.__code__.co_varnames[0])
 
 
-def compiled(
-    definition: ast.FunctionDef, function: FunctionType, around: str, layer: type[nn.Module]
-) -> Callable[..., Any]:
-    """``definition``, the changed definition of ``function`` in the class ``around``, as a function again.
+@lru_cache(maxsize=4)
+def _parsed(text: str, flags: int) -> tuple[ast.Module, tuple[CodeType, ...]]:
+    """The tree of a file, which nobody changes, and all code in it: several layers of a model are in one file."""
+    tree = ast.parse(text)
+    return tree, tuple(_codes(compile(tree, "<source>", "exec", flags=flags, dont_inherit=True)))
+
+
+def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..., Any]:
+    """``definition``, a changed copy of that of the class's forward, as a function again.
 
     It lives in the namespace of the layer's own module, which gains no name by it.
 
     Raises:
         SourceError: where it does not run again.
     """
+    function, _ = _unwrap(layer.forward)
+    around = source_of(layer).around
     _blank_defaults(definition.args)
     tree = ast.parse(f"class {around}: pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     tree.body[0].body = [definition]
-    source = ast.unparse(ast.fix_missing_locations(tree))
+    text = ast.unparse(ast.fix_missing_locations(tree))
     filename = f"<fused_norm {layer.__module__}.{layer.__qualname__}.forward>"
     # Tracebacks, debuggers and inspect show the rewritten lines.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
     try:
-        exec(_compile(source, filename, function), function.__globals__, namespace)
+        flags = function.__code__.co_flags & _FUTURE_FLAGS
+        exec(compile(text, filename, "exec", flags=flags, dont_inherit=True), function.__globals__, namespace)
     except Exception as error:  # decorators and annotations are evaluated again, and may need what is gone
         raise SourceError(f"its source does not run again: {type(error).__name__}: {error}") from error
     forward = vars(namespace[around])[definition.name]
@@ -195,15 +247,6 @@ def returns_sum(value: Any) -> bool:
         return False
     last = definition.body[-1] if isinstance(definition, ast.FunctionDef) else None
     return isinstance(last, ast.Return) and isinstance(last.value, ast.BinOp) and isinstance(last.value.op, ast.Add)
-
-
-def self_name(function: FunctionType) -> str:
-    """The name of the function's first argument, its instance."""
-    return function.__code__.co_varnames[0]
-
-
-def _compile(source: str | ast.Module, filename: str, like: FunctionType) -> CodeType:
-    return compile(source, filename, "exec", flags=like.__code__.co_flags & _FUTURE_FLAGS, dont_inherit=True)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

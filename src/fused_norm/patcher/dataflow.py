@@ -1,0 +1,405 @@
+"""Who wrote what a name holds, and what is computed when: the table of a forward's definitions and reads.
+
+In
+
+    residual = hidden
+    hidden = self.norm(hidden)
+    if self.flag:
+        hidden = residual + hidden
+    return hidden
+
+``hidden`` in the last line has two definitions, one of them made only where ``flag`` holds, and ``residual`` one, which
+is read once. The patterns in a forward are told by such questions, and all of them ask here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+Conditions = tuple[tuple[str, bool], ...]
+"""Attributes of the module, and what their truth has to be."""
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """One place that gives a name a value.
+
+    Attributes:
+        name: the name.
+        value: the expression it stands for from then on; for ``a += b`` that statement, for ``a.add_(b)`` that call;
+            None where it is something else: an argument, a loop's variable, a part of what a call returns.
+        statement: the statement that does it, None for an argument.
+    """
+
+    name: str
+    value: ast.AST | None
+    statement: ast.stmt | None
+
+
+Names = dict[str, frozenset[Definition]]
+
+
+class Dataflow:
+    """The definitions and reads of a function's names, its calls and its statements.
+
+    Attributes:
+        own: the name of the function's first argument, the instance.
+        bodies: every list of statements that belongs to the function itself, in order.
+        calls: every call, in the order of evaluation.
+    """
+
+    def __init__(self, definition: ast.FunctionDef, own: str) -> None:
+        self.own = own
+        self.bodies = list(_bodies(definition))
+        self.calls: dict[ast.Call, None] = {}
+        self._body_of = {statement: body for body in self.bodies for statement in body}
+        self._made: dict[ast.AST, Definition] = {}
+        self._definitions: dict[ast.Name, frozenset[Definition]] = {}
+        self._reads: dict[Definition, dict[ast.Name, None]] = {}
+        self._conditions: dict[ast.AST, Conditions] = {}
+        self._current: Conditions = ()
+        self._inside: Names = {}  # what the expressions of the statement assign
+        inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
+        self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
+        given = [node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)]
+        self._run(definition.body, {name: frozenset([Definition(name, None, None)]) for name in given})
+        self._locals = {*given, *(one.name for one in self._made.values())}
+
+    def definition_of(self, load: ast.AST | None) -> Definition | None:
+        """The definition of what a name holds at this load, where that is only one, in the function itself."""
+        found = self._definitions.get(load, ()) if isinstance(load, ast.Name) else ()
+        return next(iter(found)) if len(found) == 1 else None
+
+    def is_read_by_alone(self, definition: Definition, *readers: ast.AST) -> bool:
+        """Return whether nothing reads a definition but these expressions; a function inside might, at any time."""
+        inside = {node for reader in readers for node in ast.walk(reader)}
+        return definition.name not in self._captured and all(load in inside for load in self._reads[definition])
+
+    def is_captured(self, *names: str) -> bool:
+        """Return whether a function inside may read or write one of the names, whenever it is called."""
+        return not self._captured.isdisjoint(names)
+
+    def is_local(self, name: str) -> bool:
+        """Return whether a name is an argument or a variable of the function."""
+        return name in self._locals
+
+    def is_own(self, node: ast.AST | None) -> TypeGuard[ast.Attribute]:
+        """Return whether an expression is ``self.<name>``."""
+        return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.own
+
+    def conditions(self, node: ast.AST) -> Conditions:
+        """The conditions under which a call, or an add, is computed, as far as attributes of the module decide it."""
+        return self._conditions.get(node, ())
+
+    def between(self, one: ast.stmt | None, other: ast.stmt) -> list[ast.stmt] | None:
+        """The statements between two of the same body; None where ``one`` does not come before in that body."""
+        body = self._body_of[other]
+        if one is None or self._body_of.get(one) is not body or body.index(one) >= body.index(other):
+            return None
+        return body[body.index(one) + 1 : body.index(other)]
+
+    def after(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements after one, in its body."""
+        body = self._body_of[statement]
+        return body[body.index(statement) + 1 :]
+
+    def body_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The list of statements that a statement is in."""
+        return self._body_of[statement]
+
+    def origins(self, node: ast.AST | None, same: Sequence[str] = ()) -> set[ast.AST]:
+        """The expressions that may have made a value: through names, conditional expressions and ``:=``.
+
+        ``same``: methods that may return the tensor that they are called on.
+        """
+        found: set[ast.AST] = set()
+        seen: set[ast.AST] = set()
+        nodes = [node]
+        while nodes:
+            one = nodes.pop()
+            if one is None or one in seen:
+                continue
+            seen.add(one)
+            match one:
+                case ast.Name():
+                    nodes += [definition.value for definition in self._definitions.get(one, ())]
+                case ast.NamedExpr():
+                    nodes.append(one.value)
+                case ast.IfExp():
+                    nodes += [one.body, one.orelse]
+                case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if method in same:
+                    nodes.append(tensor)
+                case _:
+                    found.add(one)
+        return found
+
+    def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
+        """Return whether code may write into a tensor: by an edit in place of any, or in a call that is given it.
+
+        Functions of modules (``torch.cat``) write into nothing, unless their name or their arguments say so.
+        """
+        parts = list(parts)
+        if any(edits_in_place(part) for part in parts):
+            return True
+        held = self._memory(tensor, with_whole=True)
+        return any(
+            held & self._memory(given, with_whole=False)
+            for part in parts
+            for call in ast.walk(part)
+            if isinstance(call, ast.Call) and (self.is_own(call.func) or isinstance(call.func, ast.Name))
+            for given in (*call.args, *(keyword.value for keyword in call.keywords))
+        )
+
+    def _memory(self, node: ast.AST, *, with_whole: bool) -> set[Definition]:
+        """The definitions whose tensor a value may share: that of a view, and that of an alias.
+
+        ``with_whole``: of a part that was unpacked from a call, those of what the call cut as well.
+        """
+        found: set[Definition] = set()
+        seen: set[ast.AST] = set()
+        nodes = [node]
+        while nodes:
+            one = nodes.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            match one:
+                case ast.Name():
+                    for definition in self._definitions.get(one, ()):
+                        found.add(definition)
+                        if definition.value is not None:
+                            nodes.append(definition.value)
+                        elif with_whole and isinstance(definition.statement, ast.Assign):
+                            nodes.append(definition.statement.value)
+                case ast.NamedExpr() | ast.Subscript() | ast.Attribute() | ast.Starred():
+                    nodes.append(one.value)
+                case ast.AugAssign():
+                    nodes.append(one.target)
+                case ast.IfExp():
+                    nodes += [one.body, one.orelse]
+                case ast.Tuple() | ast.List():
+                    nodes += one.elts
+                case ast.Call(func=ast.Attribute(value=tensor)) if not self.is_own(one.func):
+                    nodes.append(tensor)
+        return found
+
+    def _run(self, body: list[ast.stmt], names: Names) -> Names:
+        """Walk through statements; return what names hold afterwards."""
+        for statement in body:
+            self._inside = {}
+            names = self._statement(statement, names)
+        return names
+
+    def _statement(self, statement: ast.stmt, names: Names) -> Names:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return names | {statement.name: frozenset([self._define(statement, statement.name, None, statement)])}
+            case ast.Assign() | ast.AnnAssign() if statement.value is not None:
+                self._read(statement.value, names)
+                names = names | self._inside
+                for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
+                    names = self._store(target, statement.value, statement, names)
+                return names
+            case ast.AugAssign():
+                self._read(statement.value, names)
+                self._conditions[statement] = self._current
+                if isinstance(statement.target, ast.Name):
+                    self._note(statement.target, names)
+                return self._store(statement.target, statement, statement, names | self._inside)
+            case ast.If():
+                self._read(statement.test, names)
+                names = names | self._inside
+                return _joined(
+                    self._under(statement.test, True, statement.body, names),
+                    self._under(statement.test, False, statement.orelse, names),
+                )
+            case ast.For() | ast.AsyncFor() | ast.While():
+                return self._loop(statement, names)
+            case ast.With() | ast.AsyncWith():
+                for item in statement.items:
+                    self._read(item.context_expr, names)
+                    if item.optional_vars is not None:
+                        names = self._store(item.optional_vars, None, statement, names)
+                return self._run(statement.body, names | self._inside)
+            case ast.Try():
+                after = self._run(statement.body, names)
+                for handler in statement.handlers:
+                    after = _joined(after, self._run(handler.body, _joined(names, after)))
+                return self._run(statement.finalbody, self._run(statement.orelse, after))
+            case ast.Match():
+                return self._match(statement, names)
+        for part in ast.iter_child_nodes(statement):
+            self._read(part, names)
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "add_":
+                names = self._store(part.func.value, part, statement, names)
+        return names | self._inside
+
+    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, names: Names) -> Names:
+        for _ in range(2):  # what one turn leaves in a name, the next one finds
+            inside = names
+            if isinstance(loop, ast.While):
+                self._read(loop.test, names)
+                inside = names | self._inside
+            else:
+                self._read(loop.iter, names)
+                inside = self._store(loop.target, None, loop, names | self._inside)
+            names = _joined(names, self._run(loop.body, inside))
+        return _joined(names, self._run(loop.orelse, names))
+
+    def _match(self, statement: ast.Match, names: Names) -> Names:
+        self._read(statement.subject, names)
+        names = after = names | self._inside
+        for case in statement.cases:
+            inside = dict(names)
+            for node in ast.walk(case.pattern):
+                name = getattr(node, "rest" if isinstance(node, ast.MatchMapping) else "name", None)
+                if isinstance(name, str):
+                    inside[name] = frozenset([self._define(node, name, None, statement)])
+            if case.guard is not None:
+                self._read(case.guard, inside)
+            after = _joined(after, self._run(case.body, inside | self._inside))
+        return after
+
+    def _under(self, test: ast.expr, truth: bool, body: list[ast.stmt], names: Names) -> Names:
+        """Walk through an arm of an ``if``."""
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, truth = test.operand, not truth
+        if not self.is_own(test) or test.attr == "training":  # which is one today and the other tomorrow
+            return self._run(body, names)
+        outside, self._current = self._current, (*self._current, (test.attr, truth))
+        after = self._run(body, names)
+        self._current = outside
+        return after
+
+    def _read(self, node: ast.AST, names: Names) -> None:
+        """Note the loads and calls in an expression."""
+        for part in ast.iter_child_nodes(node):
+            self._read(part, names)
+        match node:
+            case ast.Name(ctx=ast.Load() | ast.Del()):
+                self._note(node, names | self._inside)
+            case ast.NamedExpr():
+                definition = self._define(node.target, node.target.id, node.value, None)
+                self._inside = self._inside | {node.target.id: frozenset([definition])}
+            case ast.BinOp():
+                self._conditions[node] = self._current
+            case ast.Call():
+                self._conditions[node] = self._current
+                self.calls[node] = None
+
+    def _note(self, load: ast.Name, names: Names) -> None:
+        found = names.get(load.id, frozenset())
+        self._definitions[load] = self._definitions.get(load, frozenset()) | found
+        for definition in found:
+            self._reads.setdefault(definition, {})[load] = None
+
+    def _define(self, key: ast.AST, name: str, value: ast.AST | None, statement: ast.stmt | None) -> Definition:
+        """The definition that a node makes; the same one whenever it is walked through."""
+        made = self._made.setdefault(key, Definition(name, value, statement))
+        self._reads.setdefault(made, {})
+        return made
+
+    def _store(self, target: ast.expr, value: ast.AST | None, statement: ast.stmt, names: Names) -> Names:
+        """What names hold after an assignment of a value, which is None where it is not known."""
+        match target, value:
+            case ast.Name(), _:
+                key = target if isinstance(target.ctx, ast.Store) else value
+                assert key is not None
+                return names | {target.id: frozenset([self._define(key, target.id, value, statement)])}
+            case (ast.Tuple() | ast.List()), (ast.Tuple() | ast.List()) if len(target.elts) == len(value.elts):
+                if not any(isinstance(one, ast.Starred) for one in (*target.elts, *value.elts)):
+                    for one, its_value in zip(target.elts, value.elts, strict=True):
+                        names = self._store(one, its_value, statement, names)
+                    return names
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for one in target.elts:
+                names = self._store(one.value if isinstance(one, ast.Starred) else one, None, statement, names)
+            return names
+        self._read(target, names)
+        return names
+
+
+def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Every list of statements that belongs to this function itself."""
+    for field in ("body", "orelse", "finalbody"):
+        body = getattr(node, field, None)
+        if isinstance(body, list):
+            yield body
+            for statement in body:
+                if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                    yield from _bodies(statement)
+    for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+        yield from _bodies(inner)
+
+
+def _joined(one: Names, other: Names) -> Names:
+    """The names after two ways that meet."""
+    return {name: one.get(name, frozenset()) | other.get(name, frozenset()) for name in one | other}
+
+
+def mentions(node: ast.AST, *names: str) -> bool:
+    """Return whether any of the names occurs in a statement."""
+    return any(isinstance(inner, ast.Name) and inner.id in names for inner in ast.walk(node))
+
+
+def edits_in_place(part: ast.AST) -> bool:
+    """Return whether code may write into a tensor that a name holds: ``h *= a``, ``h[i] = a``, ``h.add_(a)``, ``out=``."""
+    for node in ast.walk(part):
+        if isinstance(node, ast.AugAssign):
+            return True
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Call):
+            if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+                return True
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name.endswith("_") and not name.endswith("__"):
+                return True
+    return False
+
+
+def computed(node: ast.AST) -> Iterator[ast.AST]:
+    """What an expression computes, in the order of evaluation; not its names, attributes and constants."""
+    match node:
+        case ast.Name() | ast.Constant():
+            return
+        case ast.Attribute() | ast.Starred() | ast.keyword():
+            yield from computed(node.value)
+        case ast.Subscript():
+            yield from computed(node.value)
+            yield from computed(node.slice)
+        case ast.Call():
+            for part in (node.func, *node.args, *node.keywords):
+                yield from computed(part)
+            yield node
+        case ast.BinOp():
+            yield from computed(node.left)
+            yield from computed(node.right)
+            yield node
+        case ast.Tuple() | ast.List():
+            for part in node.elts:
+                yield from computed(part)
+        case _:  # parts of it may never be evaluated
+            yield node
+
+
+def computes_nothing(test: ast.expr) -> bool:
+    """Return whether a test is of names and attributes, so that nothing happens where it is made twice."""
+    match test:
+        case ast.Name() | ast.Constant():
+            return True
+        case ast.Attribute():
+            return computes_nothing(test.value)
+        case ast.UnaryOp(op=ast.Not()):
+            return computes_nothing(test.operand)
+        case ast.BoolOp():
+            return all(computes_nothing(value) for value in test.values)
+        case ast.Compare():
+            plain = all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops)
+            return plain and all(computes_nothing(one) for one in (test.left, *test.comparators))
+    return False

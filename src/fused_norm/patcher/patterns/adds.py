@@ -1,0 +1,382 @@
+"""The adds of a layer's residual stream: found in its source by following the sum, and replaced by fused calls.
+
+In the forward of a layer,
+
+    hidden = self.inner(hidden)
+    hidden = residual + hidden
+    residual = hidden
+    hidden = self.norm(hidden)
+
+becomes, whatever the names are,
+
+    y, hidden = self.fused_norm_add(self.norm, residual, hidden, inner=self.inner)
+    residual = hidden
+    hidden = y
+
+Every name keeps the value it had, and everything else in the forward stays as upstream wrote it. ``inner``, the norm of
+the branch itself, is where there is one, and so is a ``dropout`` behind it; ``scale`` is a factor of the branch that is
+an attribute of the layer. Where no norm of the layer takes the sum, the normed branch is still fused with its add:
+
+    hidden = self.fused_norm_then_add(self.inner, residual, hidden)
+
+The norm may be called inside an expression, if nothing else is computed there before it:
+
+    hidden = hidden + self.attention(self.norm1(hidden))
+    hidden = hidden + self.mlp(self.norm2(hidden))
+
+becomes
+
+    y, hidden = self.fused_norm_add(self.norm2, hidden, self.attention(self.norm1(hidden)))
+    hidden = hidden + self.mlp(y)
+
+Operands are computed in their order: where the branch comes first, ``branch=..., residual=...`` say which is which.
+
+Where there is an add only under a condition, or a call of the norm, so there is a fused call.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..dataflow import Conditions, Dataflow, computed, computes_nothing, mentions
+from .calls import Rewrite, call_of_own, called, is_name, make_call, replace
+
+_Y = "_fused_norm_y"
+
+_SAME_TENSOR = ("contiguous", "float", "to", "type", "type_as")
+"""Methods that may return the tensor that they are called on."""
+
+_ADD = ("add", "add_")
+"""Methods and functions of PyTorch that add."""
+
+
+@dataclass
+class NormOfSum:
+    """The call of a norm with a sum: ``call`` in ``statement``, in ``body``.
+
+    Attributes:
+        condition: the test of the ``if`` that the call is in, and the add is not; None where there is none.
+    """
+
+    body: list[ast.stmt]
+    statement: ast.Assign | ast.Return
+    call: ast.Call
+    condition: ast.expr | None
+
+
+@dataclass
+class NormOfBranch:
+    """The call of a norm, or of a dropout, whose result is added.
+
+    Attributes:
+        statement: the statement right before the add that does nothing else; None where it is part of the add.
+    """
+
+    call: ast.Call
+    statement: ast.Assign | None
+
+
+@dataclass
+class Add:
+    """One residual add, ``statement`` in ``body``.
+
+    Attributes:
+        residual, branch: its operands; the branch is the one with an inner norm or a factor, if there is one.
+        branch_first: the branch is the first operand.
+        choice: ``residual + branch if test else name``, None where the add is not part of such an expression.
+        after: the call of the norm that takes the sum next, None where none does.
+        inner: the norm whose result is added, None where something else is.
+        before: the norm in front of ``inner``, which may be a dropout; None where there is none.
+        scale: the factor of the branch.
+    """
+
+    body: list[ast.stmt]
+    statement: ast.Assign | ast.Return
+    residual: ast.expr
+    branch: ast.expr
+    branch_first: bool
+    choice: ast.IfExp | None
+    after: NormOfSum | None
+    inner: NormOfBranch | None
+    before: NormOfBranch | None
+    scale: ast.expr | None
+
+    @property
+    def names(self) -> tuple[str | None, str | None, str | None]:
+        """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
+        one, two, three = (None if norm is None else called(norm.call) for norm in (self.after, self.inner, self.before))
+        return one, two, three
+
+    def edit(self, rewrite: Rewrite, own: str) -> None:
+        """Put the fused call in the add's place."""
+        branch, keywords, dropout = self.branch, [], []
+        stock = self.statement.value
+        assert stock is not None
+        if "inner" in rewrite.parts and self.inner is not None:
+            norm = self.inner
+            if "dropout" in rewrite.parts and self.before is not None:
+                dropout.append(ast.keyword("dropout", norm.call.func))
+                norm = self.before
+            branch = norm.call.args[0]
+            keywords += [ast.keyword("inner", norm.call.func), *dropout]
+            if norm.statement is not None:
+                self.body.remove(norm.statement)
+            stock = self._call(own, "fused_norm_then_add", norm.call.func, branch, dropout)
+        if "norm" not in rewrite.parts or self.after is None or isinstance(self.statement, ast.Return):
+            self.statement.value = stock
+            return
+        if self.scale is not None:
+            keywords.append(ast.keyword("scale", self.scale))
+        after, y = self.after, f"{_Y}{rewrite.index}"
+        fused: ast.expr = self._call(own, "fused_norm_add", after.call.func, branch, keywords)
+        if self.choice is not None:
+            name = self.choice.orelse
+            without = ast.Tuple([ast.Call(copy.deepcopy(after.call.func), [name], []), copy.deepcopy(name)], ast.Load())
+            fused = ast.IfExp(self.choice.test, fused, without)
+        elif after.condition is not None:
+            without = ast.Tuple([ast.Constant(None), copy.deepcopy(stock)], ast.Load())
+            fused = ast.IfExp(copy.deepcopy(after.condition), fused, without)
+        self.statement.targets = [ast.Tuple([ast.Name(y, ast.Store()), self.statement.targets[0]], ast.Store())]
+        self.statement.value = fused
+        replace(after.statement, after.call, ast.Name(y, ast.Load()))
+        if isinstance(after.statement, ast.Assign):  # the name must not keep y alive longer than stock would
+            after.body.insert(after.body.index(after.statement) + 1, ast.Delete([ast.Name(y, ast.Del())]))
+
+    def _call(self, own: str, method: str, norm: ast.expr, branch: ast.expr, keywords: list[ast.keyword]) -> ast.Call:
+        """``self.<method>(norm, residual, branch)``, which computes both in their order: dropout, say, draws by turns."""
+        if not self.branch_first:
+            return make_call(own, method, [norm, self.residual, branch], keywords)
+        operands = [ast.keyword("branch", branch), ast.keyword("residual", self.residual)]
+        return make_call(own, method, [norm], [*operands, *keywords])
+
+
+@dataclass(frozen=True)
+class MissedAdd:
+    """An add that reaches a norm and cannot be fused with it.
+
+    Attributes:
+        norm: the attribute of the norm, ``norms.0`` or ``norms.-1`` for one in a list, ``norms.*`` for any of them.
+        source: the add, as it is written.
+        conditions: those under which it is made and the norm is called, as far as attributes of the module decide it.
+        function: the global name of what is called, where it is an add only if that function returns a sum; else None.
+    """
+
+    norm: str
+    source: str
+    conditions: Conditions
+    function: str | None
+
+
+def find_adds(flow: Dataflow) -> list[Add]:
+    """The adds that can be fused with a norm before or after them, in order."""
+    found: list[Add] = []
+    for body in flow.bodies:
+        for position in range(len(body)):
+            taken = [one.after for one in found if one.after is not None]
+            add = _add_at(flow, body, position, taken)
+            if add is not None:
+                found.append(add)
+    return found
+
+
+def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
+    """The adds that reach a norm and are not fused with it where all of ``adds`` are fused, each one once."""
+    fused = {one.after.call: set(ast.walk(one.statement)) for one in adds if one.after is not None}
+    missed = []
+    for call in flow.calls:
+        norm, argument = _norm_called(flow, call)
+        if norm is None:
+            continue
+        sums = [one for one in flow.origins(argument, _SAME_TENSOR) if _is_sum(flow, one)]
+        for one in sorted(sums, key=lambda node: (node.lineno, node.col_offset)):
+            if one not in fused.get(call, ()):
+                conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
+                missed.append(MissedAdd(norm, ast.unparse(one), conditions, _function_called(one)))
+    return list(dict.fromkeys(missed))
+
+
+def _is_sum(flow: Dataflow, node: ast.AST) -> bool:
+    """Return whether an expression or statement adds, or calls a function that may."""
+    match node:
+        case ast.BinOp(op=ast.Add()) | ast.AugAssign(op=ast.Add()):
+            return True
+        case ast.Call(func=ast.Attribute(attr=method)):
+            return method in _ADD and not flow.is_own(node.func)
+        case ast.Call(func=ast.Name()):
+            return True
+    return False
+
+
+def _function_called(node: ast.AST) -> str | None:
+    """The name of the function that a sum is a call of; None for ``sum`` itself, and for an add."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return None
+    of_values = node.func.id == "sum" and len(node.args) == 1 and isinstance(node.args[0], (ast.Tuple, ast.List))
+    return None if of_values else node.func.id
+
+
+def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr | None]:
+    """The attribute of the module that a call of one tensor is of, and the tensor; None where it is another call."""
+    given = [*call.args, *(one.value for one in call.keywords)]
+    if len(given) != 1 or isinstance(given[0], ast.Starred):
+        return None, None
+    if call_of_own(call, flow.own) is not None:
+        return called(call), given[0]
+    if flow.is_own(call.func):
+        return call.func.attr, given[0]
+    if isinstance(call.func, ast.Subscript) and flow.is_own(call.func.value):
+        number = ast.unparse(call.func.slice)
+        return f"{call.func.value.attr}.{number if re.fullmatch(r'-[0-9]+', number) else '*'}", given[0]
+    return None, None
+
+
+def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[NormOfSum]) -> Add | None:
+    """The add in statement number ``position``. Its inner norm is none that is ``taken`` by a sum before it."""
+    statement = body[position]
+    total, choice = _target(statement), None
+    if total is None or not isinstance(statement, (ast.Assign, ast.Return)):
+        return None
+    value = statement.value
+    if isinstance(value, ast.IfExp) and isinstance(statement, ast.Assign):
+        choice = _sum_first(value)
+        value = choice.body
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return None
+    if choice is not None and not isinstance(choice.orelse, ast.Name):
+        return None
+    residual, branch = value.left, value.right
+    if any(use.call in (residual, branch) for use in taken):
+        return None
+    inner = behind = None
+    if choice is None:
+        previous = body[position - 1] if position else None
+        if any(previous is use.statement for use in taken):
+            previous = None
+        inner = _norm_of(flow, branch, residual, previous, total)
+        if inner is None:
+            inner = _norm_of(flow, residual, branch, previous, total)
+            if inner is not None:
+                residual, branch = branch, residual
+        if inner is not None and residual is value.right and flow.may_change(inner.call.args[0], [residual]):
+            inner = None
+        if inner is not None and inner.statement is None:
+            behind = _norm_in_front(flow, inner.call.args[0], residual, previous, total)
+    after = _norm_after(body, position, total, flow.own)
+    if after is not None and after.condition is not None and choice is not None:
+        after = None
+    if after is None and inner is None:
+        return None
+    scale = None
+    for one, other in ((branch, residual), (residual, branch)):
+        if inner is None and scale is None and (factors := _factors(one, flow)) is not None:
+            residual, (branch, scale) = other, factors
+    return Add(body, statement, residual, branch, residual is value.right, choice, after, inner, behind, scale)
+
+
+def _norm_of(
+    flow: Dataflow, operand: ast.expr, other: ast.expr, previous: ast.stmt | None, total: str
+) -> NormOfBranch | None:
+    """The call ``self.<inner>(argument)`` that makes an operand, there or in the statement before."""
+    definition = flow.definition_of(operand)
+    if definition is not None and definition.statement is previous is not None:
+        return _norm_in_front(flow, operand, other, previous, total)
+    call = call_of_own(operand, flow.own)
+    return None if call is None else NormOfBranch(call, None)
+
+
+def _norm_in_front(
+    flow: Dataflow, result: ast.expr, other: ast.expr, previous: ast.stmt | None, total: str
+) -> NormOfBranch | None:
+    """The call of a norm with whose ``result`` a sum is made, and which is all that the statement before it does.
+
+    ``other``: the other operand, which would see what the name held before.
+    """
+    definition = flow.definition_of(result)
+    if definition is None or definition.statement is not previous or not isinstance(previous, ast.Assign):
+        return None
+    if len(previous.targets) != 1 or not isinstance(other, ast.Name) or other.id == definition.name:
+        return None
+    if definition.name != total and not flow.is_read_by_alone(definition, result):
+        return None
+    call = call_of_own(definition.value, flow.own)
+    return None if call is None else NormOfBranch(call, previous)
+
+
+def _factors(node: ast.expr, flow: Dataflow) -> tuple[ast.expr, ast.expr] | None:
+    """``(branch, self.<factor>)`` where ``node`` is their product."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for branch, factor in ((node.left, node.right), (node.right, node.left)):
+            if flow.is_own(factor):
+                return branch, factor
+    return None
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """``h`` of ``h = ...``; of ``return ...`` a name that no statement can have."""
+    if isinstance(statement, ast.Return):
+        return ""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
+    return None
+
+
+def _sum_first(choice: ast.IfExp) -> ast.IfExp:
+    """``a + b if test else c``, also where it is written ``c if not test else a + b``."""
+    if isinstance(choice.body, ast.BinOp) and isinstance(choice.body.op, ast.Add):
+        return choice
+    return ast.IfExp(ast.UnaryOp(ast.Not(), choice.test), choice.orelse, choice.body)
+
+
+def _norm_after(body: list[ast.stmt], position: int, total: str, own: str) -> NormOfSum | None:
+    """The call of a norm with the sum of statement number ``position``, before anything but copies happens."""
+    after = _after_copies(body, position + 1, total)
+    if after is None:
+        return None
+    following = body[after]
+    if not isinstance(following, ast.If):
+        return _norm_first(body, after, total, own)
+    stored = {name.id for statement in body[position:after] for name in _names_stored(statement)}
+    if not computes_nothing(following.test) or mentions(following.test, *stored):
+        return None
+    for arm, condition in (
+        (following.body, following.test),
+        (following.orelse, ast.UnaryOp(ast.Not(), following.test)),
+    ):
+        first = _after_copies(arm, 0, total)
+        use = None if first is None else _norm_first(arm, first, total, own)
+        if use is not None:
+            use.condition = condition
+            return use
+    return None
+
+
+def _after_copies(body: list[ast.stmt], position: int, total: str) -> int | None:
+    """The number of the first statement from ``position`` on that is no copy between names, ``total`` not a target."""
+    for number, statement in enumerate(body[position:], position):
+        copies = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
+        if not copies or not all(isinstance(one, ast.Name) and one.id != total for one in statement.targets):
+            return number
+    return None
+
+
+def _norm_first(body: list[ast.stmt], position: int, total: str, own: str) -> NormOfSum | None:
+    """``self.<norm>(total)``, where it is the first thing that a statement computes."""
+    statement = body[position]
+    if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
+        return None
+    call = call_of_own(next(computed(statement.value), None), own)
+    if call is None or not is_name(call.args[0], total):
+        return None
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if call is statement.value and not all(isinstance(target, ast.Name) for target in targets):
+        return None
+    return NormOfSum(body, statement, call, None)
+
+
+def _names_stored(statement: ast.stmt) -> Iterator[ast.Name]:
+    return (node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))

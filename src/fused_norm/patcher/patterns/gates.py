@@ -1,0 +1,259 @@
+"""The product of a gated MLP: found in its source, and replaced by a call that computes it with the activation.
+
+In the forward of an MLP,
+
+    return self.down(self.act(self.gate(x)) * self.up(x))
+
+becomes, whatever the names are,
+
+    activation = self.fused_norm_activation(self.act)
+    return self.down(self.fused_norm_gate(
+        activation,
+        self.act,
+        gate=self.fused_norm_unless_postponed(activation, self.act, self.gate(x)),
+        up=self.up(x),
+    ))
+
+The activation may be a function such as ``F.silu``, and it may stand in a statement of its own, ahead of the product.
+Where hooks or other code must see its call, ``activation`` is None and everything happens in the original order. Halves
+of one tensor stay together:
+
+    gate, up = self.gate_up(x).chunk(2, dim=-1)
+    hidden = up * self.act(gate)
+
+becomes
+
+    packed = self.gate_up(x)
+    hidden = self.fused_norm_gate_packed(self.act, packed)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..dataflow import Dataflow, edits_in_place
+from .calls import Rewrite, call_of_own, called, is_name, make_call, postpone, replace
+
+ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
+"""Part of the names of functions that are taken for activations, where the module holds none."""
+
+_ACTIVATION = "_fused_norm_activation"
+_PACKED = "_fused_norm_packed"
+
+_LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
+"""Expressions whose parts may be computed several times, or never."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """What may be an activation: the attribute that is called, or, if ``is_function``, a function's global name."""
+
+    name: str
+    is_function: bool
+
+
+@dataclass
+class Gate:
+    """A product of something with what may be an activation.
+
+    Attributes:
+        act: what is called for the one factor.
+        number: that of the product; both factors of a product may be calls of attributes.
+        body: where the activation's call is, and the product.
+        statement: the statement with the product.
+        product: the product.
+        factor: the factor that is the result of the activation.
+        call: the call of the activation.
+        called_in: the statement with that call; the one with the product, or an earlier one.
+        halves: the statement that cuts one tensor into gate and up, None without one.
+    """
+
+    act: Called
+    number: int
+    body: list[ast.stmt]
+    statement: ast.stmt
+    product: ast.BinOp
+    factor: ast.expr
+    call: ast.Call
+    called_in: ast.stmt
+    halves: ast.Assign | None
+
+    def edit(self, rewrite: Rewrite, own: str) -> None:
+        """Put the fused call in the product's place."""
+        act = self.call.func
+        if self.halves is not None:
+            packed = f"{_PACKED}{rewrite.index}"
+            call = make_call(own, "fused_norm_gate_packed", [act, ast.Name(packed, ast.Load())])
+            halves = self.halves.value
+            assert isinstance(halves, ast.Call)
+            assert isinstance(halves.func, ast.Attribute)
+            self.halves.targets, self.halves.value = [ast.Name(packed, ast.Store())], halves.func.value
+            replace(self.statement, self.product, call)
+            return
+        activation = f"{_ACTIVATION}{rewrite.index}"
+        ask = ast.Assign([ast.Name(activation, ast.Store())], make_call(own, "fused_norm_activation", [act]))
+        self.body.insert(self.body.index(self.called_in), ask)
+        factors = [
+            ast.keyword("gate" if factor is self.factor else "up", factor)
+            for factor in (self.product.left, self.product.right)
+        ]
+        fused = make_call(own, "fused_norm_gate", [ast.Name(activation, ast.Load()), act], factors)
+        replace(self.statement, self.product, fused)
+        postpone(self.call, own, activation)
+
+
+@dataclass(frozen=True)
+class MissedGate:
+    """A product of something with what may be an activation that cannot be fused, as it is written in ``source``."""
+
+    act: Called
+    source: str
+
+
+def find_gates(flow: Dataflow) -> list[Gate]:
+    """The products of something with what may be an activation."""
+    found: list[Gate] = []
+    products = 0
+    for body in flow.bodies:
+        for statement in body:
+            for product in _products(statement):
+                gates = [
+                    gate
+                    for factor, other in ((product.left, product.right), (product.right, product.left))
+                    if not _only_scales(other, flow)
+                    for gate in _gate(flow, products, statement, product, factor)
+                ]
+                found += gates
+                products += bool(gates)
+    return found
+
+
+def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[Gate]) -> list[MissedGate]:
+    """The products of something with what may be an activation that are none of ``gates``, each one once."""
+    fused = {id(gate.product) for gate in gates}
+    missed = [
+        MissedGate(act, ast.unparse(node))
+        for node in ast.walk(definition)
+        if id(node) not in fused
+        for factor, other in _factors(node)
+        if not _only_scales(other, flow)
+        for call in flow.origins(factor)
+        if (act := _activation(call, flow)) is not None
+    ]
+    return list(dict.fromkeys(missed))
+
+
+def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
+    """The products in a statement that is computed once, whenever it is reached."""
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
+        return
+    nodes: list[ast.AST] = [statement]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, _LATER):
+            continue
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            yield node
+        nodes += ast.iter_child_nodes(node)
+
+
+def _factors(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """The factors of a product in any form, each with the other one."""
+    match node:
+        case ast.BinOp(op=ast.Mult(), left=one, right=other) | ast.AugAssign(op=ast.Mult(), target=one, value=other):
+            return [(one, other), (other, one)]
+        case ast.Call(func=ast.Attribute(attr="mul" | "mul_" | "multiply", value=ast.Name(id="torch")), args=[one, other]):
+            return [(one, other), (other, one)]
+        case ast.Call(func=ast.Attribute(attr="mul" | "mul_" | "multiply", value=one), args=[other]):
+            return [(one, other), (other, one)]
+    return []
+
+
+def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
+    """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
+    if isinstance(factor, ast.Name):
+        return "mask" in factor.id
+    if isinstance(factor, ast.Attribute):
+        return flow.is_own(factor)
+    return isinstance(factor, (ast.Constant, ast.UnaryOp))
+
+
+def _gate(
+    flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr
+) -> Iterator[Gate]:
+    """The gate in which ``factor``, or all that its name stands for, is the result of an activation."""
+    definition = flow.definition_of(factor)
+    call, called_in = factor, statement
+    if definition is not None:
+        value, at = definition.value, definition.statement
+        if not isinstance(at, ast.Assign) or at.targets != [one for one in at.targets if is_name(one, definition.name)]:
+            return
+        if not isinstance(value, ast.Call) or not flow.is_read_by_alone(definition, factor):
+            return
+        call, called_in = value, at
+    act = _activation(call, flow)
+    between = [] if called_in is statement else flow.between(called_in, statement)
+    if act is None or between is None:
+        return
+    assert isinstance(call, ast.Call)
+    behind = [*between] if called_in is statement else [*between, statement]
+    if called_in is not statement or factor is product.left:
+        behind += [product.right if factor is product.left else product.left]
+    if flow.may_change(call.args[0], behind):
+        return
+    gate = Gate(act, number, flow.body_of(statement), statement, product, factor, call, called_in, None)
+    gate.halves = _halves(flow, gate)
+    yield gate
+
+
+def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
+    """What is called, where that is ``self.<name>(argument)``, or ``<function>(argument)`` by an activation's name."""
+    call = call_of_own(node, flow.own)
+    if call is not None:
+        return Called(called(call), False)
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+        return None
+    root = node.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    name = ast.unparse(node.func)
+    if not isinstance(root, ast.Name) or flow.is_local(root.id) or not ACTIVATION_FUNCTION.search(name.rpartition(".")[2]):
+        return None
+    return Called(name, True)
+
+
+def _halves(flow: Dataflow, gate: Gate) -> ast.Assign | None:
+    """The statement that cuts one tensor into the gate and the other factor, which nobody else reads."""
+    other = gate.product.right if gate.factor is gate.product.left else gate.product.left
+    halves = [gate.call.args[0], other]
+    names = [half.value if isinstance(half, ast.Subscript) else half for half in halves]
+    cuts = [flow.definition_of(name) for name in names]
+    one, two = cuts
+    if gate.called_in is not gate.statement or one is None or two is None or one.statement is not two.statement:
+        return None
+    cut = one.statement
+    between = flow.between(cut, gate.statement)
+    if not isinstance(cut, ast.Assign) or len(cut.targets) != 1 or not _is_cut_in_two(cut.value) or between is None:
+        return None
+    target = cut.targets[0]
+    if isinstance(target, ast.Tuple):
+        as_given = [getattr(name, "id", None) for name in target.elts] == [getattr(half, "id", "") for half in halves]
+    else:
+        numbers = [getattr(half.slice, "value", None) for half in halves if isinstance(half, ast.Subscript)]
+        as_given = one is two and numbers == [0, 1]
+    if not as_given or any(edits_in_place(statement) for statement in between):
+        return None
+    return cut if all(flow.is_read_by_alone(half, gate.product) for half in (one, two)) else None
+
+
+def _is_cut_in_two(value: ast.expr) -> bool:
+    """Return whether an expression is ``tensor.chunk(2, dim=-1)``."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "chunk":
+        return False
+    if is_name(value.func.value, "torch"):
+        return False
+    given = [*value.args, *(keyword.value for keyword in value.keywords if keyword.arg == "dim")]
+    return len(given) == len(value.args) + len(value.keywords) and [ast.unparse(one) for one in given] == ["2", "-1"]
