@@ -5,11 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from fused_norm.patcher.activation_recognition import recognise_activation
-from fused_norm.patcher.forward_rewrite import Rewrite, patterns_of, rewritten_forward
-from fused_norm.patcher.gates import GateRewrite
-from fused_norm.patcher.query_key_norms import PairRewrite
-from fused_norm.patcher.residual_adds import AddRewrite
-from fused_norm.patcher.rotations import RotationRewrite
+from fused_norm.patcher.patterns import patterns_of, rewritten_forward
+from fused_norm.patcher.patterns.calls import Rewrite
 
 
 class Recorder:
@@ -70,7 +67,7 @@ class Recorder:
         total = residual + (dropout(branch) if dropout else branch) * scale
         return norm(total), total
 
-    def fused_norm_onto(self, inner, residual, branch, *, dropout=None):
+    def fused_norm_then_add(self, inner, residual, branch, *, dropout=None):
         self.calls.append(f"onto {inner.__name__}")
         branch = inner(branch)
         return residual + (dropout(branch) if dropout else branch)
@@ -100,7 +97,7 @@ class Recorder:
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
-    def fused_norm_unless(self, postponed, norm, x):
+    def fused_norm_unless_postponed(self, postponed, norm, x):
         return x if postponed else norm(x)
 
     def fused_norm_pair(self, postponed, q_norm, k_norm, q, k):
@@ -156,17 +153,16 @@ def rotate(q: Heads, k: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> tu
 def everything(layer: type) -> tuple[Rewrite, ...]:
     """The rewrites that fuse all that was found in a forward."""
     patterns = patterns_of(layer)
-    adds = (
-        AddRewrite(i, bool(add.norm), bool(add.inner), add.before_inner is not None)
-        for i, add in enumerate(patterns.adds)
-    )
-    pairs = (PairRewrite(i, bool(pair.rotate)) for i, pair in enumerate(patterns.pairs))
-    fed = {pair.rotate is not None and index for index, pair in enumerate(patterns.pairs)}
-    alone = (RotationRewrite(i) for i, one in enumerate(patterns.rotations) if one.arguments and one.pair not in fed)
-    acts = [(i, gate) for i, gate in enumerate(patterns.gates) if "act" in gate.act or gate.is_function]
-    products = {gate.product: i for i, gate in reversed(acts)}
-    gates = (GateRewrite(i, recognise_activation(nn.SiLU())) for i in products.values())
-    return (*adds, *pairs, *alone, *gates)
+    parts = [zip(("norm", "inner", "dropout"), add.names, strict=True) for add in patterns.adds]
+    adds = (Rewrite("adds", i, tuple(part for part, name in found if name)) for i, found in enumerate(parts))
+    heads = (Rewrite("heads", i, ("rotation",) if one.rotate else ()) for i, one in enumerate(patterns.heads))
+    fed = {index for index, one in enumerate(patterns.heads) if one.rotate}
+    alone = (i for i, one in enumerate(patterns.rotations) if one.arguments and one.heads not in fed)
+    acts = [(i, gate) for i, gate in enumerate(patterns.gates) if "act" in gate.act.name or gate.act.is_function]
+    products = {gate.number: i for i, gate in reversed(acts)}
+    silu = recognise_activation(nn.SiLU())
+    gates = (Rewrite("gates", i, activation=silu) for i in products.values())
+    return (*adds, *heads, *(Rewrite("rotations", i) for i in alone), *gates)
 
 
 def run(

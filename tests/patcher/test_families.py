@@ -12,7 +12,7 @@ import fused_norm
 from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.rotations import RotationRewrite
+from fused_norm.patcher.patterns.calls import Rewrite
 
 from .models import EXPERTS_ARE_MLPS, counts, relative
 
@@ -167,7 +167,7 @@ def test_of_an_attention_whose_q_and_k_norms_differ_in_width_the_rotation_is_fus
     model = model_of("olmo2")
     fused_norm.apply_fused_norm(model)
     assert isinstance(model.model.layers[0], FusedBlock)
-    assert model.model.layers[0].self_attn.fused_norm_rewrites == (RotationRewrite(0),)
+    assert model.model.layers[0].self_attn.fused_norm_rewrites == (Rewrite("rotations", 0),)
 
 
 def test_a_layer_in_which_no_norm_takes_a_sum_has_no_row_for_that() -> None:

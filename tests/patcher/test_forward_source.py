@@ -10,8 +10,8 @@ import traceback
 import pytest
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fused_norm.patcher.forward_rewrite import patterns_of, rewritten_forward
-from fused_norm.patcher.forward_source import SourceError
+from fused_norm.patcher.patterns import patterns_of, rewritten_forward
+from fused_norm.patcher.source import SourceError
 
 from .forwards import Recorder, everything, run
 

@@ -13,7 +13,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from fused_norm.patcher.forward_rewrite import patterns_of
+from fused_norm.patcher.patterns import patterns_of
 
 from .forwards import Packed, Recorder, run
 
@@ -239,7 +239,7 @@ class CallsAnotherFunction(Recorder):
     ids=lambda mlp: mlp.__name__,
 )
 def test_what_only_resembles_a_gate_is_left_alone(mlp) -> None:
-    assert not [gate for gate in patterns_of(mlp).gates if gate.act == "act" or gate.is_function]
+    assert not [gate for gate in patterns_of(mlp).gates if gate.act.name == "act" or gate.act.is_function]
     assert not [call for call in run(mlp, 2) if not call.startswith("onto")], "a sum may be that of a norm"
 
 
@@ -257,5 +257,5 @@ def test_what_only_resembles_a_gate_is_left_alone(mlp) -> None:
 )
 def test_what_mlps_of_transformers_have(mlp, acts: list[str]) -> None:
     gates = patterns_of(mlp).gates
-    assert [gate.act for gate in gates] == acts
-    assert {gate.product for gate in gates} == {0}
+    assert [gate.act.name for gate in gates] == acts
+    assert {gate.number for gate in gates} == {0}

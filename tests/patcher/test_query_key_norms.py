@@ -13,8 +13,9 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from fused_norm.patcher.forward_rewrite import patterns_of, rotations_of
-from fused_norm.patcher.query_key_norms import QK_NAME, Pair, PairRewrite
+from fused_norm.patcher.patterns import patterns_of, rotations_of
+from fused_norm.patcher.patterns.calls import Rewrite
+from fused_norm.patcher.patterns.heads import QK_NAME
 
 from .forwards import Heads, Recorder, rotate, run
 
@@ -159,14 +160,14 @@ class WritesBeforeTheRotation(Recorder):
 )
 @pytest.mark.parametrize("may_postpone", [True, False])
 def test_both_norms_become_one_call_and_every_value_stays(attention, rotation, calls, may_postpone: bool) -> None:
-    (found,) = patterns_of(attention).pairs
+    (found,) = patterns_of(attention).heads
     assert found.rotate == rotation
-    rewrites = (PairRewrite(0, found.rotate is not None),)
+    rewrites = (Rewrite("heads", 0, ("rotation",) if found.rotate else ()),)
     assert run(attention, Heads(2), Heads(3), (5, 7), rewrites=rewrites, may_postpone=may_postpone) == calls
 
 
 def test_norms_can_be_made_together_without_the_rotation() -> None:
-    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(PairRewrite(0, False),)) == TOGETHER
+    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("heads", 0),)) == TOGETHER
 
 
 class ReadsBetween(Recorder):
@@ -280,7 +281,7 @@ class TransposesByName(Recorder):
     ],
 )
 def test_what_only_resembles_a_pair_is_left_alone(attention) -> None:
-    assert patterns_of(attention).pairs == ()
+    assert patterns_of(attention).heads == []
     assert run(attention, Heads(2), Heads(3)) == []
 
 
@@ -311,30 +312,32 @@ class TwoPairs(nn.Module):
 
 
 def test_each_pair_is_fused_with_its_own_rotation() -> None:
-    assert [pair.rotate for pair in patterns_of(TwoPairs).pairs] == ["rotate_half", "rotate_half_too"]
+    assert [pair.rotate for pair in patterns_of(TwoPairs).heads] == ["rotate_half", "rotate_half_too"]
 
     def functions(*rewrites):
         return [rotation.function for rotation in rotations_of(TwoPairs, rewrites)]
 
-    assert functions(PairRewrite(1, True)) == [rotate_half_too]
-    assert functions(PairRewrite(0, False), PairRewrite(1, True)) == [rotate_half_too]
-    assert functions(PairRewrite(0, True), PairRewrite(1, True)) == [rotate_half, rotate_half_too]
+    first, second = (Rewrite("heads", index, ("rotation",)) for index in range(2))
+    assert functions(second) == [rotate_half_too]
+    assert functions(Rewrite("heads", 0), second) == [rotate_half_too]
+    assert functions(first, second) == [rotate_half, rotate_half_too]
 
 
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [
-        (Qwen3Attention, Pair("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Gemma3Attention, Pair("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Qwen3NextAttention, Pair("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Exaone4Attention, Pair("q_norm", "k_norm", None)),
-        (Glm4MoeAttention, Pair("q_norm", "k_norm", None)),
-        (HunYuanDenseV1Attention, Pair("query_layernorm", "key_layernorm", None)),
+        (Qwen3Attention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Gemma3Attention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Qwen3NextAttention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Exaone4Attention, ("q_norm", "k_norm", None)),
+        (Glm4MoeAttention, ("q_norm", "k_norm", None)),
+        (HunYuanDenseV1Attention, ("query_layernorm", "key_layernorm", None)),
         (Gemma3nTextAttention, None),
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    assert patterns_of(attention).pairs == (() if expected is None else (expected,))
+    found = [(*one.names, one.rotate) for one in patterns_of(attention).heads]
+    assert found == ([] if expected is None else [expected])
 
 
 def test_names_of_q_and_k_norms() -> None:

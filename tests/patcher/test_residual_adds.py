@@ -7,15 +7,22 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
-from fused_norm.patcher.forward_rewrite import patterns_of
-from fused_norm.patcher.residual_adds import Add, AddRewrite
+import fused_norm
+from fused_norm.patcher.patterns import patterns_of
+from fused_norm.patcher.patterns.calls import Rewrite
 
 from .forwards import Recorder, run
+
+
+def adds_of(layer: type) -> list[tuple[str | None, str | None, str | None]]:
+    """The norms after and before each add that is found in a forward."""
+    return [add.names for add in patterns_of(layer).adds]
 
 
 class Llama(Recorder):
@@ -246,77 +253,77 @@ class ConsumerIsInner(Recorder):
     ("layer", "adds", "calls", "arguments"),
     [
         # What is a norm and what is not (here, `other`) is asked of the module, not of its source.
-        (Llama, [Add("norm", "other"), Add(None, "other")], ["add norm other 1", "onto other"], (2,)),
-        (Gemma2, [Add("norm", "inner"), Add(None, "inner")], ["add norm inner 1", "onto inner"], (2,)),
+        (Llama, [("norm", "other", None), (None, "other", None)], ["add norm other 1", "onto other"], (2,)),
+        (Gemma2, [("norm", "inner", None), (None, "inner", None)], ["add norm inner 1", "onto inner"], (2,)),
         (
             Inline,
-            [Add(None, "inner"), Add("norm", "inner")],
+            [(None, "inner", None), ("norm", "inner", None)],
             ["onto inner", "add norm inner 1"],
             (2,),
         ),
-        (OnlyInner, [Add(None, "inner")], ["onto inner"], (2,)),
-        (Returned, [Add(None, "inner")], ["onto inner"], (2,)),
-        (ReturnedInline, [Add(None, "inner")], ["onto inner"], (2,)),
-        (Scaled, [Add("norm", None)], ["add norm None 7"], (2,)),
-        (BothScaled, [Add("norm", None)], ["add norm None 7"], (2, 3)),
-        (OtherNames, [Add("norm", None)], ["add norm None 1"], (2,)),
-        (Nested, [Add("norm", None), Add("other", None)], ["add norm None 1"], (2, 3)),
+        (OnlyInner, [(None, "inner", None)], ["onto inner"], (2,)),
+        (Returned, [(None, "inner", None)], ["onto inner"], (2,)),
+        (ReturnedInline, [(None, "inner", None)], ["onto inner"], (2,)),
+        (Scaled, [("norm", None, None)], ["add norm None 7"], (2,)),
+        (BothScaled, [("norm", None, None)], ["add norm None 7"], (2, 3)),
+        (OtherNames, [("norm", None, None)], ["add norm None 1"], (2,)),
+        (Nested, [("norm", None, None), ("other", None, None)], ["add norm None 1"], (2, 3)),
         (
             SeveralAdds,
-            [Add("norm", None), Add("other", None), Add("norm", None)],
+            [("norm", None, None), ("other", None, None), ("norm", None, None)],
             ["add norm None 1", "add other None 1", "add norm None 1"],
             (2, 3),
         ),
         (
             InsideCalls,
-            [Add("other", None), Add("norm", None)],
+            [("other", None, None), ("norm", None, None)],
             ["add other None 1", "add norm None 1"],
             (2, 3),
         ),
         (
             InsideArithmetic,
-            [Add("norm", None), Add("other", "third")],
+            [("norm", None, None), ("other", "third", None)],
             ["add norm None 1", "add other third 1"],
             (2, 3),
         ),
-        (BothInOneStatement, [Add("norm", None)], ["add norm None 1"], (2, 3)),
-        (InLists, [Add("norms.0", None), Add("norms.1", None)], ["add norm None 1", "add other None 1"], (2, 3)),
-        (SumOrNot, [Add("norm", None), Add("other", None)], ["add norm None 1", "add other None 7"], (2, 3)),
-        (SumOrNot, [Add("norm", None), Add("other", None)], [], (2,)),
-        (NormOrNot, [Add("norm", None), Add("other", "third")], ["add norm None 1", "onto third"], (2,)),
-        (NormOrNot, [Add("norm", None), Add("other", "third")], ["add norm None 1", "add other third 1"], (2, 3)),
-        (NormOrNot, [Add("norm", None), Add("other", "third")], ["add other third 1"], (2, 3, True)),
+        (BothInOneStatement, [("norm", None, None)], ["add norm None 1"], (2, 3)),
+        (InLists, [("norms.0", None, None), ("norms.1", None, None)], ["add norm None 1", "add other None 1"], (2, 3)),
+        (SumOrNot, [("norm", None, None), ("other", None, None)], ["add norm None 1", "add other None 7"], (2, 3)),
+        (SumOrNot, [("norm", None, None), ("other", None, None)], [], (2,)),
+        (NormOrNot, [("norm", None, None), ("other", "third", None)], ["add norm None 1", "onto third"], (2,)),
+        (NormOrNot, [("norm", None, None), ("other", "third", None)], ["add norm None 1", "add other third 1"], (2, 3)),
+        (NormOrNot, [("norm", None, None), ("other", "third", None)], ["add other third 1"], (2, 3, True)),
         (
             InnerOfAnotherName,
-            [Add("norm", "inner"), Add(None, "other")],
+            [("norm", "inner", None), (None, "other", None)],
             ["add norm inner 1", "onto other"],
             (2, 3),
         ),
         (
             Dropout,
-            [Add("norm", "third", "inner"), Add(None, "third", "inner")],
+            [("norm", "third", "inner"), (None, "third", "inner")],
             ["add norm inner 1", "onto inner"],
             (2,),
         ),
-        (DropoutOfMore, [Add(None, "third")], ["onto third"], (2,)),
+        (DropoutOfMore, [(None, "third", None)], ["onto third"], (2,)),
         (
             ConsumerIsInner,
-            [Add("inner", None), Add("norm", None)],
+            [("inner", None, None), ("norm", None, None)],
             ["add inner None 1", "add norm None 1"],
             (2, 3),
         ),
     ],
 )
 def test_the_sum_is_handed_over_and_every_value_stays(layer, adds, calls, arguments) -> None:
-    assert list(patterns_of(layer).adds) == adds
+    assert adds_of(layer) == adds
     assert run(layer, *arguments) == calls
 
 
 def test_only_what_is_asked_for_is_handed_over() -> None:
-    assert run(SeveralAdds, 2, 3, rewrites=(AddRewrite(2, True, False),)) == ["add norm None 1"]
-    assert run(Gemma2, 2, rewrites=(AddRewrite(0, False, True),)) == ["onto inner"]
-    assert run(Gemma2, 2, rewrites=(AddRewrite(0, True, False),)) == ["add norm None 1"]
-    assert run(Gemma2, 2, rewrites=(AddRewrite(1, False, True),)) == ["onto inner"]
+    assert run(SeveralAdds, 2, 3, rewrites=(Rewrite("adds", 2, ("norm",)),)) == ["add norm None 1"]
+    assert run(Gemma2, 2, rewrites=(Rewrite("adds", 0, ("inner",)),)) == ["onto inner"]
+    assert run(Gemma2, 2, rewrites=(Rewrite("adds", 0, ("norm",)),)) == ["add norm None 1"]
+    assert run(Gemma2, 2, rewrites=(Rewrite("adds", 1, ("inner",)),)) == ["onto inner"]
 
 
 class SumIsChanged(Recorder):
@@ -524,7 +531,7 @@ class InnerBeforeOneThatReadsIt(Recorder):
     ],
 )
 def test_what_only_resembles_the_pattern_is_left_alone(layer, arguments) -> None:
-    assert patterns_of(layer).adds == ()
+    assert adds_of(layer) == []
     assert run(layer, *arguments) == []
 
 
@@ -577,7 +584,11 @@ def product(a, b):
     return a * b
 
 
-class MadeElsewhere(Recorder):
+class MadeElsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
+
     def forward(self, a, b):
         a = scaled_add(a, b)
         a = self.norm(a)
@@ -586,12 +597,13 @@ class MadeElsewhere(Recorder):
 
 
 def test_a_sum_that_a_function_returns_is_found() -> None:
-    assert patterns_of(MadeElsewhere).adds == ()
-    assert [(one.norm, one.source) for one in patterns_of(MadeElsewhere).missed] == [("norm", "scaled_add(a, b)")]
+    report = fused_norm.apply_fused_norm(MadeElsewhere())
+    rows = [(site.path, site.reason) for site in (*report.fused, *report.kept) if site.kind == "residual"]
+    assert rows == [("norm", "its sum, scaled_add(a, b), reaches it in a way that is not rewritten")]
 
 
 def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
-    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(Missed).missed]
+    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(Missed).missed_adds]
     assert missed == [
         ("norm", "a += b", ()),
         ("other", "b + a", (("flag", True),)),
@@ -604,7 +616,7 @@ def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
         ("act", "a + 2", ()),
         ("act", "b + a", (("factor", False),)),
     ]
-    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(MissedInOtherForms).missed]
+    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(MissedInOtherForms).missed_adds]
     assert missed == [
         ("norm", "a + b", ()),
         ("other", "a + b", ()),
@@ -614,25 +626,25 @@ def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
         ("norms.*", "b + d", ()),
         ("norms.-1", "b + d", ()),
     ]
-    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed]
+    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed_adds]
     assert missed == [("other", "a + self.norm(a)", ())]
     for layer in (InsideCalls, InLists, SumOrNot, Nested):
-        assert patterns_of(layer).missed == ()
+        assert patterns_of(layer).missed_adds == []
 
 
 def test_families_go_by_dataflow_not_by_name() -> None:
-    assert list(patterns_of(LlamaDecoderLayer).adds) == [
-        Add("post_attention_layernorm", None),
-        Add(None, "mlp"),
+    assert adds_of(LlamaDecoderLayer) == [
+        ("post_attention_layernorm", None, None),
+        (None, "mlp", None),
     ]
-    assert list(patterns_of(GraniteDecoderLayer).adds) == [Add("post_attention_layernorm", None)]
-    assert list(patterns_of(Gemma2DecoderLayer).adds) == [
-        Add("pre_feedforward_layernorm", "post_attention_layernorm"),
-        Add(None, "post_feedforward_layernorm"),
+    assert adds_of(GraniteDecoderLayer) == [("post_attention_layernorm", None, None)]
+    assert adds_of(Gemma2DecoderLayer) == [
+        ("pre_feedforward_layernorm", "post_attention_layernorm", None),
+        (None, "post_feedforward_layernorm", None),
     ]
-    assert list(patterns_of(Olmo2DecoderLayer).adds) == [
-        Add("mlp", "post_attention_layernorm"),
-        Add(None, "post_feedforward_layernorm"),
+    assert adds_of(Olmo2DecoderLayer) == [
+        ("mlp", "post_attention_layernorm", None),
+        (None, "post_feedforward_layernorm", None),
     ]
 
 
@@ -652,6 +664,6 @@ class InOrder(Recorder):
 @pytest.mark.parametrize("inner", [False, True])
 def test_operands_are_computed_in_their_order(inner: bool) -> None:
     """What draws random numbers in both, as dropout does, draws them as in stock."""
-    adds = patterns_of(InOrder).adds
-    rewrites = tuple(AddRewrite(index, bool(add.norm), inner) for index, add in enumerate(adds))
+    parts = ("norm", "inner") if inner else ("norm",)
+    rewrites = tuple(Rewrite("adds", index, parts) for index in range(len(patterns_of(InOrder).adds)))
     assert len(run(InOrder, 2, 3, rewrites=rewrites, may_postpone=False)) == 3 + inner

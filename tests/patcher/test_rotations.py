@@ -10,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi.modeling_phi import PhiAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from fused_norm.patcher.forward_rewrite import patterns_of, rewritten_forward
-from fused_norm.patcher.rotations import ROTATION_NAME, RotationCall, RotationRewrite
+from fused_norm.patcher.patterns import patterns_of, rewritten_forward
+from fused_norm.patcher.patterns.calls import Rewrite
+from fused_norm.patcher.patterns.rotations import ROTATION_NAME
 
 from .forwards import Heads, Recorder, rotate, run
 
@@ -22,6 +23,11 @@ def rotate_one(x: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> Heads:
 
 def embed(q: Heads, k: Heads, cos: int, sin: int) -> tuple[Heads, Heads]:
     return rotate(q, k, cos, sin)
+
+
+def rotations_of(attention: type) -> list[tuple[str, int, int | None]]:
+    """The function, its arguments and the q and k norms in front, of each rotation that is found in a forward."""
+    return [(one.rotate, one.arguments, one.heads) for one in patterns_of(attention).rotations]
 
 
 class Llama(Recorder):
@@ -97,7 +103,7 @@ class NoRotation(Recorder):
     ],
 )
 def test_rotations_become_fused_calls_and_every_value_stays(attention, rotations, calls) -> None:
-    assert [(one.rotate, one.arguments) for one in patterns_of(attention).rotations] == rotations
+    assert [found[:2] for found in rotations_of(attention)] == rotations
     assert run(attention, Heads(2), Heads(3), (5, 7)) == calls
 
 
@@ -110,13 +116,13 @@ class Qwen3(Recorder):
 
 
 def test_what_takes_the_results_of_a_pair_of_norms_is_a_rotation_under_any_name() -> None:
-    assert patterns_of(Qwen3).rotations == (RotationCall("embed", 4, 0),)
+    assert rotations_of(Qwen3) == [("embed", 4, 0)]
     assert run(Qwen3, Heads(2), Heads(3), (5, 7)) == ["may postpone q_norm k_norm", "rotated"]
-    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(RotationRewrite(0),)) == ["rope"]
+    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("rotations", 0),)) == ["rope"]
 
 
 def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:
-    forward = rewritten_forward(Llama, (RotationRewrite(0),))
+    forward = rewritten_forward(Llama, (Rewrite("rotations", 0),))
     monkeypatch.setitem(globals(), "rotate", lambda q, k, cos, sin: ("theirs", q, k))
     q, k = Heads(2), Heads(3)
     assert forward.__globals__ is globals()
@@ -136,7 +142,7 @@ def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    assert patterns_of(attention).rotations == tuple(RotationCall(*one) for one in expected)
+    assert rotations_of(attention) == expected
 
 
 def test_names_of_rotations() -> None:

@@ -84,9 +84,9 @@ class BlockSurvey:
             new = fused_block_class(self._origin, rewrites) if rewrites else self._origin
         except SourceError as error:
             new = self._origin
-            rows = [replace(row, reason=row.reason or str(error), cause=row.cause or "unrecognised") for row in rows]
+            rows = [_kept(row, str(error)) for row in rows]
         if new is not self._origin and (owner := fused_forward_replaced(new)):
-            return [replace(row, reason=row.reason or owner, cause=row.cause or "overridden") for row in rows]
+            return [_kept(row, owner, "overridden") for row in rows]
         self.changes = change_to(self.module, new)
         return rows
 
@@ -144,7 +144,7 @@ class BlockSurvey:
         if name is not None and self._holds_norm(name):
             row = self._row(self._path_of(name), "sandwich", "sandwich", "inner" in done)
             if row.reason is None and after is not None and after.reason is None and not _alike(row, after):
-                row = replace(row, reason="it differs from the norm after the add in more than the weight", cause="unrecognised")
+                row = _kept(row, "it differs from the norm after the add in more than the weight")
             if row.reason is None:
                 parts += ["inner", "dropout"] if dropout else ["inner"]
             yield row
@@ -153,17 +153,15 @@ class BlockSurvey:
 
     def _survey_missed_add(self, missed: MissedAdd) -> Iterator[Site]:
         """The rows of an add that reaches a norm in another way than is fused; none where it never does."""
+        norms = [norm for norm in self._named(missed.norm) if self._holds_norm(norm)]
+        reached = all(bool(getattr(self.module, name, truth)) == truth for name, truth in missed.conditions)
+        if not norms or not reached:
+            return
         if missed.function is not None and not returns_sum(global_of(self._origin, missed.function)):
             return
-        reached = all(bool(getattr(self.module, name, truth)) == truth for name, truth in missed.conditions)
-        for norm in self._named(missed.norm):
-            if not reached or not self._holds_norm(norm):
-                continue
+        for norm in norms:
             row = self._row(self._path_of(norm), "residual", "residual", already=False)
-            if row.reason is None:
-                reason = f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten"
-                row = replace(row, reason=reason, cause="unrecognised")
-            yield row
+            yield _kept(row, f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
 
     def _named(self, norm: str) -> list[str]:
         """The norms that a ``MissedAdd`` may mean."""
@@ -205,9 +203,7 @@ class BlockSurvey:
         """The row of a rotation by itself."""
         row = self._own_row("rope", self._parts_done("rotations", index) is not None)
         if row.reason is None and not rotation.arguments:
-            return replace(
-                row, reason=f"{rotation.rotate} takes other arguments than q, k, cos, sin", cause="unrecognised"
-            )
+            return _kept(row, f"{rotation.rotate} takes other arguments than q, k, cos, sin")
         if row.reason is None:
             row = self._recognised(row, rotation.rotate, rotation.arguments)
         if row.reason is None:
@@ -221,7 +217,7 @@ class BlockSurvey:
         except UnrecognisedError as error:
             owner = _owner_of(global_of(self._origin, rotate), self._origin)
             reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"
-            return replace(row, reason=reason, cause="unrecognised" if owner is None else "overridden")
+            return _kept(row, reason, "unrecognised" if owner is None else "overridden")
         return row
 
     def _survey_gates(self, patterns: Patterns) -> Iterator[Site]:
@@ -232,13 +228,13 @@ class BlockSurvey:
             if known is not None and known.activation is not None:
                 continue
             row, act = self._own_row("mlp", self._parts_done("gates", index) is not None), self._called(gate.act)
-            if row.reason is None and isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
-                row = replace(row, reason="hooks or other code stand on its activation", cause="overridden")
+            if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
+                row = _kept(row, "hooks or other code stand on its activation", "overridden")
             try:
                 activation = recognise_activation(act)
             except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
                 if known is None and _looks_like_activation(gate.act.name, act):
-                    rows[gate.number] = replace(row, reason=row.reason or str(error), cause=row.cause or "unrecognised")
+                    rows[gate.number] = _kept(row, str(error))
                 continue
             row = replace(row, activation=activation.formula)
             if row.reason is None:
@@ -249,9 +245,7 @@ class BlockSurvey:
             with suppress(UnrecognisedError):
                 formula = recognise_activation(self._called(missed.act)).formula
                 reason = f"its product, {shorten(missed.source, 80)}, is written in a way that is not rewritten"
-                row = self._own_row("mlp", already=False)
-                row = replace(row, reason=row.reason or reason, cause=row.cause or "unrecognised", activation=formula)
-                yield row
+                yield _kept(replace(self._own_row("mlp", already=False), activation=formula), reason)
 
     def _called(self, act: Called) -> Any:
         """What is called for a factor of a product."""
@@ -262,7 +256,7 @@ class BlockSurvey:
         rows = [self._row(self._path_of(name), "rope", option, already) for name in heads.names]
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
         if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, heads)):
-            return replace(row, reason="its q and k norms differ in more than the weight", cause="unrecognised")
+            return _kept(row, "its q and k norms differ in more than the weight")
         return row
 
     def _row(self, path: str, kind: Kind, option: Kind, already: bool) -> Site:
@@ -278,13 +272,13 @@ class BlockSurvey:
         norm = self.model.modules[path]
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
-            return replace(row, reason=reason, cause="overridden")
+            return _kept(row, reason, "overridden")
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
-            return replace(row, reason=f"its norm is kept: {site.reason}", cause=site.cause)
+            return _kept(row, f"its norm is kept: {site.reason}", site.cause)
         called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
         if has_hooks(norm) or called_around:
-            return replace(row, reason="hooks or other code stand on its norm", cause="overridden")
+            return _kept(row, "hooks or other code stand on its norm", "overridden")
         return self._unless_prevented(row, option, norm, already)
 
     def _own_row(self, kind: Kind, already: bool) -> Site:
@@ -299,13 +293,13 @@ class BlockSurvey:
         """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
         if self._fixed and not already:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
-            return replace(row, reason=reason, cause="overridden")
+            return _kept(row, reason, "overridden")
         if self._owner is not None:
-            return replace(row, reason=self._owner, cause="overridden")
+            return _kept(row, self._owner, "overridden")
         if unwanted := why_deselected(option, row.path, selected, self.model.options):
             if self._fixed:
                 change_to(self.module, self._origin)
-            return replace(row, reason=unwanted, cause="option")
+            return _kept(row, unwanted, "option")
         return row
 
     def _path_of(self, name: str) -> str:
@@ -331,6 +325,11 @@ def _is_norm(module: Any) -> bool:
     return isinstance(module, nn.Module) and all(
         not part._parameters if part._modules else looks_like_norm(part) for part in module.modules()
     )
+
+
+def _kept(row: Site, reason: str, cause: Cause | None = "unrecognised") -> Site:
+    """``row`` as one that is kept for this reason, where it has none yet."""
+    return row if row.reason is not None else replace(row, reason=reason, cause=cause)
 
 
 def _alike(one: Site, other: Site) -> bool:

@@ -311,7 +311,7 @@ class Dataflow:
                 key = target if isinstance(target.ctx, ast.Store) else value
                 assert key is not None
                 return names | {target.id: frozenset([self._define(key, target.id, value, statement)])}
-            case (ast.Tuple() | ast.List()), (ast.Tuple() | ast.List()) if len(target.elts) == len(value.elts):
+            case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
                 if not any(isinstance(one, ast.Starred) for one in (*target.elts, *value.elts)):
                     for one, its_value in zip(target.elts, value.elts, strict=True):
                         names = self._store(one, its_value, statement, names)
@@ -348,7 +348,7 @@ def mentions(node: ast.AST, *names: str) -> bool:
 
 
 def edits_in_place(part: ast.AST) -> bool:
-    """Return whether code may write into a tensor that a name holds: ``h *= a``, ``h[i] = a``, ``h.add_(a)``, ``out=``."""
+    """Return whether code may write into a tensor: ``h *= a``, ``h[i] = a``, ``h.add_(a)``, ``f(a, out=h)``."""
     for node in ast.walk(part):
         if isinstance(node, ast.AugAssign):
             return True

@@ -81,29 +81,38 @@ def source_of(layer: Any) -> Source:
     function, wrappers = _unwrap(layer.forward)
     if outer := [name for name in function.__code__.co_freevars if name != "__class__"]:
         raise SourceError(f"its forward closes over {', '.join(outer)}")
+    line = function.__code__.co_firstlineno
     try:
         lines, _ = inspect.findsource(function)
-        tree, codes = _parsed("".join(lines), function.__code__.co_flags & _FUTURE_FLAGS)
+        definitions, codes = _parsed("".join(lines), function.__code__.co_flags & _FUTURE_FLAGS)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise SourceError(f"the source of its forward cannot be read: {error}") from error
-    found = next((node for node in ast.walk(tree) if _first_line(node) == function.__code__.co_firstlineno), None)
-    if not isinstance(found, ast.FunctionDef) or not any(_same_code(code, function.__code__) for code in codes):
+    found, around = definitions.get(line, (None, "_"))
+    if found is None or not any(_same_code(code, function.__code__) for code in codes if code.co_firstlineno == line):
         raise SourceError("the source of its forward is not the code that runs")
     for call in ast.walk(found):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _SEE_NAMES:
             raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
     definition = copy.copy(found)
     definition.decorator_list = list(_decorators_of(wrappers, found, function))
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and found in ast.walk(node)]
-    around = classes[-1].name if classes else "_"  # walked from the outside in
     return Source(definition, around, function.__code__.co_varnames[0])
 
 
 @lru_cache(maxsize=4)
-def _parsed(text: str, flags: int) -> tuple[ast.Module, tuple[CodeType, ...]]:
-    """The tree of a file, which nobody changes, and all code in it: several layers of a model are in one file."""
+def _parsed(text: str, flags: int) -> tuple[dict[int, tuple[ast.FunctionDef, str]], tuple[CodeType, ...]]:
+    """The functions of a file by first line, each with the name of the class around it, and all code in the file.
+
+    Nobody changes them: several layers of a model are in one file, which is read once.
+    """
     tree = ast.parse(text)
-    return tree, tuple(_codes(compile(tree, "<source>", "exec", flags=flags, dont_inherit=True)))
+    functions: dict[int, tuple[ast.FunctionDef, str]] = {}
+    nodes: list[tuple[ast.AST, str]] = [(tree, "_")]
+    for node, around in nodes:  # from the outside in
+        if isinstance(node, ast.FunctionDef):  # whose code starts with its first decorator, if it has one
+            functions.setdefault(min([node.lineno, *(one.lineno for one in node.decorator_list)]), (node, around))
+        inside = node.name if isinstance(node, ast.ClassDef) else around
+        nodes += ((child, inside) for child in ast.iter_child_nodes(node))
+    return functions, tuple(_codes(compile(tree, "<source>", "exec", flags=flags, dont_inherit=True)))
 
 
 def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..., Any]:
@@ -175,13 +184,6 @@ def _decorators_of(
         if not all(map(_is_literal, given)):
             raise SourceError(f"its decorator {ast.unparse(decorator)} may be given something else by now")
         yield decorator
-
-
-def _first_line(node: ast.AST) -> int | None:
-    """The line where a function's code starts: that of its first decorator, if it has one."""
-    if not isinstance(node, ast.FunctionDef):
-        return None
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _module_of(decorator: ast.expr, function: FunctionType) -> str | None:

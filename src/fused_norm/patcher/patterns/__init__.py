@@ -69,7 +69,8 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
         SourceError: where the forward cannot be rewritten.
     """
     source = source_of(layer)
-    definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))  # together: the matches' nodes are its
+    # Copied together, so that the copied matches are made of the copied definition's nodes.
+    definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
     for rewrite in rewrites:
         getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, source.own)
     return compiled(definition, layer)

@@ -41,6 +41,7 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, mentions
 from .calls import Rewrite, call_of_own, called, is_name, make_call, replace
@@ -108,7 +109,9 @@ class Add:
     @property
     def names(self) -> tuple[str | None, str | None, str | None]:
         """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
-        one, two, three = (None if norm is None else called(norm.call) for norm in (self.after, self.inner, self.before))
+        one, two, three = (
+            None if norm is None else called(norm.call) for norm in (self.after, self.inner, self.before)
+        )
         return one, two, three
 
     def edit(self, rewrite: Rewrite, own: str) -> None:
@@ -147,7 +150,7 @@ class Add:
             after.body.insert(after.body.index(after.statement) + 1, ast.Delete([ast.Name(y, ast.Del())]))
 
     def _call(self, own: str, method: str, norm: ast.expr, branch: ast.expr, keywords: list[ast.keyword]) -> ast.Call:
-        """``self.<method>(norm, residual, branch)``, which computes both in their order: dropout, say, draws by turns."""
+        """``self.<method>(norm, residual, branch)``; both are computed in their order: dropout, say, draws by turns."""
         if not self.branch_first:
             return make_call(own, method, [norm, self.residual, branch], keywords)
         operands = [ast.keyword("branch", branch), ast.keyword("residual", self.residual)]
@@ -199,7 +202,7 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
     return list(dict.fromkeys(missed))
 
 
-def _is_sum(flow: Dataflow, node: ast.AST) -> bool:
+def _is_sum(flow: Dataflow, node: ast.AST) -> TypeGuard[ast.BinOp | ast.AugAssign | ast.Call]:
     """Return whether an expression or statement adds, or calls a function that may."""
     match node:
         case ast.BinOp(op=ast.Add()) | ast.AugAssign(op=ast.Add()):
@@ -358,8 +361,9 @@ def _norm_after(body: list[ast.stmt], position: int, total: str, own: str) -> No
 def _after_copies(body: list[ast.stmt], position: int, total: str) -> int | None:
     """The number of the first statement from ``position`` on that is no copy between names, ``total`` not a target."""
     for number, statement in enumerate(body[position:], position):
-        copies = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
-        if not copies or not all(isinstance(one, ast.Name) and one.id != total for one in statement.targets):
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Name):
+            return number
+        if not all(isinstance(target, ast.Name) and target.id != total for target in statement.targets):
             return number
     return None
 

@@ -43,6 +43,9 @@ ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 _ACTIVATION = "_fused_norm_activation"
 _PACKED = "_fused_norm_packed"
 
+_MULTIPLY = ("mul", "mul_", "multiply")
+"""Methods and functions of PyTorch that multiply."""
+
 _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
 """Expressions whose parts may be computed several times, or never."""
 
@@ -162,14 +165,15 @@ def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
 
 def _factors(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
     """The factors of a product in any form, each with the other one."""
+    factors: list[ast.expr] = []
     match node:
-        case ast.BinOp(op=ast.Mult(), left=one, right=other) | ast.AugAssign(op=ast.Mult(), target=one, value=other):
-            return [(one, other), (other, one)]
-        case ast.Call(func=ast.Attribute(attr="mul" | "mul_" | "multiply", value=ast.Name(id="torch")), args=[one, other]):
-            return [(one, other), (other, one)]
-        case ast.Call(func=ast.Attribute(attr="mul" | "mul_" | "multiply", value=one), args=[other]):
-            return [(one, other), (other, one)]
-    return []
+        case ast.BinOp(op=ast.Mult()):
+            factors = [node.left, node.right]
+        case ast.AugAssign(op=ast.Mult()):
+            factors = [node.target, node.value]
+        case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if method in _MULTIPLY:
+            factors = node.args if is_name(tensor, "torch") else [tensor, *node.args]
+    return [(factors[0], factors[1]), (factors[1], factors[0])] if len(factors) == 2 else []
 
 
 def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
@@ -181,9 +185,7 @@ def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     return isinstance(factor, (ast.Constant, ast.UnaryOp))
 
 
-def _gate(
-    flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr
-) -> Iterator[Gate]:
+def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr) -> Iterator[Gate]:
     """The gate in which ``factor``, or all that its name stands for, is the result of an activation."""
     definition = flow.definition_of(factor)
     call, called_in = factor, statement
@@ -199,9 +201,11 @@ def _gate(
     if act is None or between is None:
         return
     assert isinstance(call, ast.Call)
-    behind = [*between] if called_in is statement else [*between, statement]
-    if called_in is not statement or factor is product.left:
-        behind += [product.right if factor is product.left else product.left]
+    behind: list[ast.AST] = [*between]  # what a postponed activation comes after
+    if called_in is not statement:
+        behind.append(statement)
+    elif factor is product.left:
+        behind.append(product.right)
     if flow.may_change(call.args[0], behind):
         return
     gate = Gate(act, number, flow.body_of(statement), statement, product, factor, call, called_in, None)
@@ -220,7 +224,11 @@ def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
     while isinstance(root, ast.Attribute):
         root = root.value
     name = ast.unparse(node.func)
-    if not isinstance(root, ast.Name) or flow.is_local(root.id) or not ACTIVATION_FUNCTION.search(name.rpartition(".")[2]):
+    if (
+        not isinstance(root, ast.Name)
+        or flow.is_local(root.id)
+        or not ACTIVATION_FUNCTION.search(name.rpartition(".")[2])
+    ):
         return None
     return Called(name, True)
 

@@ -138,7 +138,7 @@ def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
 
 
 def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple[ast.Assign, ast.Call] | None:
-    """``q, k = rotate(q, k, cos, sin)``, perhaps with a constant ``unsqueeze_dim``, where nobody reads q or k before."""
+    """``q, k = rotate(q, k, cos, sin)``, perhaps with a constant ``unsqueeze_dim``, the first to read q or k."""
     touching = (one for one in flow.after(second) if mentions(one, *names) or edits_in_place(one))
     statement = next(touching, None)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
