@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 from transformers.models.glm.modeling_glm import GlmMLP
@@ -13,6 +15,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+import fused_norm
 from fused_norm.patcher.patterns import patterns_of
 
 from .forwards import Packed, Recorder, run
@@ -26,7 +29,30 @@ def silu(x: int) -> int:
     return x * 41 + 3
 
 
-functional = SimpleNamespace(nn=SimpleNamespace(silu=silu))
+class Number:
+    """A number that can be written into."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __mul__(self, other: Number | int) -> Number:
+        return Number(self.value * getattr(other, "value", other))
+
+    def __add__(self, other: int) -> Number:
+        return Number(self.value + other)
+
+    def mul_(self, factor: int) -> Number:
+        self.value *= factor
+        return self
+
+
+def doubled(x: Number | Packed) -> Number:
+    for one in getattr(x, "halves", (x,)):
+        one.mul_(2)
+    return one
+
+
+functional = SimpleNamespace(nn=SimpleNamespace(silu=silu, dropout=lambda x, inplace: x.mul_(2)))
 
 
 class Llama(Recorder):
@@ -143,9 +169,44 @@ class ReadsAHalfInAFunction(Recorder):
         return self.act(gate) * up + half()
 
 
+class SecondHalfIsTheGate(Recorder):
+    def forward(self, x):
+        halves = self.gate_up(x).chunk(2, -1)
+        return self.act(halves[1]) * halves[0]
+
+
+class NameIsUsedAgain(Recorder):
+    def forward(self, x):
+        hidden = self.act(self.gate(x))
+        hidden = hidden * self.up(x)
+        return self.other(hidden)
+
+
+class InACase(Recorder):
+    def forward(self, x):
+        match self.factor:
+            case 7:
+                x = self.act(self.gate(x)) * self.up(x)
+            case other:
+                x = other
+        return x
+
+
+class OtherFactorWritesFirst(Recorder):
+    """The activation is called after that in stock too."""
+
+    def forward(self, x):
+        x = Number(x)
+        return (x.mul_(2) * self.act(x)).value
+
+
 @pytest.mark.parametrize(
     ("mlp", "calls"),
     [
+        (SecondHalfIsTheGate, FUSED),
+        (NameIsUsedAgain, FUSED),
+        (InACase, FUSED),
+        (OtherFactorWritesFirst, FUSED),
         (Llama, FUSED),
         (UpFirst, FUSED),
         (OverStatements, FUSED),
@@ -192,6 +253,52 @@ class WritesBetween(Recorder):
         return hidden * self.up(x)
 
 
+class WritesAnItemBetween(Recorder):
+    def forward(self, x):
+        gate = [Number(x)]
+        hidden = self.act(gate[0])
+        gate[0] = Number(1)
+        return (hidden * self.up(gate[0])).value
+
+
+class OtherFactorWrites(Recorder):
+    def forward(self, x):
+        x = Number(x)
+        return (self.act(x) * x.mul_(2)).value
+
+
+class OwnMethodWrites(Recorder):
+    """As an in-place dropout does."""
+
+    def doubled(self, x):
+        return x.mul_(2)
+
+    def forward(self, x):
+        x = Number(x)
+        return (self.act(x) * self.doubled(x)).value
+
+
+class OwnMethodWritesAnAliasBetween(OwnMethodWrites):
+    def forward(self, x):
+        x = also = Number(x)
+        hidden = self.act(x)
+        up = self.doubled(also)
+        return (hidden * up).value
+
+
+class FunctionWritesTheWhole(Recorder):
+    def forward(self, x):
+        packed = Packed(Number(x), Number(3))
+        gate, _ = packed.chunk(2, dim=-1)
+        return (self.act(gate) * doubled(packed)).value
+
+
+class FunctionOfPyTorchWrites(Recorder):
+    def forward(self, x):
+        x = Number(x)
+        return (self.act(x) * functional.nn.dropout(x, inplace=True)).value
+
+
 class Scales(Recorder):
     def forward(self, x):
         return self.act(x) * self.factor + self.act(x) * 3
@@ -229,6 +336,12 @@ class CallsAnotherFunction(Recorder):
         ReadsTheActivationTwice,
         ReplacesTheActivation,
         WritesBetween,
+        WritesAnItemBetween,
+        OtherFactorWrites,
+        OwnMethodWrites,
+        OwnMethodWritesAnAliasBetween,
+        FunctionWritesTheWhole,
+        FunctionOfPyTorchWrites,
         Scales,
         Later,
         Adds,
@@ -259,3 +372,36 @@ def test_what_mlps_of_transformers_have(mlp, acts: list[str]) -> None:
     gates = patterns_of(mlp).gates
     assert [gate.act.name for gate in gates] == acts
     assert {gate.number for gate in gates} == {0}
+
+
+class WrittenOtherwise(nn.Module):
+    """Gates in the forms that are not rewritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.gate, self.up, self.scale = nn.SiLU(), nn.Linear(4, 4), nn.Linear(4, 4), 0.5
+
+    def forward(self, x):
+        y = torch.mul(self.act(self.gate(x)), self.up(x))
+        y = self.act(self.gate(y)).mul(self.up(x))
+        z = self.act(y)
+        z *= self.up(x)
+        z = self.act(z) * x if self.training else z
+        return torch.mul(self.act(z), 2) * 3 + self.act(z) * self.scale
+
+
+def test_gates_that_are_written_otherwise_have_rows_and_what_only_scales_has_none() -> None:
+    report = fused_norm.apply_fused_norm(WrittenOtherwise(), strict=False)
+    reasons = [site.reason for site in report.kept if site.kind == "mlp"]
+    sources = [
+        "torch.mul(self.act(self.gate(x)), self.up(x))",
+        "self.act(self.gate(y)).mul(self.up(x))",
+        "z *= self.up(x)",
+        "self.act(z) * x",
+    ]
+    assert sorted(reasons) == sorted(
+        f"its product, {one}, is written in a way that is not rewritten" for one in sources
+    )
+    assert report.counts["mlp"] == 0
+    off = fused_norm.apply_fused_norm(WrittenOtherwise(), mlp=False, strict=False)
+    assert [site.cause for site in off.kept if site.kind == "mlp"] == ["option"] * len(sources)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import pytest
 from torch import nn
@@ -14,10 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import fused_norm
-from fused_norm.patcher.patterns import patterns_of
+from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.patterns.calls import Rewrite
 
-from .forwards import Recorder, run
+from .forwards import Recorder, everything, run
 
 
 def adds_of(layer: type) -> list[tuple[str | None, str | None, str | None]]:
@@ -150,6 +151,17 @@ class InsideArithmetic(Recorder):
         scaled = self.third(shift) + scaled
         first, second = self.pair(self.other(scaled))
         return first - second * h
+
+
+class InACase(Recorder):
+    def forward(self, a, b):
+        match self.factor:
+            case 7:
+                a = a + b
+                a = self.norm(a)
+            case _:
+                a = b
+        return a
 
 
 class BothInOneStatement(Recorder):
@@ -286,6 +298,7 @@ class ConsumerIsInner(Recorder):
             ["add norm None 1", "add other third 1"],
             (2, 3),
         ),
+        (InACase, [("norm", None, None)], ["add norm None 1"], (2, 3)),
         (BothInOneStatement, [("norm", None, None)], ["add norm None 1"], (2, 3)),
         (InLists, [("norms.0", None, None), ("norms.1", None, None)], ["add norm None 1", "add other None 1"], (2, 3)),
         (SumOrNot, [("norm", None, None), ("other", None, None)], ["add norm None 1", "add other None 7"], (2, 3)),
@@ -500,6 +513,51 @@ class InnerBeforeOneThatReadsIt(Recorder):
         return a * 2
 
 
+class NormInTheHandler(Recorder):
+    def forward(self, a, b):
+        try:
+            a = a + b
+            b.missing()
+        except AttributeError:
+            a = self.norm(a)
+        return a
+
+
+class NormAtLast(Recorder):
+    def forward(self, a, b):
+        try:
+            a = a + b
+        finally:
+            a = self.norm(a)
+        return a
+
+
+class SumOfOthersNames(Recorder):
+    def forward(self, a, b):
+        a, b = b, a + b
+        return self.norm(b) * a
+
+
+class SumAsAnotherType(Recorder):
+    def forward(self, a, b):
+        return self.norm((a + b).conjugate())
+
+
+class OtherOperandWrites(Recorder):
+    """What the inner norm takes is written into before a fused call would take it."""
+
+    def forward(self, a, b):
+        a = [a]
+        c = self.first(a) + self.emptied(a, 0)
+        return c * b
+
+    def first(self, a):
+        return a[0]
+
+    def emptied(self, a, index):
+        return a.pop(index)
+
+
 @pytest.mark.parametrize(
     ("layer", "arguments"),
     [
@@ -528,6 +586,11 @@ class InnerBeforeOneThatReadsIt(Recorder):
         (InnerIsChanged, (2, 3)),
         (InnerOnBothSides, (2,)),
         (InnerBeforeOneThatReadsIt, (2, 3)),
+        (NormInTheHandler, (2, 3)),
+        (NormAtLast, (2, 3)),
+        (SumOfOthersNames, (2, 3)),
+        (SumAsAnotherType, (2, 3)),
+        (OtherOperandWrites, (2, 3)),
     ],
 )
 def test_what_only_resembles_the_pattern_is_left_alone(layer, arguments) -> None:
@@ -572,6 +635,20 @@ class MissedInOtherForms(Recorder):
         for i in range(2):
             d = self.norms[i](c)
         return self.norms[-1](c)
+
+
+class MissedInMoreForms(Recorder):
+    def forward(self, a, b):
+        c = self.norm((a + b).type_as(a))
+        c = self.other(sum((a, b)))
+        match self.flag:
+            case True:
+                c = a + b
+            case a:
+                c = a
+        c = self.third(c * 1 if self.flag else c)
+        a = a + c if self.flag else self.act(c)
+        return self.inner(a)
 
 
 def scaled_add(a, b):
@@ -628,6 +705,10 @@ def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
     ]
     missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed_adds]
     assert missed == [("other", "a + self.norm(a)", ())]
+    missed = [(one.norm, one.source) for one in patterns_of(MissedInMoreForms).missed_adds]
+    assert missed == [("norm", "a + b"), ("other", "sum((a, b))"), ("third", "a + b"), ("inner", "a + c")]
+    for layer, source in ((NormInTheHandler, "a + b"), (NormAtLast, "a + b"), (SumOfOthersNames, "a + b")):
+        assert [(one.norm, one.source) for one in patterns_of(layer).missed_adds] == [("norm", source)]
     for layer in (InsideCalls, InLists, SumOrNot, Nested):
         assert patterns_of(layer).missed_adds == []
 
@@ -667,3 +748,37 @@ def test_operands_are_computed_in_their_order(inner: bool) -> None:
     parts = ("norm", "inner") if inner else ("norm",)
     rewrites = tuple(Rewrite("adds", index, parts) for index in range(len(patterns_of(InOrder).adds)))
     assert len(run(InOrder, 2, 3, rewrites=rewrites, may_postpone=False)) == 3 + inner
+
+
+class Held:
+    """A number, which shows by a weak reference whether anything still holds it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.value + other.value)
+
+    def __mul__(self, factor: int) -> Held:
+        return Held(self.value * factor)
+
+
+class Frees(Recorder):
+    """What a norm returns is gone once its name holds something else."""
+
+    def norm(self, x):
+        y = Held(x.value * 3)
+        self.made = weakref.ref(y)
+        return y
+
+    def forward(self, a, b):
+        a = a + b
+        c = self.norm(a)
+        c = c.value
+        return c, self.made() is None
+
+
+def test_the_result_of_a_norm_lives_no_longer_than_in_stock() -> None:
+    (rewrite,) = everything(Frees)
+    for forward in (Frees.forward, rewritten_forward(Frees, (rewrite,))):
+        assert forward(Frees(), Held(2), Held(3)) == (15, True)

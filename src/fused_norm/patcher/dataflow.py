@@ -155,12 +155,12 @@ class Dataflow:
             for given in (*call.args, *(keyword.value for keyword in call.keywords))
         )
 
-    def _memory(self, node: ast.AST, *, with_whole: bool) -> set[Definition]:
-        """The definitions whose tensor a value may share: that of a view, and that of an alias.
+    def _memory(self, node: ast.AST, *, with_whole: bool) -> set[Definition | ast.AST]:
+        """The definitions, and their values, whose tensor a value may share: that of a view, and that of an alias.
 
         ``with_whole``: of a part that was unpacked from a call, those of what the call cut as well.
         """
-        found: set[Definition] = set()
+        found: set[Definition | ast.AST] = set()
         seen: set[ast.AST] = set()
         nodes = [node]
         while nodes:
@@ -173,6 +173,7 @@ class Dataflow:
                     for definition in self._definitions.get(one, ()):
                         found.add(definition)
                         if definition.value is not None:
+                            found.add(definition.value)  # which `a = b = value` gives to two names
                             nodes.append(definition.value)
                         elif with_whole and isinstance(definition.statement, ast.Assign):
                             nodes.append(definition.statement.value)

@@ -136,13 +136,12 @@ def find_gates(flow: Dataflow) -> list[Gate]:
 
 def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[Gate]) -> list[MissedGate]:
     """The products of something with what may be an activation that are none of ``gates``, each one once."""
-    fused = {id(gate.product) for gate in gates}
+    fused = {(gate.product, gate.factor) for gate in gates}
     missed = [
         MissedGate(act, ast.unparse(node))
         for node in ast.walk(definition)
-        if id(node) not in fused
         for factor, other in _factors(node)
-        if not _only_scales(other, flow)
+        if (node, factor) not in fused and not _only_scales(other, flow)
         for call in flow.origins(factor)
         if (act := _activation(call, flow)) is not None
     ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import gc
 import inspect
 import linecache
 import traceback
+import weakref
 
 import pytest
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.source import SourceError
+from fused_norm.patcher.source import SourceError, source_of
 
 from .forwards import Recorder, everything, run
 
@@ -104,7 +107,7 @@ def test_a_wrapper_that_the_source_shows_is_kept() -> None:
 
     assert rewritten_forward(Shown, everything(Shown)).__wrapped__.__code__.co_name == "forward"
     assert run(Shown, 2.0, 3.0) == ["add norm None 1"]
-    with pytest.raises(SourceError, match=r"wrapped by .*test_forward_source, which its source does not show"):
+    with pytest.raises(SourceError, match=r"wrapped by .*test_source, which its source does not show"):
         patterns_of(Decorated)
 
 
@@ -175,3 +178,38 @@ def test_the_modelling_module_gains_no_name() -> None:
     before = dict(vars(module))
     rewritten_forward(LlamaDecoderLayer, everything(LlamaDecoderLayer))
     assert vars(module) == before
+
+
+def test_what_is_known_of_a_class_holds_it_no_longer_than_others_do(tmp_path) -> None:
+    """A cell of a notebook that defines a layer is run again and again."""
+    path, seen = tmp_path / "cell.py", []
+    body = "class Layer(Recorder):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
+    path.write_text(body)
+    for _ in range(5):
+        namespace: dict = {"Recorder": Recorder}
+        exec(compile(body, str(path), "exec"), namespace)
+        layer = namespace["Layer"]
+        assert run(layer, 2, 3) == ["add norm None 1"]
+        seen += [weakref.ref(layer), weakref.ref(layer.forward)]
+    del namespace, layer
+    gc.collect()
+    assert [reference for reference in seen if reference() is not None] == []
+
+
+def test_a_forward_that_cannot_be_read_is_not_held_either() -> None:
+    layer = made_with(2)
+    for _ in range(2):
+        with pytest.raises(SourceError, match="closes over factor"):
+            patterns_of(layer)
+    held = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert held() is None
+
+
+def test_matches_are_found_once_and_no_rewriting_changes_them() -> None:
+    first = ast.dump(source_of(LlamaDecoderLayer).definition)
+    texts = {inspect.getsource(rewritten_forward(LlamaDecoderLayer, everything(LlamaDecoderLayer))) for _ in range(2)}
+    assert len(texts) == 1
+    assert patterns_of(LlamaDecoderLayer) is patterns_of(LlamaDecoderLayer)
+    assert ast.dump(source_of(LlamaDecoderLayer).definition) == first
