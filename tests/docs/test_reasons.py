@@ -61,7 +61,7 @@ def on_page(page: str) -> set[str]:
 
 
 def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
-    messages, entries = said([*PATCHER.glob("*.py"), PLACEMENTS]), on_page(PAGE.read_text(encoding="utf-8"))
+    messages, entries = said([*PATCHER.rglob("*.py"), PLACEMENTS]), on_page(PAGE.read_text(encoding="utf-8"))
     assert messages - entries == set(), "not on the page"
     assert entries - messages == set(), "on the page, and nowhere in the patcher"
 
