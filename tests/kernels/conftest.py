@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from fused_norm.kernels import program
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
@@ -16,6 +17,12 @@ OPERATORS: dict[str, Operator] = {
     name: operator for name, operator in ALL.items() if operator.gradients and not operator.not_differentiable
 }
 """Those that every gradient flows through; norms that write FP8 have tests of their own."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_recorded() -> None:
+    """What one test replaces for itself must not stay in the programs of another."""
+    program.forget_all()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ LAYERS = (
     "kernels.triton",
     "kernels.reference",
     "kernels.arguments",
+    "kernels.program",
     "kernels.operator",
 )
 """From the bottom to the top; above them are the operators, a file each, then the package itself."""

@@ -10,12 +10,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
 from .observation import Observation
+from .program import Program, Programs, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
+from .triton.launch import launches
 
 Tensors = Sequence[Tensor | None]
 Facts = tuple[Any, ...]
@@ -132,9 +135,11 @@ class Operator(ABC):
                 self._registered_backward,
             )
         OPERATORS[self.name] = self
-        self.function = _autograd_function(self)
+        self.function, programmed = _autograd_functions(self)
+        self._programs = Programs()
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+        self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
 
     @abstractmethod
     def check(self, spec: Spec, *arguments: Any) -> None:
@@ -205,10 +210,27 @@ class Operator(ABC):
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind: checked, and computed by the reference where kernels do not run."""
+        outputs = self.known(spec, *arguments)
+        if outputs is not None:
+            return outputs
         self.check(spec, *arguments)
         if not self.takes(*arguments):
             return self.reference(spec, *arguments)
         return self(spec, *arguments)
+
+    def known(self, spec: Spec, *arguments: Any) -> Any:
+        """The outputs of a call like one that has a program; None for all others, which nobody has checked."""
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+            return None
+        program = self._program_of(spec, arguments)
+        if program is None or program.run is None:
+            return None
+        if Observation.active:
+            if launches.observer is not None:
+                return None
+            if calls.observer is not None:
+                return calls.observer.called(self, spec, arguments)
+        return self._run(program, arguments)
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
@@ -225,7 +247,48 @@ class Operator(ABC):
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that is not traced, whoever observes it."""
+        tensors = arguments[: self.tensor_count]
+        if _is_plain(tensors) and launches.observer is None:
+            program = self._program_of(spec, arguments)
+            if program is None:
+                program = self._recorded(spec, arguments)
+            if program is not None and program.run is not None:
+                return self._run(program, arguments)
         return self._launched(spec, *arguments)
+
+    def _program_of(self, spec: Spec, arguments: tuple[Any, ...]) -> Program | None:
+        """The program of calls like this one."""
+        try:
+            programs = self._programs.by_shape[torch.is_grad_enabled()].get(arguments[0].shape, ())
+        except (AttributeError, TypeError):  # no tensor, or one of symbolic sizes
+            return None
+        for program in programs:
+            if program.fits(spec, *arguments):
+                return program
+        return None
+
+    def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Program | None:
+        """A new program for calls like this one, which is plain; None where there can be none."""
+        tensors = arguments[: self.tensor_count]
+        trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+        def forward() -> tuple[Any, Any]:
+            results = self.forward(spec, *arguments, training=trained)
+            outputs = self.only_outputs(results)
+            if not trained:
+                return outputs, None
+            saved, facts = self.save(arguments, results)
+            return (outputs, tuple(saved)), (spec, facts)
+
+        program = recorded(tensors, (spec, *arguments[self.tensor_count :]), forward)
+        if program is not None:
+            self._programs.add(tensors[0].shape, program)
+        return program
+
+    def _run(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        """The outputs by a program, with a backward if a gradient is wanted."""
+        tensors = arguments[: self.tensor_count]
+        return program.run(*tensors) if program.facts is None else self._apply_program(program, *tensors)
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs by kernels, with a backward if a gradient is wanted."""
@@ -356,31 +419,89 @@ def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[T
     return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
 
 
-def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
+def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+    """Two functions with one backward: the first takes the operator's arguments, the second a program and tensors."""
     differentiated = len(operator.gradients)
-    rest = (None,) * (operator.tensor_count - differentiated + operator.option_count)
+    behind = operator.tensor_count - differentiated
     outputs_apart = [operator.outputs.index(output) for output in operator.not_differentiable]
+
+    def mark(ctx: Any, outputs: Any) -> None:
+        ctx.mark_non_differentiable(*(outputs[index] for index in outputs_apart if outputs[index] is not None))
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
         saved, facts = operator.save(arguments, results)
+        outputs = operator.only_outputs(results)
         ctx.save_for_backward(*saved)
-        if outputs_apart:
-            ctx.mark_non_differentiable(*(results[index] for index in outputs_apart if results[index] is not None))
         ctx.set_materialize_grads(False)
+        if outputs_apart:
+            mark(ctx, outputs)
         ctx.spec_and_facts = spec, facts
-        return operator.only_outputs(results)
+        return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         spec, facts = ctx.spec_and_facts
-        needed = ctx.needs_input_grad[1 : 1 + differentiated]
-        call = BackwardCall(incoming, ctx.saved_tensors, facts, needed)
-        return None, *differentiate(operator, spec, call), *rest
+        call = BackwardCall(incoming, ctx.saved_tensors, facts, ctx.needs_input_grad[1 : 1 + differentiated])
+        return None, *differentiate(operator, spec, call), *(None,) * (behind + operator.option_count)
 
-    # Made by its name, which PyTorch gives the nodes of the graph.
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    make: Any = type(torch.autograd.Function)
-    return make(type(operator).__name__, (torch.autograd.Function,), methods)
+    def forward_by_program(ctx: Any, program: Any, *tensors: Any) -> Any:
+        outputs, saved = program.run(*tensors)
+        ctx.to_save, ctx.materialize_grads = saved, False  # what the methods for these do
+        if outputs_apart:
+            mark(ctx, outputs)
+        ctx.program = program
+        return outputs
+
+    def backward_by_program(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        program, saved = ctx.program, ctx.saved_tensors
+        record = False
+        if not (
+            torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or torch._C._len_torch_dispatch_stack()
+            or (Observation.active and launches.observer is not None)
+            or torch.compiler.is_compiling()
+        ):
+            for one in program.backwards:
+                if one.fits(*saved, *incoming):
+                    if one.run is not None:
+                        return one.run(*saved, *incoming)
+                    break
+            else:
+                record = True
+        spec, facts = program.facts
+        call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
+        if record and is_for_kernels(call):
+            found = recorded(
+                (*saved, *incoming), (), lambda: (padded(operator.differentiate(spec, call, by_launches)), None)
+            )
+            if found is not None:
+                program.backwards = with_one_more(program.backwards, found)
+                if found.run is not None:
+                    return found.run(*saved, *incoming)
+        return padded(differentiate(operator, spec, call))
+
+    def padded(found: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return None, *found, *(None,) * behind
+
+    def function(forward: Any, backward: Any) -> Any:
+        # Made by its name, which PyTorch gives the nodes of the graph.
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        make: Any = type(torch.autograd.Function)
+        return make(type(operator).__name__, (torch.autograd.Function,), methods)
+
+    programmed = function(forward_by_program, backward_by_program)
+    if hasattr(programmed, "_backward_cls"):
+        programmed._backward_cls.apply = backward_by_program  # spares PyTorch's frame around it
+    return function(forward, backward), programmed
+
+
+def is_for_kernels(call: BackwardCall) -> bool:
+    """Return whether kernels may be launched directly for a backward that leaves nothing to differentiate."""
+    if all(gradient is None for gradient in call.incoming) or is_transformed():
+        return False
+    batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
+    return not batched and _is_plain((*call.incoming, *call.saved))
 
 
 def _is_plain(tensors: Tensors) -> bool:

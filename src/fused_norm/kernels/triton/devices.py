@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -68,6 +68,9 @@ def _hardware_of(device: torch.device) -> Device:
     return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
 
 
+when_plans_change: list[Callable[[], None]] = []
+"""Functions that forget what was planned by another table."""
+
 _table_in_use: list[PlanTable] = []
 """The table that ``use_plans`` has chosen; empty outside of it."""
 
@@ -79,6 +82,8 @@ def use_plans(table: PlanTable) -> Iterator[None]:
     def use(tables: list[PlanTable]) -> None:
         _table_in_use[:] = tables
         device_facts.cache_clear()
+        for forget in when_plans_change:
+            forget()
 
     before = list(_table_in_use)
     use([table])
