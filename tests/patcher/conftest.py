@@ -11,12 +11,22 @@ from fused_norm.kernels.operator import Operator
 def launches(monkeypatch) -> list[str]:
     """The names of the public operators, as patched modules call them."""
     calls: list[str] = []
-    call = Operator.__call__
+    call, known = Operator.__call__, Operator.known
 
-    def counted(operator, spec, *arguments):
+    def note(operator, arguments):
         rotated = operator.name == "qk_norm" and arguments[4] is not None
         calls.append("qk_norm_rope" if rotated else operator.name)
+
+    def counted(operator, spec, *arguments):
+        note(operator, arguments)
         return call(operator, spec, *arguments)
 
+    def counted_if_known(operator, spec, *arguments):
+        found = known(operator, spec, *arguments)
+        if found is not None:
+            note(operator, arguments)
+        return found
+
     monkeypatch.setattr(Operator, "__call__", counted)
+    monkeypatch.setattr(Operator, "known", counted_if_known)
     return calls

@@ -25,10 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
 from fused_norm import FusedNormError
-from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
 from fused_norm.kernels.operator import Operator, calls, norm_spec
-from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
 from fused_norm.patcher import recompute
@@ -92,15 +89,14 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the operators that make outputs again."""
     names: list[str] = []
-    for operator in (NORM_FROM_RSTD, QK_NORM, GLU):
-        forward = operator.forward
+    call = Operator.results_of
 
-        def noted(*args: Any, operator: Operator = operator, forward: Any = forward, **how: Any) -> Any:
-            if torch._C._current_graph_task_id() != -1:
-                names.append(operator.name)
-            return forward(*args, **how)
+    def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            names.append(operator.name)
+        return call(operator, spec, *arguments)
 
-        monkeypatch.setattr(operator, "forward", noted)
+    monkeypatch.setattr(Operator, "results_of", noted)
     return names
 
 

@@ -25,6 +25,7 @@ from .fused_norm_module import (
     explain,
     has_hooks,
     may_be_bypassed,
+    may_be_known,
     obstacle,
     same_norms,
     scaled,
@@ -72,6 +73,9 @@ class FusedBlock(nn.Module):
             return residual + dropout(inner(branch))
         if may_be_bypassed(inner):
             weight, spec = weight_of(inner), spec_of(inner)
+            found = NORM_ADD.known(spec, branch, residual, weight) if may_be_known(spec, branch, residual) else None
+            if found is not None:
+                return found
             if obstacle(branch, weight, residual, spec) is None:
                 return NORM_ADD(spec, branch, residual, weight)
         return residual + inner(branch)
@@ -168,6 +172,10 @@ class FusedBlock(nn.Module):
         """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
         if activation is None:
             return gate * up
+        if may_be_known(None, gate, up) and gate.dtype == up.dtype:
+            found = GLU.known(None, gate, up, activation)
+            if found is not None:
+                return found
         reason = _pair_obstacle("gate and up", gate, up, elementwise=True)
         if reason is None and gate.shape != up.shape:
             reason = "gate and up differ in shape"
@@ -206,6 +214,10 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
+    if may_be_known(spec, x, residual):
+        found = NORM_ADD_NORM.known(spec, x, residual, inner_weight, weight)
+        if found is not None:
+            return found
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
     return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
@@ -224,7 +236,7 @@ def _as_given(x: Tensor, given: Tensor) -> Tensor:
 def _qk_obstacle(q: Any, k: Any, q_weight: Tensor | None, k_weight: Tensor | None, spec: NormSpec) -> str | None:
     reason = obstacle(q, q_weight, None, spec)
     if reason is None:
-        reason = obstacle(k, k_weight, None, spec)
+        reason = obstacle(k, k_weight, None, spec, leads=False)
     if reason is None and (q.dtype != k.dtype or q.shape[-1] != k.shape[-1] or q.device != k.device):
         reason = "q and k differ in dtype, width or device"
     return placement_obstacle((q, k), (q_weight, k_weight)) if reason is None else reason

@@ -21,7 +21,7 @@ from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import KERNEL_DTYPES
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
-from ..kernels.operator import norm_spec
+from ..kernels.operator import is_left_to_the_compiler, norm_spec
 from ..kernels.plans import WIDEST_GATED
 from ..kernels.rms_norm import RMS_NORM
 from ..kernels.sharded import is_plain, is_taken, placement_obstacle
@@ -87,6 +87,13 @@ class FusedNorm(nn.Module):
             (x,) = named.values()
         spec = spec_of(self)
         weight = weight_of(self)
+        if may_be_known(spec, x, residual):
+            if residual is None:
+                found = RMS_NORM.known(spec, x, weight, None)
+            else:
+                found = ADD_RMS_NORM.known(spec, x, residual, weight, None, scale)
+            if found is not None:
+                return found
         reason = obstacle(x, weight, residual, spec)
         if reason is None:
             if residual is None:
@@ -189,7 +196,25 @@ def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
     return a.casting == b.casting and a.zero_centered == b.zero_centered and a.eps == b.eps
 
 
-def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None, *, elementwise: bool = False) -> str | None:
+def may_be_known(spec: NormSpec | None, x: Any, residual: Any = None) -> bool:
+    """Return whether a call that an operator knows needs no ``obstacle``: nothing that its program does not see."""
+    return (
+        type(x) is Tensor
+        and not (_disabled_depth or torch.compiler._is_exporting_flag)
+        and (spec is None or spec.casting != "none")
+        and (residual is None or (type(residual) is Tensor and x.is_contiguous() and residual.is_contiguous()))
+    )
+
+
+def obstacle(
+    x: Any,
+    weight: Any,
+    residual: Any,
+    spec: NormSpec | None,
+    *,
+    elementwise: bool = False,
+    leads: bool = True,
+) -> str | None:
     """The reason why kernels may not take a call; None where they may, an empty string for what is not worth a log.
 
     Args:
@@ -198,6 +223,7 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None, *, eleme
         residual: what is added, or None.
         spec: None where the call computes no norm.
         elementwise: rows may be cut into parts for several devices.
+        leads: x is the operator's first tensor, the size of which decides in compiled graphs.
     """
     if _disabled_depth:
         return ""
@@ -232,7 +258,7 @@ def obstacle(x: Any, weight: Any, residual: Any, spec: NormSpec | None, *, eleme
         if reason is not None:
             return reason
     # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
-    return "" if torch.compiler._is_exporting_flag else None
+    return "" if torch.compiler._is_exporting_flag or (leads and is_left_to_the_compiler(x)) else None
 
 
 def _lie_alike(x: Tensor, residual: Tensor) -> bool:

@@ -1,0 +1,383 @@
+"""Programs repeat what the general path does, bit for bit, and only for calls like the one that was recorded."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton import knobs
+
+from fused_norm.kernels import add_rms_norm, glu, norm_add, program, rms_norm
+from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.operator import calls, norm_spec
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.triton.launch import Launch
+from fused_norm.kernels.triton.launch import launches as observed
+
+from .conftest import OPERATORS
+from .numerics import BF16, FP32
+
+LLAMA = norm_spec("llama", False, 1e-6)
+GEMMA = norm_spec("gemma", True, 1e-5)
+
+
+def rows(device: str, dtype: torch.dtype = FP32, layout: str = "dense") -> Tensor:
+    """[2, 3, 16] in a layout."""
+    if layout == "transposed":
+        return torch.randn(3, 2, 16, device=device).to(dtype).transpose(0, 1)
+    if layout == "padded":
+        return torch.randn(2, 3, 32, device=device).to(dtype)[..., :16]
+    if layout == "columns":
+        return torch.randn(2, 16, 3, device=device).to(dtype).transpose(1, 2)
+    return torch.randn(2, 3, 16, device=device).to(dtype)
+
+
+def weight(device: str, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.randn(16, device=device).to(dtype)
+
+
+def heads(device: str, count: int) -> Tensor:
+    return torch.randn(2, 3, count, 16, device=device).transpose(1, 2)
+
+
+def angles(device: str) -> Tensor:
+    return torch.randn(1, 3, 16, device=device)
+
+
+Make = Callable[[str], tuple[Any, ...]]
+CASES: dict[str, tuple[str, Any, Make, int]] = {
+    "norm": ("rms_norm", LLAMA, lambda d: (rows(d), weight(d), None), 2),
+    "norm of bf16": ("rms_norm", GEMMA, lambda d: (rows(d, BF16), weight(d, FP32), "multi_wave_reload"), 2),
+    "norm without weight": ("rms_norm", LLAMA, lambda d: (rows(d), None, None), 1),
+    "norm transposed": ("rms_norm", LLAMA, lambda d: (rows(d, layout="transposed"), weight(d), None), 2),
+    "norm padded": ("rms_norm", LLAMA, lambda d: (rows(d, layout="padded"), weight(d), None), 2),
+    "add": ("add_rms_norm", LLAMA, lambda d: (rows(d), rows(d), weight(d), None, 1.0), 3),
+    "add scaled": ("add_rms_norm", LLAMA, lambda d: (rows(d, BF16), rows(d), weight(d), None, 0.5), 3),
+    "norm and add": ("norm_add", LLAMA, lambda d: (rows(d), rows(d), weight(d)), 3),
+    "sandwich": ("norm_add_norm", GEMMA, lambda d: (rows(d), rows(d), weight(d), weight(d)), 4),
+    "gated": ("gated_rms_norm", LLAMA, lambda d: (rows(d), rows(d), weight(d), "silu", True, 2), 3),
+    "glu": ("glu", None, lambda d: (rows(d), rows(d), "gelu"), 2),
+    "glu packed": ("glu", None, lambda d: (rows(d), None, "silu"), 1),
+    "heads": ("qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), None, None, 1), 4),
+    "heads rotated": (
+        "qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), angles(d), angles(d), 1), 4,
+    ),
+    "rotation": ("rope", None, lambda d: (heads(d, 4), heads(d, 2), angles(d), angles(d), 1, False), 2),
+    "rotation of one": ("rope", None, lambda d: (heads(d, 4), None, angles(d), angles(d), 1, True), 1),
+}  # fmt: skip
+"""By name: an operator, its norm, arguments, and how many of the first of them may want a gradient."""
+
+
+def fresh(arguments: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Copies in the same layouts, at other addresses; the first ones want gradients as they are told."""
+
+    def copied(one: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return one
+        copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+        return copy.copy_(one)
+
+    found = tuple(map(copied, arguments))
+    for one, want in zip(found, wanted, strict=False):
+        if isinstance(one, Tensor):
+            one.requires_grad_(want)
+    return found
+
+
+def step(call: Callable[..., Any], arguments: tuple[Any, ...], used: tuple[bool, ...]) -> list[Tensor | None]:
+    """Outputs and gradients; of the outputs, those that are ``used`` get a gradient."""
+    found = call(*arguments)
+    outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
+    leaves = [one for one in arguments if isinstance(one, Tensor) and one.requires_grad]
+    torch.manual_seed(3)
+    incoming = [torch.randn_like(one) for one in outputs]
+    pairs = [pair for pair, use in zip(zip(outputs, incoming, strict=True), used, strict=False) if use]
+    if not leaves or not pairs or not torch.is_grad_enabled():
+        return [*outputs]
+    ends, grads = zip(*pairs, strict=True)
+    return [*outputs, *torch.autograd.grad(ends, leaves, grads, allow_unused=True)]
+
+
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+            assert torch.equal(one, other)
+
+
+def programs(name: str) -> list[program.Program]:
+    known = OPERATORS[name]._programs.by_shape
+    return [one for found in known for several in found.values() for one in several]
+
+
+def straight(one: program.Program) -> bool:
+    """Whether it runs as a few lines, and not by Triton's own launches."""
+    return getattr(one.run, "__name__", "") == "run"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_does_what_the_general_path_does(case: str, device: str) -> None:
+    name, spec, make, differentiable = CASES[case]
+    operator, given = OPERATORS[name], make(device)
+    everything, outputs = (True,) * differentiable, (True, True)
+    patterns = [(everything, outputs), ((False,) * differentiable, outputs), (everything, (True, False))]
+    patterns.append((tuple(index % 2 == 0 for index in range(differentiable)), outputs))
+    for wanted, used in patterns:
+        expected = step(lambda *a: operator._launched(spec, *a), fresh(given, wanted), used)
+        for _ in range(3):
+            assert_same(step(lambda *a: operator(spec, *a), fresh(given, wanted), used), expected)
+        with torch.no_grad():
+            results = operator(spec, *fresh(given, wanted))
+        results = [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
+        assert_same(results, expected[: len(results)])
+    assert all(straight(one) for one in programs(name))
+    backwards = [one for forward in programs(name) for one in forward.backwards]
+    assert backwards
+    assert all(map(straight, backwards))
+
+
+@pytest.mark.parametrize("other", ["spec", "mode", "weight", "dtype", "shape", "layout", "gradient", "kind"])
+def test_a_call_that_differs_in_one_fact_gets_another_program(other: str, device: str) -> None:
+    x, w = rows(device), weight(device)
+    for _ in range(2):
+        RMS_NORM(LLAMA, x, w, None)
+    spec, mode = (GEMMA, None) if other == "spec" else (LLAMA, "multi_wave_reload" if other == "mode" else None)
+    x = {
+        "dtype": x.to(BF16),
+        "shape": x[:1].clone(),
+        "layout": rows(device, layout="transposed"),
+        "gradient": x.clone().requires_grad_(),
+    }.get(other, x)
+    w = None if other == "weight" else torch.nn.Parameter(w, requires_grad=False) if other == "kind" else w
+    assert RMS_NORM.known(spec, x, w, mode) is None
+    found = RMS_NORM(spec, x, w, mode)
+    assert len(programs("rms_norm")) == 2
+    assert torch.equal(found, RMS_NORM._launched(spec, x, w, mode))
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.fixture
+def recorded(device: str) -> tuple[Tensor, Tensor]:
+    """Arguments of a norm that is known, in every grad mode."""
+    x, w = rows(device), weight(device)
+    for _ in range(2):
+        rms_norm(x, w)
+        with torch.no_grad():
+            rms_norm(x, w)
+        with torch.inference_mode():
+            rms_norm(x, w)
+    assert RMS_NORM.known(LLAMA, x, w, None) is not None
+    return x, w
+
+
+def test_transforms_and_modes_do_not_meet_a_program(recorded: tuple[Tensor, Tensor]) -> None:
+    x, w = recorded
+    expected = rms_norm(x, w)
+    torch.testing.assert_close(torch.vmap(rms_norm, in_dims=(0, None))(x, w), expected)
+    torch.testing.assert_close(torch.func.grad(lambda x: rms_norm(x, w).sum())(x).shape, x.shape)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(rms_norm(forward_ad.make_dual(x, torch.ones_like(x)), w)).tangent
+        assert tangent is not None
+    graph = make_fx(lambda x, w: rms_norm(x, w))(x, w)
+    assert "fused_norm.rms_norm_forward" in graph.code
+    with FakeTensorMode() as mode:
+        fake = rms_norm(mode.from_tensor(x), mode.from_tensor(w))
+    assert type(fake) is not Tensor
+    assert torch.equal(rms_norm(x, w), expected)
+
+
+def test_unusual_tensors_do_not_meet_a_program(recorded: tuple[Tensor, Tensor], device: str) -> None:
+    x, w = recorded
+    negative = torch._neg_view(x)
+    assert RMS_NORM.known(LLAMA, negative, w, None) is None
+    assert torch.equal(rms_norm(negative, w), -rms_norm(x, w))
+    assert RMS_NORM.known(LLAMA, x.as_subclass(Subclass), w, None) is None
+    assert RMS_NORM.known(LLAMA, x.tolist(), w, None) is None
+    assert RMS_NORM.known(LLAMA, x, None, None) is None
+    with torch.inference_mode():
+        inside = rms_norm(x, w)
+        assert inside.is_inference()
+        assert RMS_NORM.known(LLAMA, inside, w, None) is None
+    with torch.autocast(device, dtype=BF16):
+        assert torch.equal(rms_norm(x, w), rms_norm(x, w))
+
+
+def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
+    """A scale of True is an error though True equals 1, and 0.0 is not -0.0."""
+    x, r, w = rows(device), rows(device), weight(device)
+    for scale in (1.0, 0.0, -0.0, 2, 2.0):
+        for _ in range(2):
+            found = add_rms_norm(x, r, w, scale=scale)
+            assert_same([*found], [*ADD_RMS_NORM._launched(LLAMA, x, r, w, None, scale)])
+    with pytest.raises(TypeError, match="scale must be"):
+        add_rms_norm(x, r, w, scale=True)
+
+
+def test_a_tensor_given_twice(device: str) -> None:
+    x, r = rows(device).requires_grad_(), rows(device).requires_grad_()
+    for one, other in ((x, x), (x, r), (x, x), (r, x)):
+        for _ in range(2):
+            assert torch.equal(glu(one, other), glu(one.clone(), other.clone()))
+            total = norm_add(one, other, None)
+            gradient = torch.randn_like(total)
+            again = torch.autograd.grad(norm_add(one, other, None), x, gradient)
+            assert_same([*torch.autograd.grad(total, x, gradient)], [*again])
+
+
+def test_one_gradient_for_both_outputs(device: str) -> None:
+    x, r, w = rows(device).requires_grad_(), rows(device).requires_grad_(), weight(device)
+    gradient = torch.randn_like(x)
+    for given in ((gradient, gradient), (gradient, gradient.clone()), (gradient, gradient)):
+        found = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), given)
+        expected = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), (gradient.clone(), gradient.clone()))
+        assert_same([*found], [*expected])
+
+
+def test_rows_at_any_address_and_copied_rows(device: str) -> None:
+    w, expected = weight(device), rows(device)
+    memory = torch.empty(200, device=device)
+    for start in (0, 1, 2, 3, 4, 0, 1):
+        x = memory[start : start + 96].view(2, 3, 16).copy_(expected)
+        assert torch.equal(rms_norm(x, w), rms_norm(expected.clone(), w))
+    for _ in range(3):
+        x = rows(device, layout="columns").requires_grad_()
+        (dx,) = torch.autograd.grad(rms_norm(x, w).sum(), x)
+        (expected,) = torch.autograd.grad(rms_norm(x.contiguous(), w).sum(), x)
+        assert torch.equal(dx, expected)
+
+
+def test_launch_hooks_and_observers_see_every_call(
+    recorded: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = recorded
+    hook = type("Hook", (), {"calls": [print]})()
+    ran: list[str] = []
+    run = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
+    one = RMS_NORM._program_of(LLAMA, (x, w, None))
+    assert one is not None
+    repeated: list[int] = []
+    monkeypatch.setitem(one.run.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[union-attr]
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+    one.run(x, w)  # type: ignore[misc]
+    monkeypatch.undo()
+    assert repeated == [2], "Triton's own launch calls the hooks"
+
+    class Observer:
+        def launched(self, launch: Launch) -> None:
+            ran.append(launch.name)
+
+        def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+            ran.append(operator.name)
+            return operator.results_of(spec, *arguments)
+
+    ran.clear()
+    with observed.by(Observer()):
+        rms_norm(x, w)
+    with calls.by(Observer()):
+        assert torch.equal(rms_norm(x, w), rms_norm(x, w))
+    assert ran == ["_forward_kernel", "rms_norm", "rms_norm"]
+
+
+def test_second_derivatives_behind_a_program(device: str) -> None:
+    x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
+    for _ in range(3):
+        (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(dx.sum(), x)
+        (plain,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x)
+        torch.testing.assert_close(dx, plain)
+        assert second.abs().sum() > 0
+
+
+def test_programs_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "SHAPES", 3)
+    monkeypatch.setattr(program, "EACH", 2)
+    w = weight(device)
+    for length in range(1, 9):
+        for dtype in (FP32, BF16, torch.float16):
+            x = torch.randn(length, 16, device=device).to(dtype).requires_grad_()
+            y = rms_norm(x, w)
+            y.backward(torch.ones_like(y))
+            for stride in (1, 2, 3):
+                y = rms_norm(x, w)
+                y.backward(torch.ones(length, 16 * stride, device=device, dtype=y.dtype)[:, :16])
+    assert all(len(found) <= 3 for found in RMS_NORM._programs.by_shape)
+    assert all(len(one.backwards) <= 2 for one in programs("rms_norm"))
+    assert len(programs("rms_norm")) <= 6
+    kept = weakref.ref(x)
+    del x, y
+    gc.collect()
+    assert kept() is None
+
+
+def test_threads_share_programs(device: str) -> None:
+    inputs = [torch.randn(length, 16, device=device).requires_grad_() for length in (2, 3, 4)]
+    w = weight(device).requires_grad_()
+
+    def results(x: Tensor) -> list[Tensor | None]:
+        y = rms_norm(x, w)
+        return [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
+
+    expected = [results(x) for x in inputs]
+    program.forget_all()
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            for x, right in list(zip(inputs, expected, strict=True)) * 4:
+                assert_same(results(x), right)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls_in_turn_do_what_the_general_path_does(
+    seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few programs are kept, so that they come and go."""
+    monkeypatch.setattr(program, "SHAPES", 2)
+    monkeypatch.setattr(program, "EACH", 2)
+    pick = random.Random(seed)
+    for _ in range(24):
+        name, spec, make, differentiable = CASES[pick.choice(list(CASES))]
+        wanted = tuple(pick.random() < 0.7 for _ in range(differentiable))
+        used = (pick.random() < 0.8, True)
+        given, operator = make(device), OPERATORS[name]
+        expected = step(lambda *a, o=operator, s=spec: o._launched(s, *a), fresh(given, wanted), used)
+        for _ in range(pick.randrange(1, 3)):
+            assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)
+
+
+@pytest.mark.parametrize("without", ["TensorGuards", "_empty_strided_cuda"])
+def test_without_parts_of_pytorch_that_are_not_public(
+    without: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, without, None)
+    x, w = rows(device).requires_grad_(), weight(device)
+    expected = step(lambda *a: RMS_NORM._launched(LLAMA, *a), (x, w, None), (True,))
+    for _ in range(3):
+        assert_same(step(lambda *a: RMS_NORM(LLAMA, *a), (x, w, None), (True,)), expected)
+    assert RMS_NORM.known(LLAMA, x, w, None) is not None
+    assert RMS_NORM.known(LLAMA, x.detach(), w, None) is None
