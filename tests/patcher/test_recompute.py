@@ -486,7 +486,7 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
     results = call_with_recipes(forward, inputs[0], tuple(inputs[1:]), {})
     (remade,) = {one.remade for result in results for one in saved_in(result.grad_fn) if type(one) is recompute._View}
     streams = iter([1, 2, 2])
-    monkeypatch.setattr(recompute, "current_stream", lambda: next(streams))
+    monkeypatch.setattr(recompute, "_current_stream", lambda: next(streams))
     first, second, third = (remade.take(0) for _ in range(3))
     assert first is not second
     assert second is third
