@@ -224,7 +224,7 @@ def table_of(name: str, capability: str) -> tuple[PlanTable, str]:
             return table, "measured on this device"
     if capability and capability == H200.capability:
         return H200, f"this device's own were not measured; it has the same architecture ({capability})"
-    return H200, "nothing was measured on this device or its architecture; `python -m benchmarks.tune` does"
+    return H200, "nothing was measured on this device or its architecture; `python -m benchmarks tune` does"
 
 
 @dataclass(frozen=True)
