@@ -219,11 +219,12 @@ def launch_norm_fp8(
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
     used = torch.empty_like(rstd) if fp8_format.whole and spec.casting == "none" else None
     written = (None, None) if fp8_format.whole else (q, in_bytes(scales))
-    scale_strides = (scales.stride()[-2:] if scales.dim() > 1 else (1, 1)) if not fp8_format.swizzled else (0, 0)
+    scale_strides = scales.stride()[-2:] if scales.dim() > 1 else (1, 1)
+    padded = 128 * -(-rows // 128) if fp8_format.swizzled else rows
     # As in the 16-bit norm, fp32 squares are rounded before they are added.
     launch(
         _rows_kernel,
-        (-(-(-(-rows // 128) * 128 if fp8_format.swizzled else rows) // plan.rows), 1),
+        (-(-padded // plan.rows), 1),
         (x, codes_scale, residual, weight, s, rstd, used, amax, *written, placeholder),
         (rows, *spacing[1:5], width, *scale_strides, spec.eps, float(scale) if scale != 1.0 else None),
         constants,
@@ -286,7 +287,8 @@ def _launch_tiles(
         least = 4 * fp8_format.group if fp8_format.swizzled else fp8_format.group
         tile, block, warps = max(_TURNED_ROWS, least), min(_TURNED_COLUMNS, block), 8
     # The padding of swizzled scales belongs to columns beyond the last.
-    blocks = -(-(-(-width // 128) * 128 if fp8_format.swizzled else width) // block)
+    padded = 128 * -(-width // 128) if fp8_format.swizzled else width
+    blocks = -(-padded // block)
     long = rows * max(*strides, width) >= INT32_LIMIT
     constants = {
         "N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)

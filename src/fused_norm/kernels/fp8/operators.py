@@ -15,6 +15,7 @@ from ..arguments import KERNEL_DTYPES, check_norm, check_residual, check_scale
 from ..norm_from_rstd import NORM_FROM_RSTD
 from ..operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
 from ..plans import WIDEST_FORWARD
+from ..triton.memory import empty_weight_grad
 from .backward_kernel import launch_backward_from_codes
 from .cast import cast, numbers_of
 from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
@@ -106,7 +107,7 @@ class NormFP8(Operator):
         codes, codes_scale, weight, rstd = call.saved
         need_dx, _, need_dw = call.needed
         dx = codes.new_empty(codes.shape, dtype=call.facts[0]) if need_dx else None
-        dw = weight.new_empty(weight.shape) if need_dw and weight is not None else None
+        dw = empty_weight_grad(weight, need_dw)
         if launch:
             launch_backward_from_codes(spec, call.incoming[3], codes, codes_scale, weight, rstd, dx, dw)
         return dx, None, dw
