@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .fused_norm_module import has_hooks
-from .norm_recognition import UnrecognisedError, same_values
+from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
+from .reached_code import own_attributes, reached_by
 
 Formula = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -25,8 +26,9 @@ FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 """The activations that the fused operator knows, as stock code computes them."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+
+_outcomes: Outcomes[Formula] = Outcomes()
 
 
 @dataclass(frozen=True)
@@ -65,29 +67,29 @@ def recognise_activation(value: Any) -> Activation:
         UnrecognisedError: where it computes something else, or cannot be run to find out.
     """
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return _known(value, None, ())
+        return Activation(_formula_of(value, [value], value.__name__), value, None, ())
     if not isinstance(value, nn.Module):
         raise UnrecognisedError(f"its activation is a {type(value).__name__}, neither a module nor a function")
-    name = type(value).__name__
+    kind: Any = type(value)
     if held := [*value._parameters, *value._buffers, *value._modules]:
-        raise UnrecognisedError(f"its activation {name} holds {', '.join(held)}")
-    inherited = vars(nn.Module())
-    own = {key: setting for key, setting in vars(value).items() if key not in inherited and not key.startswith("_")}
-    own.pop("forward", None)
-    settings = tuple((key, _setting(setting)) for key, setting in sorted(own.items()))
-    for key, setting in settings:
-        function = setting.function if isinstance(setting, _Partial) else setting
+        raise UnrecognisedError(f"its activation {kind.__name__} holds {', '.join(held)}")
+    own = {name: setting for name, setting in sorted(own_attributes(value).items()) if not name.startswith("_")}
+    for name, setting in own.items():
+        function = setting.func if isinstance(setting, partial) else setting
         if not isinstance(function, _PLAIN):
-            raise UnrecognisedError(f"its activation {name} holds {key}, a {type(function).__name__}")
-    return _known(type(value).forward, type(value), settings)
+            raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
+    shadows = [_shadow(kind, own, training) for training in (True, False)]
+    calls = [partial(kind.forward, shadow) for shadow in shadows]
+    formula = _formula_of(shadows[0], calls, kind.__name__)
+    return Activation(formula, kind.forward, kind, tuple((name, _setting(one)) for name, one in own.items()))
 
 
-def _known(function: Callable[..., Any], kind: Any, settings: tuple[tuple[str, Any], ...]) -> Activation:
-    formula = _formula_of(function, kind, settings)
-    if formula is None:
-        name = function.__name__ if kind is None else kind.__name__
-        raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}")
-    return Activation(formula, function, kind, settings)
+def _shadow(kind: type[nn.Module], attributes: Mapping[str, Any], training: bool) -> nn.Module:
+    """A module of a class with these attributes, and no hooks."""
+    shadow: nn.Module = object.__new__(kind)
+    nn.Module.__init__(shadow)
+    vars(shadow).update(attributes, training=training)
+    return shadow
 
 
 class _Partial(NamedTuple):
@@ -100,54 +102,31 @@ class _Partial(NamedTuple):
 
 def _setting(value: Any) -> Any:
     """An attribute in a form that is equal for equal attributes."""
-    if isinstance(value, partial):
-        return _Partial(
-            value.func, tuple(value.args), tuple(value.keywords.items())
-        )  # to Dynamo of 2.11 args are a list
+    if isinstance(value, partial):  # whose arguments are a list to Dynamo of 2.11
+        return _Partial(value.func, tuple(value.args), tuple(value.keywords.items()))
     return value
 
 
-@cache
-def _formula_of(function: Callable[..., Any], kind: Any, settings: tuple[tuple[str, Any], ...]) -> Formula | None:
-    calls: list[Callable[..., Any]] = [function]
-    if kind is not None:
-        calls = []
-        for training in (True, False):
-            shadow: nn.Module = object.__new__(kind)
-            nn.Module.__init__(shadow)
-            vars(shadow).update({key: _restored(setting) for key, setting in settings}, training=training)
-            calls.append(partial(function, shadow))
-    matches = [formula for formula, expected in FORMULAS.items() if all(_agrees(call, expected) for call in calls)]
-    return matches[0] if len(matches) == 1 else None
+def _formula_of(code: Any, calls: list[Callable[..., Any]], name: str) -> Formula:
+    def find() -> Formula:
+        found = [formula for formula, expected in FORMULAS.items() if all(_computes(call, expected) for call in calls)]
+        if len(found) != 1:
+            raise UnrecognisedError(f"computes none of {', '.join(FORMULAS)}")
+        return found[0]
+
+    try:
+        return _outcomes.of(reached_by(code).key, find)
+    except UnrecognisedError as error:
+        raise UnrecognisedError(f"its activation {name} {error}") from None
 
 
-def _restored(setting: Any) -> Any:
-    if isinstance(setting, _Partial):
-        return partial(setting.function, *setting.arguments, **dict(setting.named))
-    return setting
-
-
-def _agrees(call: Callable[[Tensor], Any], expected: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether both give the same bits for values of every size, the same gradient, and leave x alone."""
-    generator = torch.Generator().manual_seed(0)
-    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
-    with cpu, exact, torch.inference_mode(False), torch.no_grad():
-        plain = torch.randn(1024, generator=generator, dtype=torch.float32)
+def _computes(call: Callable[[Tensor], Any], formula: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether both give the same bits for values of every size, and the same gradient."""
+    with plain_pytorch():
+        plain = torch.randn(1024, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         scales = torch.tensor([1e-6, 1e-3, 1.0, 4.0, 16.0, 1e3, 1e6, torch.nan])
         values = (plain[:, None] * scales).view(64, -1)
-        for dtype in _DTYPES:
-            x = values.to(dtype)
-            given = x.clone()
-            try:
-                actual = call(given)
-            except Exception:  # a foreign function may raise anything
-                return False
-            if not isinstance(actual, Tensor) or not same_values(given, x) or not same_values(actual, expected(x)):
-                return False
-        x = plain.requires_grad_()
-        with torch.enable_grad():
-            y = call(x * 1)
-            if not y.requires_grad:
-                return False
-            dx, wanted = (torch.autograd.grad(one.sum(), x)[0] for one in (y, expected(x)))
-        return torch.allclose(dx, wanted, rtol=1e-4, atol=1e-5)
+        if not all(agrees(call, formula, [values.to(dtype)]) for dtype in DTYPES):
+            return False
+    with plain_pytorch(gradients=True):
+        return agrees_in_gradients(call, formula, [plain])

@@ -1,0 +1,126 @@
+"""What code computes, found by running it beside formulas that are known, on small tensors on the CPU, bit for bit.
+
+Each sort of code (norms, rotary embeddings, activations) brings its candidates and its samples. What was found is known
+again by all that the code reaches (``reached_code.py``), so that it is found anew when any of that is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_MOST_OUTCOMES = 1024
+
+T = TypeVar("T", bound=Hashable)
+
+
+class UnrecognisedError(Exception):
+    """Code that computes nothing known here, or cannot be run to find out; the message says why."""
+
+
+class NotTakenError(Exception):
+    """Code that does not take arguments which not every code takes; the formula is not compared on them."""
+
+
+class Outcomes(Generic[T]):
+    """What probes of one sort have found; it holds no class, function or module alive."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, T | str] = {}
+
+    def of(self, key: Any, find: Callable[[], T]) -> T:
+        """What ``find`` returns, or has returned for an equal key; it is asked each time where the key is None.
+
+        Raises:
+            UnrecognisedError: as ``find``, or as it has.
+        """
+        outcome = None if key is None else self._found.get(key)
+        if outcome is None:
+            try:
+                outcome = find()
+            except UnrecognisedError as error:
+                outcome = str(error)
+            if key is not None:
+                if len(self._found) >= _MOST_OUTCOMES:
+                    self._found.clear()
+                self._found[key] = outcome
+        if isinstance(outcome, str):
+            raise UnrecognisedError(outcome)
+        return outcome
+
+
+@contextlib.contextmanager
+def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
+    """PyTorch on the CPU as it is by itself: no autocast, no inference mode, no warnings, gradients or none."""
+    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with cpu, exact, torch.inference_mode(False), torch.set_grad_enabled(gradients), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def agrees(code: Callable[..., Any], formula: Callable[..., Any], given: Sequence[Tensor]) -> bool:
+    """Return whether code gives the bits of a formula, in each of its results, and leaves what it is given alone.
+
+    Raises:
+        UnrecognisedError: as ``code``; any other error of the code's is no agreement.
+    """
+    copies = [one.clone() for one in given]
+    try:
+        actual = _results(code, copies)
+    except NotTakenError:
+        return True
+    expected = _results(formula, given)
+    return len(actual) == len(expected) and all(map(same_values, (*actual, *copies), (*expected, *given)))
+
+
+def agrees_in_gradients(
+    code: Callable[..., Any], formula: Callable[..., Any], given: Sequence[Tensor], learnt: Sequence[Tensor] = ()
+) -> bool:
+    """Return whether code and formula have the same gradients, up to roundings: what is detached shows in nothing else.
+
+    Args:
+        code: gives results that are those of the formula.
+        formula: what it is compared with.
+        given: what both take.
+        learnt: what both use besides, and have gradients of.
+    """
+    leaves = [one.clone().requires_grad_() for one in given]
+    results = [_results(one, [leaf * 1 for leaf in leaves]) for one in (code, formula)]
+    if len(results[0]) != len(results[1]):
+        return False
+    for actual, wanted in zip(*results, strict=True):
+        if not actual.requires_grad or not torch.allclose(actual, wanted, rtol=1e-4, atol=1e-4):
+            return False
+        dy = torch.linspace(-1, 2, wanted.numel(), dtype=torch.float32).view_as(wanted)
+        both = (
+            torch.autograd.grad(y, [*leaves, *learnt], dy, retain_graph=True, materialize_grads=True)
+            for y in (actual, wanted)
+        )
+        if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(*both, strict=True)):
+            return False
+    return True
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same values, NaN among them."""
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _results(code: Callable[..., Any], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors that code returns; none where it raises an error of its own, or returns something else."""
+    try:
+        results = code(*given)
+    except (NotTakenError, UnrecognisedError):
+        raise
+    except Exception:  # foreign code may raise anything
+        return ()
+    results = results if isinstance(results, tuple) else (results,)
+    return results if all(isinstance(one, Tensor) for one in results) else ()

@@ -1,0 +1,201 @@
+"""All that decides what a function or a module computes, as a value: where it is equal, the same is computed.
+
+From a root everything is followed that its code can reach by name: what functions close over, their defaults, globals
+and the attributes of modules among them, methods and other members of the root's class and of its bases, attributes of
+the instance, which may hide those. Code and plain values stand for themselves, and what Python and PyTorch bring for its
+identity. The value holds no class, module or function alive, so that a cache may keep it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_MOST_PARTS = 1000
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+_UNNAMED = ("__call__", "__getattr__", "__getattribute__")
+"""Methods that run without being named."""
+
+
+class Reached(NamedTuple):
+    """What a root reaches.
+
+    Attributes:
+        key: equal for what would compute the same; None where something cannot be told from another by a value.
+        foreign: the name of the first thing that is no Python over PyTorch: a Triton kernel, an extension's function,
+            another's autograd function; None without one.
+    """
+
+    key: Any
+    foreign: str | None
+
+
+def reached_by(root: Any) -> Reached:
+    """What a function reaches, or a module without its parameters, buffers and hooks."""
+    walk = _Walk(root)
+    parts = tuple(walk.parts())
+    return Reached(parts if walk.known else None, walk.foreign)
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The instance's attributes without those that every module has: parameters, hooks, training flag, forward."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+class _Walk:
+    """The way through all that a root reaches: a part for each thing, in which other things are numbers."""
+
+    def __init__(self, root: Any) -> None:
+        self.known = True
+        self.foreign: str | None = None
+        self._members = [vars(base) for base in _bases(type(root))] if isinstance(root, nn.Module) else []
+        self._things = [root]
+        self._numbers = {id(root): 0}
+
+    def parts(self) -> Iterator[Any]:
+        """The part of the root, then of all that it reaches."""
+        for thing in self._things:  # grows meanwhile
+            if len(self._things) > _MOST_PARTS:
+                self.known = False
+                return
+            yield self._part(thing)
+
+    def _of(self, thing: Any) -> Any:
+        """What stands for a thing in the part of another: itself where it is plain, else its number."""
+        if isinstance(thing, _PLAIN):
+            return type(thing).__name__, repr(thing)  # neither 1 and True nor 0.0 and -0.0 are the same
+        if id(thing) not in self._numbers:
+            self._numbers[id(thing)] = len(self._things)
+            self._things.append(thing)
+        return self._numbers[id(thing)]
+
+    def _all_of(self, things: Any) -> Any:
+        if isinstance(things, dict):
+            return tuple((self._of(name), self._of(thing)) for name, thing in things.items())
+        return tuple(map(self._of, things))
+
+    def _part(self, thing: Any) -> Any:
+        match thing:
+            case FunctionType():
+                return self._of_function(thing)
+            case MethodType():
+                return self._all_of(("method", thing.__func__, thing.__self__))
+            case staticmethod() | classmethod() | functools._lru_cache_wrapper():
+                return self._all_of((type(thing).__name__, thing.__wrapped__))
+            case property():
+                return self._all_of(("property", thing.fget, thing.fset))
+            case functools.partial():
+                return self._all_of(("partial", thing.func, tuple(thing.args), thing.keywords))
+            case tuple() | list() | dict():
+                return type(thing).__name__, self._all_of(thing)
+            case nn.Module() if thing is self._things[0]:
+                return self._all_of(("module", type(thing).forward, own_attributes(thing)))
+            case type() if not _is_given(thing.__module__):
+                return self._of_class(thing)
+        return self._same(thing)
+
+    def _of_function(self, function: FunctionType) -> Any:
+        code = function.__code__
+        given = function.__defaults__ or (), function.__kwdefaults__ or {}
+        closed = [self._of_cell(*one) for one in zip(code.co_freevars, function.__closure__ or (), strict=True)]
+        if _is_given(function.__globals__.get("__name__", "")):
+            return "function", weakref.ref(function), self._all_of((*given, *closed))
+        names = _names_in(code)
+        places: list[Any] = [function.__globals__, sys.modules, vars(Tensor), *self._members]
+        found = []
+        for number, place in enumerate(places):  # grows by the modules that are found
+            for name in names.attributes if number else names.globals:
+                if name not in place:
+                    continue
+                found.append((number, name, self._of(place[name])))
+                if isinstance(place[name], ModuleType) and all(vars(place[name]) is not one for one in places):
+                    places.append(vars(place[name]))
+        return "function", code, self._all_of((*given, *closed)), tuple(found)
+
+    def _of_cell(self, name: str, cell: Any) -> Any:
+        """What stands for a variable of a function around; classes are told by their members, which code names."""
+        try:
+            return None if name == "__class__" else self._of(cell.cell_contents)
+        except ValueError:
+            return "empty"
+
+    def _of_class(self, found: type) -> Any:
+        if issubclass(found, torch.autograd.Function):
+            self._meet_foreign(found)
+        own = [vars(base) for base in _bases(found)]
+        kinds = (FunctionType, staticmethod, classmethod, property, *_PLAIN)
+        members = [(name, one) for place in own for name, one in sorted(place.items()) if isinstance(one, kinds)]
+        return "class", weakref.ref(found), self._all_of(dict(enumerate(members)))
+
+    def _same(self, thing: Any) -> Any:
+        """What stands for a thing that is equal to itself alone."""
+        place = thing.__module__ if isinstance(thing, (type, *_BUILTIN)) else type(thing).__module__
+        if isinstance(thing, MethodDescriptorType | WrapperDescriptorType):
+            return thing.__qualname__  # of a type of C, which keeps it
+        if isinstance(thing, BuiltinFunctionType) and not _is_given(place):
+            self._meet_foreign(thing)
+        elif place.partition(".")[0] == "triton":
+            self._meet_foreign(type(thing))
+        elif not (isinstance(thing, (type, ModuleType, BuiltinFunctionType)) or place in sys.stdlib_module_names):
+            self.known = False
+        try:
+            return weakref.ref(thing)
+        except TypeError:
+            self.known = False
+            return None
+
+    def _meet_foreign(self, thing: Any) -> None:
+        self.foreign = self.foreign or f"{thing.__module__}.{thing.__qualname__}"
+        self.known = False
+
+
+def _is_given(place: str | None) -> bool:
+    """Return whether a module is Python's or PyTorch's, and what it has is taken as it is: not those of layers."""
+    top, _, inner = (place or "builtins").partition(".")
+    layers = inner.startswith("nn.") and inner != "nn.modules.module"
+    return top in sys.stdlib_module_names or (top == "torch" and not layers)
+
+
+def _bases(found: type) -> list[type]:
+    """The classes that a class derives from, itself first, but for those that are taken as they are."""
+    return [base for base in found.__mro__ if not _is_given(base.__module__)]
+
+
+class _Names(NamedTuple):
+    """What a code object, or one inside it, looks up: globals, and attributes, in strings too, as ``getattr`` does."""
+
+    globals: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: CodeType) -> _Names:
+    codes = [code]
+    for one in codes:  # grows meanwhile
+        codes += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
+    found = [op.argval for one in codes for op in dis.get_instructions(one) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    strings = (constant for one in codes for constant in one.co_consts if isinstance(constant, str))
+    attributes = [*_UNNAMED, *(name for one in codes for name in one.co_names), *filter(str.isidentifier, strings)]
+    return _Names(tuple(dict.fromkeys(found)), tuple(dict.fromkeys(attributes)))
