@@ -119,11 +119,18 @@ class FuseOptions:
         return f"{self._decisive(kind)}=False"
 
     def selects(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``modules`` admits the norm, attention or MLP at ``path``."""
+        """Return whether ``modules`` admits the norm, attention or MLP at ``path``.
+
+        Raises:
+            TypeError: where it is a function that returns anything but True and False.
+        """
         if self.modules is None:
             return True
         if callable(self.modules):
-            return bool(self.modules(path, module))
+            selected = self.modules(path, module)
+            if not isinstance(selected, bool):
+                raise TypeError(f"modules must return True or False, not {selected!r}, which it did for {path!r}")
+            return selected
         return any(fnmatchcase(path, pattern) for pattern in self.patterns)
 
     def casting_at(self, path: str) -> Casting | None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from fused_norm.patcher.activation_recognition import recognise_activation
-from fused_norm.patcher.norm_recognition import UnrecognisedError
+from fused_norm.patcher.probe import UnrecognisedError
 
 
 class ByHand(nn.Module):

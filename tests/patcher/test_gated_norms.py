@@ -18,7 +18,8 @@ from transformers import AutoConfig
 import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_norm_module import FusedGatedNorm
-from fused_norm.patcher.norm_recognition import UnrecognisedError, recognise
+from fused_norm.patcher.norm_recognition import recognise
+from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.spec import GatedNormSpec
 
 from .models import assert_trains_as_stock, counts, tokens

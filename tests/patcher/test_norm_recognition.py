@@ -10,7 +10,8 @@ from torch import nn
 
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build
-from fused_norm.patcher.norm_recognition import UnrecognisedError, looks_like_norm, recognise
+from fused_norm.patcher.norm_recognition import looks_like_norm, recognise
+from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.spec import NormSpec
 
 

@@ -13,8 +13,8 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rou
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from fused_norm.patcher.norm_recognition import UnrecognisedError
 from fused_norm.patcher.patterns import rotation_of
+from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.patcher.rotation_angles import (
     at_positions,
     by_sections,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..kernels.operator import norm_spec
 from ..kernels.rms_norm import RMS_NORM
 from ..patcher.fused_norm_module import obstacle
-from ..patcher.norm_recognition import Recognised, UnrecognisedError, recognise
+from ..patcher.norm_recognition import Recognised, recognise
+from ..patcher.probe import UnrecognisedError
 
 _meanings: WeakKeyDictionary[nn.Module, Recognised | None] = WeakKeyDictionary()
 

@@ -19,6 +19,8 @@ _FILES = (
     "patcher/source.py",
     "patcher/fused_norm_module.py",
     "patcher/norm_recognition.py",
+    "patcher/probe.py",
+    "patcher/reached_code.py",
     "integrations/hub_layers.py",
 )
 """The files that the layer needs besides the kernels."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
@@ -19,12 +19,13 @@ Formula = Literal["silu", "gelu", "gelu_tanh"]
 
 FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
-        "silu": nn.functional.silu,
-        "gelu": nn.functional.gelu,
-        "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+        "silu": torch.ops.aten.silu.default,
+        "gelu": torch.ops.aten.gelu.default,
+        "gelu_tanh": partial(torch.ops.aten.gelu.default, approximate="tanh"),
     }
 )
-"""The activations that the fused operator knows, as stock code computes them."""
+"""The activations that the fused operator knows, as the operators that PyTorch has for them: ``F.silu`` may have been
+replaced."""
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
 
@@ -107,7 +108,7 @@ def _setting(value: Any) -> Any:
     return value
 
 
-def _formula_of(code: Any, calls: list[Callable[..., Any]], name: str) -> Formula:
+def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Formula:
     def find() -> Formula:
         found = [formula for formula, expected in FORMULAS.items() if all(_computes(call, expected) for call in calls)]
         if len(found) != 1:

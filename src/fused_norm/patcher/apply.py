@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -82,8 +83,7 @@ def apply_fused_norm(
         recompute=recompute,
         strict=strict,
     )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    _check_is_module(model)
     sites, changes = survey(model, options)
     layers, changes = survey_layers(model, sites, changes, recompute=recompute)
     sites = [*sites, *_sites_of_others(model, sites)]
@@ -109,10 +109,17 @@ def remove_fused_norm(model: nn.Module) -> int:
 
     Raises:
         FusedNormError: where other code has built on a fused class (FSDP does, when it shards); nothing was restored.
+        TypeError: for a model that is no module.
     """
+    _check_is_module(model)
     fused = [module for module in model.modules() if isinstance(module, Fused)]
     _change([ClassChange(module, origin_of(module)) for module in fused])
     return len(fused)
+
+
+def _check_is_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
 def _check(model: nn.Module, report: PatchReport) -> None:

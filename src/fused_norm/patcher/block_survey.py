@@ -28,7 +28,7 @@ from .class_swap import (
 )
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
-from .norm_recognition import UnrecognisedError, looks_like_norm, subtracts_mean
+from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .patterns import Patterns, patterns_of, rotation_of
 from .patterns.adds import Add, MissedAdd
@@ -36,6 +36,7 @@ from .patterns.calls import Rewrite
 from .patterns.gates import ACTIVATION_FUNCTION, Called
 from .patterns.heads import QK_NAME, Heads
 from .patterns.rotations import ROTATION_NAME, RotationCall
+from .probe import UnrecognisedError
 from .source import SourceError, WrappedError, global_of, names_in, returns_sum
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -24,6 +24,9 @@ from .recompute import call_with_recipes
 
 Fused = FusedNorm | FusedBlock
 """The bases of fused classes."""
+
+_Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
+"""The function that makes a fused class of another, and what it takes besides."""
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -40,17 +43,11 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casti
 
     ``replaced``: the casting of ``origin``, where that of ``spec`` is another one.
     """
-    return _fused_norm_class(origin, origin.forward, spec, eps_name, replaced)
-
-
-@cache
-def _fused_norm_class(
-    origin: Any, forward: Callable[..., Any], spec: NormSpec, eps_name: str, replaced: Casting | None
-) -> type[nn.Module]:
-    return _derive(
+    recipe = fused_norm_class, (spec, eps_name, replaced)
+    return _known(origin, recipe) or _derive(
         FusedGatedNorm if isinstance(spec, GatedNormSpec) else FusedNorm,
         origin,
-        (fused_norm_class, (spec, eps_name, replaced)),
+        recipe,
         fused_norm_spec=spec,
         fused_norm_replaced=replaced,
         fused_norm_eps_name=eps_name,
@@ -66,13 +63,11 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: boo
     Raises:
         SourceError: where the forward cannot be rewritten.
     """
-    return _fused_block_class(origin, origin.forward, rewrites, recompute)
-
-
-@cache
-def _fused_block_class(
-    origin: Any, forward: Callable[..., Any], rewrites: tuple[Rewrite, ...], recompute: bool
-) -> type[nn.Module]:
+    recipe = fused_block_class, (rewrites, recompute)
+    rotations = rotations_of(origin, rewrites) if rewrites else ()
+    if known := _known(origin, recipe, fused_norm_rotations=rotations):
+        return known
+    forward = origin.forward
     rewritten = rewritten_forward(origin, rewrites) if rewrites else forward
 
     @wraps(rewritten)
@@ -88,18 +83,28 @@ def _fused_block_class(
     return _derive(
         FusedBlock,
         origin,
-        (fused_block_class, (rewrites, recompute)),
+        recipe,
         fused_norm_rewrites=rewrites,
-        fused_norm_rotations=rotations_of(origin, rewrites) if rewrites else (),
+        fused_norm_rotations=rotations,
         fused_norm_recompute=recompute,
         fused_norm_activations=activations_of(rewrites),
         forward=rewritten_or_replaced,
     )
 
 
-def _derive(
-    base: type, origin: Any, recipe: tuple[Callable[..., type], tuple[Any, ...]], **members: Any
-) -> type[nn.Module]:
+def _known(origin: Any, recipe: _Recipe, **members: Any) -> Any:
+    """The class that was derived by this recipe before, with these members; None without one.
+
+    It lives as long as an instance does: the list of a class's subclasses does not hold them.
+    """
+    wanted = {"fused_norm_recipe": recipe, **members}
+    for one in origin.__subclasses__():
+        if all(vars(one).get(name) == value for name, value in wanted.items()) and has_origin_forward(one):
+            return one
+    return None
+
+
+def _derive(base: type, origin: Any, recipe: _Recipe, **members: Any) -> type[nn.Module]:
     make, arguments = recipe
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
@@ -111,7 +116,11 @@ def _derive(
         return _rebuild, (make, origin, arguments), *state
 
     names = {"__module__": origin.__module__, "__qualname__": origin.__qualname__, "__doc__": origin.__doc__}
-    facts = {"fused_norm_origin": origin, "fused_norm_origin_forward": origin.forward}
+    facts = {
+        "fused_norm_origin": origin,
+        "fused_norm_origin_forward": origin.forward,
+        "fused_norm_recipe": recipe,
+    }
     members = {**names, **members, **facts, "__reduce_ex__": reduce_ex}
     derived = type(origin)(origin.__name__, (base, origin), members)
     derived.fused_norm_forward = derived.forward

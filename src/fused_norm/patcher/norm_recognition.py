@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..kernels import reference
 from ..kernels.arguments import GATES
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
+from .probe import DTYPES, NotTakenError, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
+from .reached_code import own_attributes, reached_by
 from .source import names_in
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+_PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16))  # fmt: skip
 _OTHER_EPS = 0.25
 _WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "rounded_rstd", "none")  # the others are llama without a weight
@@ -41,10 +39,6 @@ _SPELLINGS: tuple[Spelling, ...] = (
 of an fp32."""
 
 
-class UnrecognisedError(Exception):
-    """A module that is not a norm known here; the message says why."""
-
-
 @dataclass(frozen=True)
 class Recognised:
     """The meaning of a norm, and the attribute that holds its eps."""
@@ -53,11 +47,13 @@ class Recognised:
     eps_name: str
 
 
-_outcomes: dict[Any, Recognised | str] = {}
+_outcomes: Outcomes[Recognised] = Outcomes()
 
 
 def looks_like_norm(module: nn.Module) -> bool:
     """Return whether a module is called a norm, or holds one weight and an eps, as norms do; it gets a row then."""
+    if isinstance(module, torch.jit.ScriptModule):  # no Python runs in it
+        return False
     if "norm" in type(module).__name__.lower():
         return True
     weights = list(module._parameters) or list(module._buffers)
@@ -77,18 +73,9 @@ def recognise(module: nn.Module) -> Recognised:
         UnrecognisedError: where it computes none of those known here, or cannot be run to find out.
     """
     _check_structure(module)
-    key = _cache_key(module)
-    outcome = None if key is None else _outcomes.get(key)
-    if outcome is None:
-        try:
-            outcome = _compare_with_formulas(module)
-        except UnrecognisedError as error:
-            outcome = str(error)
-        if key is not None:
-            _outcomes[key] = outcome
-    if isinstance(outcome, str):
-        raise UnrecognisedError(outcome)
-    return outcome
+    width, held = _width(module), ("weight" in module._buffers, _held_weight(module) is not None)
+    key = reached_by(module).key
+    return _outcomes.of(None if key is None else (key, width, held), lambda: _compare_with_formulas(module))
 
 
 def takes_gate(module: nn.Module) -> bool:
@@ -97,26 +84,6 @@ def takes_gate(module: nn.Module) -> bool:
     if any(argument.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for argument in arguments):
         return False
     return len(arguments) == 2 and arguments[1].name == "gate"
-
-
-def _cache_key(module: nn.Module) -> Any:
-    """The key under which the outcome is kept for equal modules; None where an attribute cannot be compared."""
-    attributes = _own_attributes(module)
-    if not all(isinstance(value, (int, float, str, tuple, type(None), torch.dtype)) for value in attributes.values()):
-        return None
-    held = "weight" in module._buffers, _held_weight(module) is not None
-    key = (type(module), type(module).forward, _width(module), *held, *attributes.items())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The instance's attributes without those that every module has: parameters, hooks, training flag, forward."""
-    inherited = vars(nn.Module())
-    return {name: value for name, value in vars(module).items() if name not in inherited and name != "forward"}
 
 
 def _compare_with_formulas(module: nn.Module) -> Recognised:
@@ -130,7 +97,7 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
         for spec, spelling in itertools.product(candidates, _SPELLINGS):
             if spelling[1] is not torch.mul and spec.casting in ("rounded_rstd", "none"):
                 continue  # the root is rounded there, and so it matters which root it is
-            if _agrees(module, name, spec, spelling):
+            if _computes(module, name, spec, spelling):
                 matches[spec] = name
     if not matches:
         raise UnrecognisedError("computes none of the known formulas")
@@ -211,27 +178,16 @@ def _gated_candidates(module: nn.Module, eps: float) -> Iterator[GatedNormSpec]:
 
 
 def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
-    """Return whether the module's gradients are those of the formula; what it detaches shows in nothing else."""
-    width, weighted = _width(module), _held_weight(module) is not None
+    """Return whether the module's gradients are those of the formula."""
     spec = replace(spec, eps=_OTHER_EPS)
-    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
-    with cpu, exact, torch.inference_mode(False), torch.enable_grad():
-        x, weight = next(_samples(width, weighted))
-        leaves = [one[:1, :4].repeat(2, 1, 1).requires_grad_() for one in next(_inputs(spec, x))]  # no huge rows
-        given = [leaf * 1 for leaf in leaves]
+    with plain_pytorch(gradients=True):
+        x, weight = next(_samples(_width(module), _held_weight(module) is not None))
+        given = [one[:1, :4].repeat(2, 1, 1) for one in next(_inputs(spec, x))]  # no huge rows
         shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
-        if (learnt := shadow._parameters.get("weight")) is not None:
-            weight = learnt.requires_grad_()
-            leaves.append(weight)
-        y = type(module).forward(shadow, *given)
-        expected = _expected(spec, given, weight if spec.weighted else None, _SPELLINGS[0])
-        if not y.requires_grad or not torch.allclose(y, expected, rtol=1e-4, atol=1e-4):
-            return False
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
-        actual, wanted = (
-            torch.autograd.grad(one, leaves, dy, retain_graph=True, materialize_grads=True) for one in (y, expected)
-        )
-        return all(bool((one - other).norm() <= 1e-3 * other.norm()) for one, other in zip(actual, wanted, strict=True))
+        learnt = [one.requires_grad_() for one in shadow.parameters()]
+        gamma = (*learnt, weight)[0] if spec.weighted else None
+        formula = partial(_expected, spec, gamma, _SPELLINGS[0])
+        return agrees_in_gradients(partial(type(module).forward, shadow), formula, given, learnt)
 
 
 def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -249,49 +205,50 @@ def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield x.flatten(0, 1)[:, None], gate.flatten(0, 1)[:, None]
 
 
-def _expected(spec: NormSpec, given: Sequence[Tensor], weight: Tensor | None, spelling: Spelling) -> Tensor:
+def _expected(spec: NormSpec, weight: Tensor | None, spelling: Spelling, *given: Tensor) -> Tensor:
     """The result of the formula."""
     root, by = spelling
     if not isinstance(spec, GatedNormSpec):
         return reference.rms_norm(spec, given[0], weight, inverse_root=root, by=by)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    spelled = partial(reference.gated_rms_norm, inverse_root=root, by=by, silu=functional.silu)
+    spelled = partial(reference.gated_rms_norm, inverse_root=root, by=by, silu=torch.ops.aten.silu.default)
     return spelled(spec, x, gate, weight, *how)
 
 
-def _agrees(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling) -> bool:
+def _computes(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling) -> bool:
     """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
-    width = _width(module)
     changed = replace(spec, eps=_OTHER_EPS)
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for x, weight in _samples(width, _held_weight(module) is not None):
+    with plain_pytorch():
+        for x, weight in _samples(_width(module), _held_weight(module) is not None):
             ways = ((spec, True), (spec, False), (changed, False))
             for given, (eps_spec, training) in itertools.product(_inputs(spec, x), ways):
                 shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
-                copies = [one.clone() for one in given]
-                try:
-                    actual = type(module).forward(shadow, *copies)
-                except Exception as error:  # a foreign forward may raise anything
-                    if x.dim() != given[0].dim():
-                        continue  # so it does not take that many dimensions
-                    raise UnrecognisedError(f"cannot be run on its own: {type(error).__name__}: {error}") from error
-                if not isinstance(actual, Tensor):
-                    raise UnrecognisedError(f"returns {type(actual).__name__}, not one tensor")
-                if isinstance(spec, GatedNormSpec) and actual.shape != given[0].shape:
-                    shapes = tuple(actual.shape), tuple(given[0].shape)
-                    raise UnrecognisedError(f"returns shape {shapes[0]} for a tensor of shape {shapes[1]}")
-                expected = _expected(eps_spec, given, weight if spec.weighted else None, spelling)
-                if not all(map(same_values, (actual, *copies), (expected, *given))):
+                code = partial(_called, shadow, isinstance(spec, GatedNormSpec), x.dim())
+                formula = partial(_expected, eps_spec, weight if spec.weighted else None, spelling)
+                if not agrees(code, formula, given):
                     return False
     return True
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have one dtype, one shape and the same values, NaN among them."""
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _called(shadow: nn.Module, gated: bool, usual: int, *given: Tensor) -> Tensor:
+    """The result of the shadow's forward.
+
+    Raises:
+        UnrecognisedError: where it is no norm's; where it raises, for a tensor of the ``usual`` number of dimensions.
+        NotTakenError: where it raises for another.
+    """
+    try:
+        y = type(shadow).forward(shadow, *given)
+    except Exception as error:  # a foreign forward may raise anything
+        if given[0].dim() != usual:
+            raise NotTakenError from error
+        raise UnrecognisedError(f"cannot be run on its own: {type(error).__name__}: {error}") from error
+    if not isinstance(y, Tensor):
+        raise UnrecognisedError(f"returns {type(y).__name__}, not one tensor")
+    if gated and y.shape != given[0].shape:
+        raise UnrecognisedError(f"returns shape {tuple(y.shape)} for a tensor of shape {tuple(given[0].shape)}")
+    return y
 
 
 def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -304,7 +261,7 @@ def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None
     scale = torch.tensor([1.0, 1e-3, 16.0, 0.0, 1e-6, 1e6, 1.0, 1.0]).repeat(rows // 8)[:, None]
     base = torch.randn(rows, width, generator=generator, dtype=torch.float32) * scale
     base_weight = torch.randn(width, generator=generator, dtype=torch.float32) * 0.5 + 0.3
-    for x_dtype, weight_dtype in _PAIRS if weighted else ((dtype, dtype) for dtype in _DTYPES):
+    for x_dtype, weight_dtype in _PAIRS if weighted else ((dtype, dtype) for dtype in DTYPES):
         x = (base.clamp(-200, 200) if x_dtype == torch.float16 else base).to(x_dtype)
         x[6::8, 0], x[7::8, 0] = torch.inf, torch.nan
         yield x.unflatten(0, (2, -1)), base_weight.to(weight_dtype) if weighted else None
@@ -314,7 +271,7 @@ def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float,
     """A copy of the module without its tensors, hooks and instance forward, with this weight and this eps."""
     shadow: nn.Module = object.__new__(type(module))
     nn.Module.__init__(shadow)
-    vars(shadow).update(_own_attributes(module))
+    vars(shadow).update(own_attributes(module))
     parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
     buffers: dict[str, Tensor | None] = dict.fromkeys(module._buffers)
     if "weight" in buffers:

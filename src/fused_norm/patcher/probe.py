@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MOST_OUTCOMES = 1024
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T")
 
 
 class UnrecognisedError(Exception):
@@ -33,7 +33,7 @@ class Outcomes(Generic[T]):
     """What probes of one sort have found; it holds no class, function or module alive."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, T | str] = {}
+        self._found: dict[Any, tuple[T | None, str]] = {}
 
     def of(self, key: Any, find: Callable[[], T]) -> T:
         """What ``find`` returns, or has returned for an equal key; it is asked each time where the key is None.
@@ -41,18 +41,19 @@ class Outcomes(Generic[T]):
         Raises:
             UnrecognisedError: as ``find``, or as it has.
         """
-        outcome = None if key is None else self._found.get(key)
-        if outcome is None:
+        found = self._found.get(key)
+        if found is None:
             try:
-                outcome = find()
+                found = find(), ""
             except UnrecognisedError as error:
-                outcome = str(error)
+                found = None, str(error)
             if key is not None:
                 if len(self._found) >= _MOST_OUTCOMES:
                     self._found.clear()
-                self._found[key] = outcome
-        if isinstance(outcome, str):
-            raise UnrecognisedError(outcome)
+                self._found[key] = found
+        outcome, reason = found
+        if outcome is None:
+            raise UnrecognisedError(reason)
         return outcome
 
 
@@ -122,5 +123,5 @@ def _results(code: Callable[..., Any], given: Sequence[Tensor]) -> tuple[Tensor,
         raise
     except Exception:  # foreign code may raise anything
         return ()
-    results = results if isinstance(results, tuple) else (results,)
+    results = results if isinstance(results, tuple) and len(results) > 1 else (results,)
     return results if all(isinstance(one, Tensor) for one in results) else ()

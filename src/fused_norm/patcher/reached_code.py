@@ -2,8 +2,8 @@
 
 From a root everything is followed that its code can reach by name: what functions close over, their defaults, globals
 and the attributes of modules among them, methods and other members of the root's class and of its bases, attributes of
-the instance, which may hide those. Code and plain values stand for themselves, and what Python and PyTorch bring for its
-identity. The value holds no class, module or function alive, so that a cache may keep it.
+the instance, which may hide those. Code and plain values stand for themselves; what Python and PyTorch bring stands for
+its identity. The value holds no class, module or function alive, so that a cache may keep it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-_BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 _UNNAMED = ("__call__", "__getattr__", "__getattribute__")
 """Methods that run without being named."""
@@ -110,8 +109,8 @@ class _Walk:
                 return self._all_of(("partial", thing.func, tuple(thing.args), thing.keywords))
             case tuple() | list() | dict():
                 return type(thing).__name__, self._all_of(thing)
-            case nn.Module() if thing is self._things[0]:
-                return self._all_of(("module", type(thing).forward, own_attributes(thing)))
+            case nn.Module():
+                return self._of_module(thing)
             case type() if not _is_given(thing.__module__):
                 return self._of_class(thing)
         return self._same(thing)
@@ -134,6 +133,13 @@ class _Walk:
                     places.append(vars(place[name]))
         return "function", code, self._all_of((*given, *closed)), tuple(found)
 
+    def _of_module(self, module: nn.Module) -> Any:
+        part: tuple[Any, ...] = "module", type(module).forward, own_attributes(module)
+        if module is not self._things[0]:
+            part = *part, type(module)
+            self.known = self.known and not (module._parameters or module._buffers or module._modules)
+        return self._all_of(part)
+
     def _of_cell(self, name: str, cell: Any) -> Any:
         """What stands for a variable of a function around; classes are told by their members, which code names."""
         try:
@@ -151,9 +157,9 @@ class _Walk:
 
     def _same(self, thing: Any) -> Any:
         """What stands for a thing that is equal to itself alone."""
-        place = thing.__module__ if isinstance(thing, (type, *_BUILTIN)) else type(thing).__module__
         if isinstance(thing, MethodDescriptorType | WrapperDescriptorType):
             return thing.__qualname__  # of a type of C, which keeps it
+        place = (thing if isinstance(thing, (type, BuiltinFunctionType)) else type(thing)).__module__ or "builtins"
         if isinstance(thing, BuiltinFunctionType) and not _is_given(place):
             self._meet_foreign(thing)
         elif place.partition(".")[0] == "triton":
@@ -171,9 +177,9 @@ class _Walk:
         self.known = False
 
 
-def _is_given(place: str | None) -> bool:
+def _is_given(place: str) -> bool:
     """Return whether a module is Python's or PyTorch's, and what it has is taken as it is: not those of layers."""
-    top, _, inner = (place or "builtins").partition(".")
+    top, _, inner = place.partition(".")
     layers = inner.startswith("nn.") and inner != "nn.modules.module"
     return top in sys.stdlib_module_names or (top == "torch" and not layers)
 
@@ -195,7 +201,9 @@ def _names_in(code: CodeType) -> _Names:
     codes = [code]
     for one in codes:  # grows meanwhile
         codes += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
-    found = [op.argval for one in codes for op in dis.get_instructions(one) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    found = [
+        op.argval for one in codes for op in dis.get_instructions(one) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
     strings = (constant for one in codes for constant in one.co_consts if isinstance(constant, str))
     attributes = [*_UNNAMED, *(name for one in codes for name in one.co_names), *filter(str.isidentifier, strings)]
     return _Names(tuple(dict.fromkeys(found)), tuple(dict.fromkeys(attributes)))

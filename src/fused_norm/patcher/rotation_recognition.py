@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -13,15 +13,18 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from .fused_norm_module import has_hooks
-from .norm_recognition import UnrecognisedError
+from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
+from .reached_code import reached_by
 from .rotation_angles import FORMS, AngleForm, Sample, of_each_element, samples
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PAIRS = (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+_PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
 _BATCH, _HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 2, 3, 16, 8
 
 DtypePair = tuple[torch.dtype, torch.dtype]
+
+
+_outcomes: Outcomes[Rotation] = Outcomes()
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,20 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     """Return what is known of a rotary embedding that computes the half rotation, called with so many arguments.
 
     Raises:
-        UnrecognisedError: where it is another function than the half rotation.
+        UnrecognisedError: where it is another function than the half rotation, or no Python over PyTorch.
     """
     if not isinstance(function, FunctionType) and not _is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-    rotation = _recognise(function, arguments)
-    if rotation is None:
-        what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}")
-    return rotation
+    reached = reached_by(function)
+    if (
+        reached.foreign is not None
+    ):  # a kernel of others may write beyond what it is given in a shape it does not expect
+        raise UnrecognisedError(f"{name_of(function)} runs {reached.foreign}, which is not tried")
+    key = None if reached.key is None else (arguments, reached.key)
+    try:
+        return replace(_outcomes.of(key, lambda: _find(function, arguments)), function=function)
+    except UnrecognisedError as error:
+        raise UnrecognisedError(f"{name_of(function)} {error}") from None
 
 
 def name_of(rotation: Any) -> str:
@@ -84,8 +92,8 @@ def _runs_its_own_forward(module: nn.Module) -> bool:
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
-@cache
-def _recognise(function: Any, arguments: int) -> Rotation | None:
+def _find(function: Any, arguments: int) -> Rotation:
+    """The rotation, without its function."""
     # No hook is to see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     tensors = min(arguments - 2, 2)
@@ -94,19 +102,19 @@ def _recognise(function: Any, arguments: int) -> Rotation | None:
         forms.append((of_each_element, True))
     for form, tokens_first in forms:
         found: tuple[list[DtypePair], list[DtypePair]] = [], []
-        agrees = partial(_agrees, rotate, tensors, form, tokens_first)
+        rotates = partial(_rotates, rotate, tensors, form, tokens_first)
         for pair in _PAIRS:
-            once = next((one for one in (False, True) if agrees(pair, one)), None)
+            once = next((one for one in (False, True) if rotates(pair, one)), None)
             if once is not None:
                 found[once].append(pair)
-        if _PAIRS[0] in found[0] and agrees(_PAIRS[0], once=False, gradients=True):
+        if _PAIRS[0] in found[0] and rotates(_PAIRS[0], once=False, gradients=True):
             # A function that computes in fp64 shows in fp32 alone.
-            partial_too = all(agrees(pair, once == 1, _ROTARY) for once, pairs in enumerate(found) for pair in pairs)
-            return Rotation(function, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
-    return None
+            partial_too = all(rotates(pair, once == 1, _ROTARY) for once, pairs in enumerate(found) for pair in pairs)
+            return Rotation(None, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
+    raise UnrecognisedError(f"does not compute the half rotation of {'one tensor' if tensors == 1 else 'q and k'}")
 
 
-def _agrees(
+def _rotates(
     function: Callable[..., Any],
     tensors: int,
     form: AngleForm,
@@ -125,10 +133,8 @@ def _agrees(
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
-    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
-    with cpu, exact, torch.inference_mode(False), torch.set_grad_enabled(gradients):
+    with plain_pytorch(gradients=gradients):
         heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
-        heads = [x.requires_grad_(gradients) for x in heads]
         turned = [x.transpose(1, 2) for x in heads]
         calls: list[tuple[list[Tensor], Sample, int, dict[str, int]]] = []
         for cos, sin, further in samples(form, (_BATCH, 1), _TOKENS, rotary, random):
@@ -139,28 +145,19 @@ def _agrees(
             else:
                 calls += [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
         for given, (cos, sin, further), heads_dim, named in calls:
-            try:
-                rotated = function(*given, cos, sin, *further, **named)
-            except Exception:  # a foreign function may raise anything
-                return False
-            if tensors == 1:
-                rotated = (rotated,)
-            if not isinstance(rotated, tuple) or len(rotated) != tensors:
-                return False
+            code = partial(_called, function, (cos, sin, *further), named)
             cos, sin = (form(one, *further).unsqueeze(heads_dim) for one in (cos, sin))
-            expected = [reference.rope(x, cos, sin, once) for x in given]
-            for actual, wanted in zip(rotated, expected, strict=True):
-                if not isinstance(actual, Tensor) or actual.dtype != wanted.dtype or not torch.equal(actual, wanted):
-                    return False
-                if gradients and not _alike_in_gradients(actual, wanted, heads):
-                    return False
+            formula = partial(_rotated, cos, sin, once)
+            if not agrees(code, formula, given) or (gradients and not agrees_in_gradients(code, formula, given)):
+                return False
     return True
 
 
-def _alike_in_gradients(actual: Tensor, wanted: Tensor, heads: list[Tensor]) -> bool:
-    """Return whether two results have one gradient with respect to the heads."""
-    if not actual.requires_grad:
-        return False
-    dy = torch.linspace(-1, 2, wanted.numel(), dtype=torch.float32).view_as(wanted)
-    both = (torch.autograd.grad(y, heads, dy, retain_graph=True, materialize_grads=True) for y in (actual, wanted))
-    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(*both, strict=True))
+def _called(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
+    return function(*heads, *angles, **named)
+
+
+def _rotated(cos: Tensor, sin: Tensor, once: bool, *heads: Tensor) -> Any:
+    """The half rotation of one tensor, or of each of two."""
+    rotated = tuple(reference.rope(x, cos, sin, once) for x in heads)
+    return rotated if len(rotated) > 1 else rotated[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
@@ -20,10 +21,14 @@ from .class_swap import (
     fused_norm_class,
     stock_class,
 )
-from .fused_norm_module import FusedNorm, has_origin_forward, spec_of
-from .norm_recognition import Recognised, UnrecognisedError, looks_like_norm, recognise
+from .fused_norm_module import FusedNorm, has_origin_forward
+from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Site
 from .patterns.heads import QK_NAME
+from .probe import UnrecognisedError
+
+_ANY_WIDTH = 64
+"""Of a weight that another device has all of."""
 
 
 def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
@@ -37,7 +42,11 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     """
     modules = dict(model.named_modules())
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
-    blocks = {path: module for path, module in modules.items() if path not in norms and may_rotate_or_gate(module)}
+    blocks = {
+        path: module
+        for path, module in modules.items()
+        if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
+    }
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
         if not any(named.selects(path, module) for path, module in (norms | blocks).items()):
@@ -84,27 +93,32 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
         replaced = class_forward_replaced(origin)
         site = replace(site, reason=replaced or str(error), cause="overridden" if replaced else "unrecognised")
         return site, [] if owner else change_to(norm, origin)
-    spec, stock = spec_of(norm) if isinstance(norm, FusedNorm) else known.spec, known.spec.casting
+    stock = known.spec.casting
     casting = options.casting_at(path) or stock
-    site = replace(site, spec=replace(spec, casting=casting), replaced=None if casting == stock else stock)
+    spec = replace(known.spec, casting=casting)
+    site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
         return replace(site, reason=owner, cause="overridden"), []
     if unwanted := why_deselected(site.kind, path, norm, options):
         return replace(site, reason=unwanted, cause="option"), change_to(norm, origin)
-    fused = fused_norm_class(origin, replace(known.spec, casting=casting), known.eps_name, site.replaced)
+    if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
+        spec = norm.fused_norm_spec  # eps is read at each call
+    fused = fused_norm_class(origin, spec, known.eps_name, site.replaced)
     if owner := fused_forward_replaced(fused):
         return replace(site, reason=owner, cause="overridden"), []
     return site, change_to(norm, fused)
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:
-    """The meaning of a norm in the stock model; that of a fused norm is known, unless its origin changed since."""
+    """The meaning of a norm as the stock model has it now."""
     if isinstance(norm, FusedNorm):
-        if has_origin_forward(type(norm)):
-            spec = norm.fused_norm_spec
-            return Recognised(replace(spec, casting=norm.fused_norm_replaced or spec.casting), norm.fused_norm_eps_name)
         stock: nn.Module = object.__new__(origin)
-        vars(stock).update(vars(norm))
+        attributes = dict(vars(norm))
+        weight = attributes.pop("weight", norm._parameters.get("weight"))  # FSDP1 puts a view there as an attribute
+        if isinstance(weight, Tensor):
+            whole = weight if weight.numel() or hasattr(weight, "ds_shape") else torch.empty(_ANY_WIDTH, device="meta")
+            attributes["_parameters"] = {**norm._parameters, "weight": whole}
+        vars(stock).update(attributes)
         norm = stock
     return recognise(norm)
 

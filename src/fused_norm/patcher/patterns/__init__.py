@@ -12,7 +12,7 @@ from torch import nn
 
 from ..activation_recognition import Activation
 from ..dataflow import Dataflow
-from ..norm_recognition import UnrecognisedError
+from ..probe import UnrecognisedError
 from ..rotation_recognition import Rotation, recognise_rotation
 from ..source import cached_by_forward, compiled, global_of, source_of
 from .adds import Add, MissedAdd, find_adds, find_missed_adds

@@ -1,0 +1,262 @@
+"""What was recognised is recognised anew when anything that it reaches is another, and nothing stays alive for it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial, wraps
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.models.gemma import modeling_gemma
+from transformers.models.llama import modeling_llama
+
+import fused_norm
+from fused_norm.model_configs import build
+from fused_norm.patcher.reached_code import reached_by
+
+from .models import relative, step, tokens
+
+SCALE, SETTINGS = 2.0, {"power": 2}
+
+
+class Norm(nn.Module):
+    """A norm whose code names a method, an attribute of its class and one of its own."""
+
+    centered = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.rounded = nn.Parameter(torch.rand(16)), 1e-6, False
+
+    def root(self, variance):
+        return torch.rsqrt(variance + self.eps)
+
+    def forward(self, x):
+        dtype, x = x.dtype, x.float()
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
+        x = x * self.root(x.pow(2).mean(-1, keepdim=True))
+        return self.weight * (x if self.rounded else x.to(dtype))
+
+
+class DerivedNorm(Norm):
+    def root(self, variance):
+        return super().root(variance)
+
+
+def turned(x):
+    """Half of each row turned, by a function of the module, with a number and a setting of it."""
+    first, second = (one * SCALE / 2 for one in x.chunk(2, dim=-1))
+    return torch.cat((-second, first), dim=-1) ** (SETTINGS["power"] - 1)
+
+
+def rotate(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def wrapped(function: Callable) -> Callable:
+    @wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Half:
+    """A replacement of a method, and of a property, by a value."""
+
+    value = 0.5
+
+
+@pytest.mark.parametrize(
+    ("root", "where", "name", "value"),
+    [
+        (rotate, "global", "turned", lambda x: x),
+        (rotate, "global", "SCALE", 3.0),
+        (rotate, "global", "SETTINGS", {"power": 3}),
+        (rotate, torch, "cat", lambda *given, **named: None),
+        (rotate, torch.Tensor, "chunk", lambda *given, **named: None),
+        (rotate, rotate, "__defaults__", (2,)),
+        (rotate, rotate, "__code__", (lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)).__code__),
+        (wrapped(rotate), "global", "SCALE", 3.0),
+        (partial(rotate, unsqueeze_dim=1), "global", "SCALE", 3.0),
+        (Norm(), Norm, "root", lambda self, variance: variance),
+        (DerivedNorm(), Norm, "root", lambda self, variance: variance),
+        (Norm(), Norm, "centered", True),
+        (Norm(), torch, "rsqrt", torch.sqrt),
+        (nn.SiLU(), functional, "silu", lambda x, inplace=False: x),
+        (functional.silu, torch._C._nn, "silu", lambda x: x),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_code_reaches_by_name_is_in_its_key(root, where, name: str, value, monkeypatch) -> None:
+    before = reached_by(root).key
+    assert before is not None
+    assert before == reached_by(root).key
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__] if where == "global" else where, name, value)
+        assert reached_by(root).key != before
+    assert reached_by(root).key == before
+
+
+def test_attributes_of_an_instance_are_in_its_key_and_may_hide_those_of_its_class() -> None:
+    norm = Norm()
+    before = reached_by(norm).key
+    assert reached_by(Norm()).key == before, "parameters are not"
+    for name, value in (("rounded", True), ("rounded", 0), ("eps", 1e-5), ("centered", False)):
+        other = Norm()
+        setattr(other, name, value)
+        assert reached_by(other).key != before, name
+    norm.root = types.MethodType(Norm.root, norm)
+    assert reached_by(norm).key != before
+
+
+def test_what_has_no_value_has_no_key() -> None:
+    norm = Norm()
+    norm.config = Half()
+    assert reached_by(norm).key is None
+    assert reached_by(lambda x: x * tokens).key is not None
+    constant = torch.ones(2)
+    assert reached_by(lambda x: x * constant).key is None
+
+
+def test_a_class_defined_again_has_the_key_of_the_first() -> None:
+    def define() -> nn.Module:
+        class Scaled(nn.Module):
+            def forward(self, x):
+                return x * SCALE
+
+        return Scaled()
+
+    assert reached_by(define()).key == reached_by(define()).key
+
+
+def _replaced_rotation() -> tuple[object, str, Callable]:
+    return (
+        modeling_llama,
+        "rotate_half",
+        lambda x: torch.cat((x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1),
+    )
+
+
+def _replaced_norm() -> tuple[object, str, Callable]:
+    return modeling_gemma.GemmaRMSNorm, "_norm", lambda self, x: x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+def _replaced_activation() -> tuple[object, str, Callable]:
+    return functional, "silu", lambda x, inplace=False: x * torch.sigmoid(1.7 * x)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "replacement", "kind"),
+    [
+        ("llama", _replaced_rotation, "rope"),
+        ("gemma", _replaced_norm, "norm"),
+        ("llama", _replaced_activation, "mlp"),
+    ],
+    ids=["rotate_half", "_norm", "silu"],
+)
+def test_what_is_replaced_between_two_models_or_after_patching_is_seen(
+    model_type: str, replacement: Callable, kind: str, monkeypatch
+) -> None:
+    ids = tokens(length=7)
+    patched_before = build(model_type, seed=0)
+    usual = fused_norm.apply_fused_norm(patched_before).counts
+    assert usual[kind]
+    with monkeypatch.context() as patched:
+        patched.setattr(*replacement())
+        expected = step(build(model_type, seed=0), ids)[0]
+        for model in (build(model_type, seed=0), patched_before):
+            report = fused_norm.apply_fused_norm(model, strict=False)
+            assert report.counts[kind] == 0
+            assert {site.cause for site in report.kept} == {"unrecognised"}
+            assert relative(step(model, ids)[0], expected) < 2e-6
+    expected = step(build(model_type, seed=0), ids)[0]
+    for model in (build(model_type, seed=0), patched_before):
+        assert fused_norm.apply_fused_norm(model).counts == usual
+        assert relative(step(model, ids)[0], expected) < 2e-6
+
+
+def test_a_flag_flipped_after_patching_is_seen_by_applying_again() -> None:
+    model = nn.Sequential(Norm(), Norm())
+    fused_norm.apply_fused_norm(model)
+    model[0].centered = True
+    report = fused_norm.apply_fused_norm(model)
+    assert [(site.path, site.cause) for site in report.kept] == [("0", "unrecognised")]
+    assert type(model[0]) is Norm
+    model[0].centered = False
+    assert fused_norm.apply_fused_norm(model).counts["norm"] == 2
+
+
+def test_an_eps_that_is_another_by_now_changes_no_class() -> None:
+    model = nn.Sequential(Norm())
+    fused_norm.apply_fused_norm(model)
+    fused, model[0].eps = type(model[0]), 0.5
+    (site,) = fused_norm.apply_fused_norm(model).fused
+    assert site.spec is not None
+    assert site.spec.eps == 0.5
+    assert type(model[0]) is fused
+
+
+def test_an_eps_that_is_none_by_now_keeps_the_norm() -> None:
+    x = torch.randn(3, 16)
+    model = nn.Sequential(nn.RMSNorm(16, eps=1e-6))
+    fused_norm.apply_fused_norm(model)
+    model[0].eps = None
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    assert [site.reason for site in report.kept] == ["has no eps among its attributes"]
+    assert torch.equal(model(x), nn.functional.rms_norm(x, (16,), model[0].weight, None))
+
+
+def test_classes_defined_again_and_again_do_not_stay_alive() -> None:
+    def define() -> weakref.ref:
+        class Again(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight, self.eps = nn.Parameter(torch.rand(16)), 1e-6
+
+            def forward(self, x):
+                y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+                return self.weight * y.to(x.dtype)
+
+        model = nn.Sequential(Again())
+        assert fused_norm.apply_fused_norm(model, recompute=True).counts["norm"] == 1
+        return weakref.ref(Again)
+
+    defined = [define() for _ in range(5)]
+    gc.collect()
+    assert not any(one() is not None for one in defined)
+
+
+class OfOthers(torch.autograd.Function):
+    """A kernel of others, as Liger has one for rotations."""
+
+    tried = False
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        OfOthers.tried = True
+        return rotate(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return *gradients, None, None
+
+
+def test_a_rotation_by_a_kernel_of_others_is_not_tried() -> None:
+    from fused_norm.patcher.probe import UnrecognisedError
+    from fused_norm.patcher.rotation_recognition import recognise_rotation
+
+    def rotates(q, k, cos, sin, unsqueeze_dim=1):
+        return OfOthers.apply(q, k, cos, sin)
+
+    assert recognise_rotation(rotate).function is rotate
+    with pytest.raises(UnrecognisedError, match=r"rotates runs .*OfOthers, which is not tried"):
+        recognise_rotation(rotates)
+    assert not OfOthers.tried
