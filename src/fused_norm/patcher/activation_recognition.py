@@ -112,13 +112,13 @@ def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Fo
     def find() -> Formula:
         found = [formula for formula, expected in FORMULAS.items() if all(_computes(call, expected) for call in calls)]
         if len(found) != 1:
-            raise UnrecognisedError(f"computes none of {', '.join(FORMULAS)}")
+            raise UnrecognisedError
         return found[0]
 
     try:
         return _outcomes.of(reached_by(code).key, find)
-    except UnrecognisedError as error:
-        raise UnrecognisedError(f"its activation {name} {error}") from None
+    except UnrecognisedError:
+        raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}") from None
 
 
 def _computes(call: Callable[[Tensor], Any], formula: Callable[[Tensor], Tensor]) -> bool:

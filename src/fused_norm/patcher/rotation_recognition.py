@@ -73,8 +73,9 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     key = None if reached.key is None else (arguments, reached.key)
     try:
         return replace(_outcomes.of(key, lambda: _find(function, arguments)), function=function)
-    except UnrecognisedError as error:
-        raise UnrecognisedError(f"{name_of(function)} {error}") from None
+    except UnrecognisedError:
+        what = "one tensor" if arguments == 3 else "q and k"
+        raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}") from None
 
 
 def name_of(rotation: Any) -> str:
@@ -111,7 +112,7 @@ def _find(function: Any, arguments: int) -> Rotation:
             # A function that computes in fp64 shows in fp32 alone.
             partial_too = all(rotates(pair, once == 1, _ROTARY) for once, pairs in enumerate(found) for pair in pairs)
             return Rotation(None, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
-    raise UnrecognisedError(f"does not compute the half rotation of {'one tensor' if tensors == 1 else 'q and k'}")
+    raise UnrecognisedError
 
 
 def _rotates(
