@@ -194,30 +194,16 @@ def check_step(
             truth for a float32 model, which would be the stock step itself.
     """
     labels = input_ids if labels is None else labels
-    predictions = labels.shape[0] * (labels.shape[1] - 1)
-    if predictions < MIN_PREDICTIONS:
-        raise UncheckableError(
-            f"{tuple(labels.shape)} tokens make {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: "
-            "take longer or more sequences"
-        )
     options = options if isinstance(options, FuseOptions) else FuseOptions(**(options or {}))
-    remove_fused_norm(model)
-    dtype = _coarsest_dtype(model)
     truth = truth or (torch.float64 if _float64_fits(model) else torch.float32)
-    if truth not in (torch.float64, torch.float32):
-        raise UncheckableError(f"the truth must be float64 or float32, not {_name(truth)}")
-    if truth == dtype:
-        raise UncheckableError(
-            f"a {_name(dtype)} model needs a float64 truth, which takes {_float64_bytes(model) / 2**30:.1f} GiB; "
-            "take fewer layers, or a 16-bit dtype"
-        )
-
+    dtype, predictions = _coarsest_dtype(model), labels.shape[0] * (labels.shape[1] - 1)
+    _refuse_uncheckable(model, dtype, truth, labels, predictions)
+    remove_fused_norm(model)
     training = model.training
     model.eval()
+    exact: dict[str, torch.Tensor] = {}
+    errors: dict[str, dict[str, float]] = {}
     try:
-        exact: dict[str, torch.Tensor] = {}
-        errors: dict[str, dict[str, float]] = {}
-        report: PatchReport | None = None
         for step in progress(("truth", "stock", "fused")):
             if step == "truth":
                 exact = _truth(model, truth, input_ids, labels)
@@ -225,22 +211,32 @@ def check_step(
             if step == "fused":
                 report = apply_fused_norm(model, **vars(options))
             errors[step] = relative_errors(_step(model, input_ids, labels), exact)
-        assert report is not None
     finally:
         remove_fused_norm(model)
         model.zero_grad(set_to_none=True)
         model.train(training)
+    deviations = []
+    for name, stock in errors["stock"].items():
+        budget = stock * (1 + slack(exact[name].numel(), predictions)) + floor(dtype)
+        deviations.append(Deviation(name, stock, errors["fused"][name], budget))
+    return StepCheck(report, dtype, truth, input_ids.device, tuple(deviations))
 
-    deviations = tuple(
-        Deviation(
-            name,
-            stock,
-            errors["fused"][name],
-            stock * (1 + slack(exact[name].numel(), predictions)) + floor(dtype),
+
+def _refuse_uncheckable(
+    model: nn.Module, dtype: torch.dtype, truth: torch.dtype, labels: torch.Tensor, predictions: int
+) -> None:
+    if predictions < MIN_PREDICTIONS:
+        raise UncheckableError(
+            f"{tuple(labels.shape)} tokens make {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: "
+            "take longer or more sequences"
         )
-        for name, stock in errors["stock"].items()
-    )
-    return StepCheck(report, dtype, truth, input_ids.device, deviations)
+    if truth not in (torch.float64, torch.float32):
+        raise UncheckableError(f"the truth must be float64 or float32, not {_name(truth)}")
+    if truth == dtype:
+        raise UncheckableError(
+            f"a {_name(dtype)} model needs a float64 truth, which takes {_float64_bytes(model) / 2**30:.1f} GiB; "
+            "take fewer layers, or a 16-bit dtype"
+        )
 
 
 class _Float64ForFloat32(TorchFunctionMode):

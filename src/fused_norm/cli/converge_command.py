@@ -32,6 +32,7 @@ from .env_command import environment
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
@@ -154,7 +155,7 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
-    from ..convergence.text_sequences import pack, training_order, varied
+    from ..convergence.text_sequences import training_order
 
     if unknown := [name for name in args.family if name not in FAMILIES]:
         raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")
@@ -179,23 +180,7 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
     processes = PartialState().num_processes
     step = tier.settings.options.batch_size * processes
     drawn = tier.settings.options.steps * step
-    packed = {}
-    for source in sources:
-        vocabulary = source.config.get_text_config().vocab_size
-        try:
-            tokenize, tokens = _tokenizer(args.tokenizer, source)
-            # Twice as many as are drawn, because some are left out.
-            found = pack(_texts(args), length=tier.settings.length, limit=2 * drawn, tokenize=tokenize)
-            packed[source.name] = varied(found)
-        except (ValueError, OSError) as error:
-            raise UsageError(in_one_line(error)) from error
-        if len(packed[source.name]) < step:
-            raise UsageError(
-                f"the text fills {len(packed[source.name])} varied sequences of {tier.settings.length} tokens, and one "
-                f"step takes {step}; use more text or a smaller --length"
-            )
-        if int(packed[source.name].max()) >= vocabulary:
-            raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
+    packed = {source.name: _sequences(args, source, tier.settings.length, drawn, step) for source in sources}
     return Plan(
         comparisons=tuple(comparisons),
         sources={source.name: source for source in sources},
@@ -212,6 +197,27 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
         },
         cpu=device.type == "cpu",
     )
+
+
+def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn: int, step: int) -> Tensor:
+    """The text as sequences for a model, more than ``drawn`` if it has so many, and enough for one step."""
+    from ..convergence.text_sequences import pack, varied
+
+    try:
+        tokenize, tokens = _tokenizer(args.tokenizer, source)
+        # Twice as many as are drawn, because some are left out.
+        packed = varied(pack(_texts(args), length=length, limit=2 * drawn, tokenize=tokenize))
+    except (ValueError, OSError) as error:
+        raise UsageError(in_one_line(error)) from error
+    if len(packed) < step:
+        raise UsageError(
+            f"the text fills {len(packed)} varied sequences of {length} tokens, and one step takes {step}; use more "
+            "text or a smaller --length"
+        )
+    vocabulary = source.config.get_text_config().vocab_size
+    if int(packed.max()) >= vocabulary:
+        raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
+    return packed
 
 
 def _source(name: str) -> ModelSource:

@@ -36,14 +36,13 @@ def draw_curves(results: Sequence[ComparisonResult], path: Path) -> bool:
     # No pyplot: it would open a window system and keep the figure.
     figure = Figure(figsize=(1 + 4 * columns, 4.2 * rows), layout="constrained")
     axes = figure.subplots(2 * rows, columns, squeeze=False, gridspec_kw={"height_ratios": [2, 1] * rows})
-    for axis in axes.flat[:]:
+    for axis in axes.flat:
         axis.set_axis_off()
     for index, result in enumerate(shown):
         row, column = divmod(index, columns)
-        losses, gaps = axes[2 * row, column], axes[2 * row + 1, column]
+        losses, gaps = axes[2 * row : 2 * row + 2, column]
         losses.set_title(f"{result.comparison.name}\n{result.verdict.status}", fontsize="small")
-        _draw_losses(losses, result)
-        _draw_gaps(gaps, result)
+        _draw_run(losses, gaps, result)
     figure.savefig(path, dpi=110)
     return True
 
@@ -61,8 +60,7 @@ def curves_svg(result: ComparisonResult) -> str:
     with rc_context(style):
         figure = Figure(figsize=(3.4, 5.6), layout="constrained")
         losses, gaps, checks = figure.subplots(3, gridspec_kw={"height_ratios": [3, 2, 3]})
-        _draw_losses(losses, result)
-        _draw_gaps(gaps, result)
+        _draw_run(losses, gaps, result)
         _draw_checks(checks, result.verdict.checks)
         text = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -70,31 +68,28 @@ def curves_svg(result: ComparisonResult) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _draw_losses(axis: Any, result: ComparisonResult) -> None:
-    assert result.stock
-    assert result.fused
-    axis.plot(result.stock.losses, color=STOCK, linewidth=4, alpha=0.4, label="stock")
-    axis.plot(result.fused.losses, color=FUSED, linewidth=1.2, label="fused")
-    axis.set_ylabel("loss (nats per token)")
-    axis.locator_params(axis="x", integer=True)
-    _finish(axis)
+def _draw_run(losses: Any, gaps: Any, result: ComparisonResult) -> None:
+    stock, fused = result.stock, result.fused
+    assert stock
+    assert fused
+    losses.plot(stock.losses, color=STOCK, linewidth=4, alpha=0.4, label="stock")
+    losses.plot(fused.losses, color=FUSED, linewidth=1.2, label="fused")
+    losses.set_ylabel("loss (nats per token)")
 
-
-def _draw_gaps(axis: Any, result: ComparisonResult) -> None:
-    assert result.stock
-    assert result.fused
-    band = loss_band(result.stock, result.controls)
-    axis.set_yscale("log", nonpositive="mask")
+    band = loss_band(stock, result.controls)
+    gaps.set_yscale("log", nonpositive="mask")
     bottom = min(filter(None, band), default=1e-9) / 10
-    axis.fill_between(range(len(band)), [max(noise, bottom) for noise in band], bottom, color=NOISE, alpha=0.25)
-    axis.plot(band, color=NOISE, linewidth=1, label="worst control")
+    gaps.fill_between(range(len(band)), [max(noise, bottom) for noise in band], bottom, color=NOISE, alpha=0.25)
+    gaps.plot(band, color=NOISE, linewidth=1, label="worst control")
     # Steps without any gap are left out of a logarithmic axis; markers show those that stand alone.
-    gaps = relative_gaps(result.fused.losses, result.stock.losses)
-    axis.plot(gaps, color=FUSED, marker=".", markersize=4, linewidth=1, label="fused")
-    axis.set_ylabel("relative gap")
-    axis.set_xlabel("step")
-    axis.locator_params(axis="x", integer=True)
-    _finish(axis)
+    gaps.plot(
+        relative_gaps(fused.losses, stock.losses), color=FUSED, marker=".", markersize=4, linewidth=1, label="fused"
+    )
+    gaps.set_ylabel("relative gap")
+    gaps.set_xlabel("step")
+    for axis in (losses, gaps):
+        axis.locator_params(axis="x", integer=True)
+        _finish(axis)
 
 
 def _draw_checks(axis: Any, checks: Sequence[BoundCheck]) -> None:

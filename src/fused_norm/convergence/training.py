@@ -7,9 +7,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -89,13 +89,49 @@ def train(
         ValueError: there are fewer sequences than ``options`` ask for.
     """
     accelerator = accelerator or accelerator_for(accumulation=options.accumulation)
+    prepared = _prepare(model.train(), sequences, options, accelerator)
+    on_gpu = accelerator.device.type == "cuda"
+    meter = _GpuPeak(accelerator.device) if on_gpu else SavedForBackward(prepared.model)
+    steps: list[_Step] = []
+    for step in _steps(prepared, options, accelerator, meter.forward, cut_last, on_gradients):
+        steps.append(step)
+        if on_step is not None:
+            on_step(len(steps) - 1, step.loss)
+        if not (math.isfinite(step.loss) and math.isfinite(step.gradient_norm)):
+            break
+    last = steps[-1].batch
+    with torch.no_grad():
+        evaluated = prepared.model.eval()(input_ids=last, labels=last, use_cache=False).loss
+    prepared.model.train()
+    if on_end is not None:
+        on_end(prepared.model)
+    if accelerator.device.type != "cpu":  # it collects garbage, which takes longer than a tiny model's training
+        accelerator.free_memory()
+    return TrainingResult(
+        losses=tuple(step.loss for step in steps),
+        gradient_norms=tuple(step.gradient_norm for step in steps),
+        seconds_per_step=statistics.median([step.seconds for step in steps[1:] or steps]),
+        memory_bytes=meter.bytes(),
+        evaluation_loss=accelerator.reduce(evaluated.float(), "mean").item(),
+    )
+
+
+class _Prepared(NamedTuple):
+    """What accelerate has prepared for a training loop."""
+
+    model: Any
+    optimizer: Any
+    batches: Iterable[Tensor]
+    schedule: Any
+
+
+def _prepare(model: nn.Module, sequences: Tensor, options: TrainingOptions, accelerator: Accelerator) -> _Prepared:
     wanted = options.steps * options.batch_size * accelerator.num_processes
     if len(sequences) < wanted:
         raise ValueError(
             f"{options.steps} steps of {options.batch_size} sequences on {accelerator.num_processes} process(es) take "
             f"{wanted} sequences, and there are {len(sequences)}; draw them with text_sequences.training_order"
         )
-    model = model.train()
     shards_here = _shards_here(accelerator)
     if shards_here:
         _shard(model, accelerator.num_processes)
@@ -116,52 +152,52 @@ def train(
     else:
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
-    meter = _GpuPeak(accelerator.device) if accelerator.device.type == "cuda" else SavedForBackward(model)
-    losses: list[float] = []
-    gradient_norms: list[float] = []
-    seconds: list[float] = []
-    began, total = None, torch.zeros((), device=accelerator.device)
-    for batch in batches:
+    return _Prepared(model, optimizer, batches, schedule)
+
+
+class _Step(NamedTuple):
+    """An optimizer step: its numbers, and its last micro-batch."""
+
+    loss: float
+    gradient_norm: float
+    seconds: float
+    batch: Tensor
+
+
+def _steps(
+    prepared: _Prepared,
+    options: TrainingOptions,
+    accelerator: Accelerator,
+    metered: Callable[[], contextlib.AbstractContextManager[None]],
+    cut_last: bool,
+    on_gradients: Callable[[int, nn.Module], object] | None,
+) -> Iterator[_Step]:
+    """Train, and give each step when it is done; forwards of the first one run ``metered``."""
+    model, done, began = prepared.model, 0, None
+    total = torch.zeros((), device=accelerator.device)
+    for batch in prepared.batches:
         began = time.perf_counter() if began is None else began
-        if cut_last and 0 < len(losses) == options.steps - 1:
+        if cut_last and 0 < done == options.steps - 1:
             batch = batch[:, : -(batch.shape[1] // 3)]
         with accelerator.accumulate(model):
             # Counting costs time, so it is done in the step whose time is left out.
-            with contextlib.nullcontext() if losses else meter.forward():
+            with contextlib.nullcontext() if done else metered():
                 loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             accelerator.backward(loss)
             total += loss.detach().float() / options.accumulation
             if not accelerator.sync_gradients:
                 continue
             if on_gradients is not None:
-                on_gradients(len(losses), model)
+                on_gradients(done, model)
             norm = accelerator.clip_grad_norm_(model.parameters(), options.max_gradient_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            prepared.optimizer.step()
+            prepared.optimizer.zero_grad()
+            prepared.schedule.step()
         # Reading the numbers waits for the device, so the clock stops when the step is done.
-        losses.append(accelerator.reduce(total, "mean").item())
-        gradient_norms.append(getattr(norm, "full_tensor", lambda whole=norm: whole)().item())
-        seconds.append(time.perf_counter() - began)
-        if on_step is not None:
-            on_step(len(losses) - 1, losses[-1])
-        if not (math.isfinite(losses[-1]) and math.isfinite(gradient_norms[-1])):
-            break
-        began, total = None, torch.zeros_like(total)
-    with torch.no_grad():
-        evaluated = model.eval()(input_ids=batch, labels=batch, use_cache=False).loss
-    model.train()
-    if on_end is not None:
-        on_end(model)
-    if accelerator.device.type != "cpu":  # it collects garbage, which takes longer than a tiny model's training
-        accelerator.free_memory()
-    return TrainingResult(
-        losses=tuple(losses),
-        gradient_norms=tuple(gradient_norms),
-        seconds_per_step=statistics.median(seconds[1:] or seconds),
-        memory_bytes=meter.bytes(),
-        evaluation_loss=accelerator.reduce(evaluated.float(), "mean").item(),
-    )
+        mean = accelerator.reduce(total, "mean").item()
+        whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
+        yield _Step(mean, whole, time.perf_counter() - began, batch)
+        done, began, total = done + 1, None, torch.zeros_like(total)
 
 
 def _shards_here(accelerator: Accelerator) -> bool:
