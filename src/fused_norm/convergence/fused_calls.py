@@ -33,7 +33,7 @@ _BLOCK_METHODS = (
     "fused_norm_add",
     "fused_norm_then_add",
     "fused_norm_pair",
-    *sorted(frozenset().union(*_METHODS_OF.values())),
+    *sorted(set().union(*_METHODS_OF.values())),
 )
 
 _OPERATORS_OF: Mapping[str, frozenset[str]] = {

@@ -63,9 +63,11 @@ class Measure:
     why: str = ""
 
 
-_LAST_PLACE = (
-    "A last place is two roundings: a control can happen to hit the stock number where the fused one does not."
-)
+def _to_a_last_place(name: str, head: str, what: str) -> Measure:
+    why = "A last place is two roundings: a control can happen to hit the stock number where the fused one does not."
+    return Measure(name, head, what, floor=2, why=why)
+
+
 _OUTPUTS = (
     "Calls: sums in another order turn fewer than two roundings in a thousand (3.5 where an fp32 stream takes up a "
     "16-bit branch), a cast in the wrong place one in four; a wrong row is far off in most places."
@@ -78,7 +80,7 @@ _GRADIENTS = (
 # In the order in which a step computes them, which is that in which a divergence spreads.
 MEASURES: tuple[Measure, ...] = (
     Measure("first_losses", "first loss", f"largest relative gap of the first {FIRST_STEPS} losses"),
-    Measure("outputs", "layers", "output of a layer at the initial weights, relative distance", None, 2, _LAST_PLACE),
+    _to_a_last_place("outputs", "layers", "output of a layer at the initial weights, relative distance"),
     Measure(
         "call_outputs",
         "calls",
@@ -88,7 +90,7 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure("call_rows", "rows", "share of a fused call's worst row that is far off", bar=0.1, why=_OUTPUTS),
     Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
-    Measure("output_gradients", "d layers", "gradient of a layer's output, relative distance", None, 2, _LAST_PLACE),
+    _to_a_last_place("output_gradients", "d layers", "gradient of a layer's output, relative distance"),
     Measure(
         "call_gradients",
         "d calls",
@@ -103,42 +105,21 @@ MEASURES: tuple[Measure, ...] = (
         bar=2.0,
         why=_GRADIENTS,
     ),
-    Measure(
-        "output_gradient_slopes",
-        "d layers, slope",
-        "slope of a layer's output gradient over stock's, less one",
-        floor=2,
-        why=_LAST_PLACE,
+    _to_a_last_place(
+        "output_gradient_slopes", "d layers, slope", "slope of a layer's output gradient over stock's, less one"
     ),
-    Measure(
-        "gradients",
-        "d params",
-        "gradient of a parameter in the first step, relative distance",
-        floor=2,
-        why=_LAST_PLACE,
-    ),
-    Measure(
-        "gradient_slopes",
-        "d params, slope",
-        "slope of a parameter's first gradient over stock's, less one",
-        floor=2,
-        why=_LAST_PLACE,
+    _to_a_last_place("gradients", "d params", "gradient of a parameter in the first step, relative distance"),
+    _to_a_last_place(
+        "gradient_slopes", "d params, slope", "slope of a parameter's first gradient over stock's, less one"
     ),
     Measure(
         "loss",
         "loss",
         "rms over steps, and the evaluation after them, of the loss's relative gap",
         floor=0.25,
-        why="Losses: a mean over tokens, whose roundings cancel; never less than the last place of an fp32, which a "
-        "loss is.",
+        why="Losses: means over tokens, whose roundings cancel; never less than the last place of an fp32.",
     ),
-    Measure(
-        "gradient_norm",
-        "grad norm",
-        "median over steps of the gradient norm's relative gap",
-        floor=2,
-        why=_LAST_PLACE,
-    ),
+    _to_a_last_place("gradient_norm", "grad norm", "median over steps of the gradient norm's relative gap"),
     Measure(
         "drifts",
         "drift",
