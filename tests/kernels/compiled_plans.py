@@ -86,7 +86,7 @@ def calls(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "qk", both(QK_NORM, q, k, w, w, None, None, 2)
         yield "qk rope", both(QK_NORM, q, k, w, w, angle, angle, 2)
         yield "rope", both(ROPE, q, k, angle, angle, 2, False)
-        yield "rope once", both(ROPE, q, k, angle.float(), angle.float(), 2, True)
+        yield "rope single rounding", both(ROPE, q, k, angle.float(), angle.float(), 2, True)
 
 
 def main() -> int:

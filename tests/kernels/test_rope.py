@@ -38,7 +38,7 @@ class RoundedOnce(Heads):
     """q and k that are rotated in fp32."""
 
     def fused(self, i: Inputs) -> tuple[Tensor, Tensor]:
-        return rope(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim, once=True)
+        return rope(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim, single_rounding=True)
 
     def stock(self, i: Inputs) -> tuple[Tensor, Tensor]:
         """transformers' own RoPE of wide tensors, which in float64 is the truth."""

@@ -94,19 +94,19 @@ def against_heads(angles: Tensor, unsqueeze_dim: int) -> Tensor:
     return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, once: bool = False) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> Tensor:
     """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
 
-    ``once``: computed in fp32, and nothing but the result is rounded, to x's dtype.
+    ``single_rounding``: computed in fp32, and nothing but the result is rounded, to x's dtype.
     """
     rotary, dtype = cos.shape[-1], x.dtype
-    if once:
+    if single_rounding:
         wide = torch.promote_types(dtype, torch.float32)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
     a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
     y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
-    return y.to(dtype) if once else y
+    return y.to(dtype) if single_rounding else y
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, overload
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class Rope(Operator):
     name = "rope"
     has_norm = False
     tensors = "Tensor q, Tensor? k, Tensor cos, Tensor sin"
-    options = "int unsqueeze_dim, bool once"
+    options = "int unsqueeze_dim, bool single_rounding"
     outputs = ("q_out", "k_out")
     saved = "Tensor cos, Tensor sin"
     facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
@@ -40,19 +41,22 @@ class Rope(Operator):
         return fit and super().takes(*arguments)
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        q, k, cos, sin, unsqueeze_dim, once = arguments
+        q, k, cos, sin, unsqueeze_dim, single_rounding = arguments
         cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in (cos, sin))
-        return reference.rope(q, cos, sin, once), None if k is None else reference.rope(k, cos, sin, once)
+        q_out = reference.rope(q, cos, sin, single_rounding)
+        return q_out, None if k is None else reference.rope(k, cos, sin, single_rounding)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         q_out, k_out = super().run(spec, *arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        q, k, cos, sin, unsqueeze_dim, once = arguments
-        outputs = empty_rotated(q, cos, once=once), None if k is None else empty_rotated(k, cos, once=once)
+        q, k, cos, sin, unsqueeze_dim, single_rounding = arguments
+        empty = partial(empty_rotated, cos=cos, single_rounding=single_rounding)
+        outputs = empty(q), None if k is None else empty(k)
         if launch:
-            launch_qk_forward(None, (q, k, None, None, cos, sin), outputs, unsqueeze_dim, once=once)
+            inputs = q, k, None, None, cos, sin
+            launch_qk_forward(None, inputs, outputs, unsqueeze_dim, single_rounding=single_rounding)
         return outputs
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
@@ -96,20 +100,20 @@ ROPE = Rope()
 
 @overload
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, once: bool = False
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rope(
-    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, once: bool = False
+    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
 ) -> tuple[Tensor, None]: ...
 def rope(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, once: bool = False
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The rotary position embedding (Su et al. 2021, arXiv 2104.09864) of q and k in one launch.
 
     ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated.
-    Products and sum are rounded to the dtype that x and cos promote to; with ``once`` they are computed in fp32, and
-    the result is rounded to x's dtype. The backward keeps cos and sin alone.
+    Products and sum are rounded to the dtype that x and cos promote to; with ``single_rounding`` they are computed in
+    fp32, and the result is rounded to x's dtype. The backward keeps cos and sin alone.
 
     Args:
         q: [B, H, S, D], or [B, S, H, D] with unsqueeze_dim=2; float32, bfloat16 or float16, float64 is computed by the
@@ -120,15 +124,15 @@ def rope(
             that needs a gradient, or varies from head to head, is computed by the PyTorch reference.
         sin: cos's shape and dtype.
         unsqueeze_dim: the dimension of the heads, 1 or 2, where a cos with less than 4 dimensions gets one more.
-        once: nothing but the result is rounded, as in the vision towers of Qwen2-VL.
+        single_rounding: nothing but the result is rounded, as in the vision towers of Qwen2-VL.
 
     Returns:
-        q and k rotated (None without a k), of the dtype that each promotes to with cos, or with ``once`` of their own,
-        and of their own shape. Their memory order is that of q and k if R is D; otherwise they are contiguous, as in
-        stock code.
+        q and k rotated (None without a k), of the dtype that each promotes to with cos, or with ``single_rounding``
+        of their own, and of their own shape. Their memory order is that of q and k if R is D; otherwise they are
+        contiguous, as in stock code.
 
     Raises:
         TypeError: for a dtype that is not floating point.
         ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
     """
-    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, bool(once))
+    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, bool(single_rounding))

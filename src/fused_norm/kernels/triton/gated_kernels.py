@@ -127,8 +127,8 @@ def _gated_backward_kernel(
             store_tile((dgate_ptr + first, dgate_stride), row, col, live, dy * (x_hat * gamma) * slope)
         if dx_ptr is not None or (dgate_ptr is not None and not NORM_FIRST):
             g = g * gamma
-            pull = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / N)
-            g = rstd * (g - x_hat * pull)
+            correction = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / N)
+            g = rstd * (g - x_hat * correction)
             if NORM_FIRST:
                 store_tile((dx_ptr + first, dx_stride), row, col, live, g)
             else:

@@ -4,9 +4,9 @@ The alphabet of all kernels: M rows of N columns; ``row`` and ``col`` index them
 is ROWS rows of BLOCK columns. ``x`` is the branch, ``scale`` what it is multiplied by (None is one), ``r`` the
 residual, ``s`` their sum (or x itself where there is no residual), ``w`` the weight, ``gamma`` what a row is multiplied
 by, ``x_hat`` the normalised row, ``rstd`` = 1/sqrt(mean(s^2) + eps), ``y`` the norm. In a backward ``dy``, ``ds``,
-``dx``, ``dr`` and ``dw`` are gradients, ``g`` the gradient of x_hat, and ``pull`` what the normalisation takes off each
-row. SPEC is a ``NormSpec`` without its eps. A tensor in memory is a pair of pointer and row stride. Arithmetic is fp32
-throughout.
+``dx``, ``dr`` and ``dw`` are gradients, ``g`` the gradient of x_hat, and ``correction`` what is taken off g for each
+element of s, because rstd depends on it too. SPEC is a ``NormSpec`` without its eps. A tensor in memory is a pair of
+pointer and row stride. Arithmetic is fp32 throughout.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def load_gamma(w_ptr, col, in_row, SPEC: tl.constexpr):
 @triton.jit
 def input_grad(g, s, rstd, N: tl.constexpr):
     """The gradient of a norm's input."""
-    pull = tl.sum(g * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
-    return rstd * (g - s * pull)
+    correction = tl.sum(g * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
+    return rstd * (g - s * correction)
 
 
 @triton.jit

@@ -92,10 +92,10 @@ def _normed(
 @triton.jit
 def _forward_tile(
     x, w_ptr, cos, sin, y, counts, tile, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr, SHAPE: tl.constexpr,
-    NORMED: tl.constexpr, SPEC: tl.constexpr, ONCE: tl.constexpr, INVERSE: tl.constexpr,
+    NORMED: tl.constexpr, SPEC: tl.constexpr, SINGLE_ROUNDING: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the forward. Of a rotation alone ONCE rounds nothing but the result; INVERSE, its backward, turns the
-    other way."""
+    """One tile of the forward. Of a rotation alone SINGLE_ROUNDING rounds nothing but the result, and INVERSE, its
+    backward, turns the other way."""
     T, LENGTH, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
@@ -108,7 +108,7 @@ def _forward_tile(
     HALF: tl.constexpr = R // 2
     WIDTH: tl.constexpr = HALF if HALVES else N
     x_dtype: tl.constexpr = x[0].dtype.element_ty
-    step_dtype: tl.constexpr = tl.float32 if ONCE else y[0].dtype.element_ty
+    step_dtype: tl.constexpr = tl.float32 if SINGLE_ROUNDING else y[0].dtype.element_ty
     x_rows = _rows_of(x, batch, position, head)
     y_rows = _rows_of(y, batch, position, head)
 
@@ -182,7 +182,7 @@ def qk_forward_kernel(
     SPEC: tl.constexpr,
     Q_NORMED: tl.constexpr,
     K_NORMED: tl.constexpr,
-    ONCE: tl.constexpr,
+    SINGLE_ROUNDING: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
     cos, sin = (cos_ptr, cos_batch, cos_token), (sin_ptr, sin_batch, sin_token)
@@ -191,14 +191,16 @@ def qk_forward_kernel(
         q, q_y = (q_ptr, q_batch, q_token, q_head), (q_y_ptr, q_y_batch, q_y_token, q_y_head)
         q_counts = (q_T, q_LENGTH, q_H)
         _forward_tile(
-            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC, ONCE, INVERSE
+            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC,
+            SINGLE_ROUNDING, INVERSE,
         )  # fmt: skip
     else:
         if k_ptr is not None:
             k, k_y = (k_ptr, k_batch, k_token, k_head), (k_y_ptr, k_y_batch, k_y_token, k_y_head)
             k_counts, tile = (k_T, k_LENGTH, k_H), program - q_programs
             _forward_tile(
-                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC, ONCE, INVERSE
+                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC,
+                SINGLE_ROUNDING, INVERSE,
             )  # fmt: skip
 
 
@@ -264,16 +266,16 @@ def _backward_tiles(
             squares = tl.sum(a * a, axis=2)
             products = tl.sum(g_a * a, axis=2)
         rstd = tl.where(live, tl.rsqrt(squares * (1.0 / N) + eps)[:, :, None], 0.0)  # without eps a dead row's is inf
-        pull = products[:, :, None] * (rstd * rstd) * (1.0 / N)
+        correction = products[:, :, None] * (rstd * rstd) * (1.0 / N)
         if HAS_DW:
             dw_a += dn_a * (a * rstd)
             if HALVES:
                 dw_b += dn_b * (b * rstd)
         if dx[0] is not None:
             dx_rows = _rows_of(dx, batch, position, head)
-            _store(dx_rows, 0, col, WIDTH, live, rstd * (g_a - a * pull))
+            _store(dx_rows, 0, col, WIDTH, live, rstd * (g_a - a * correction))
             if HALVES:
-                _store(dx_rows, HALF, col, R, live, rstd * (g_b - b * pull))
+                _store(dx_rows, HALF, col, R, live, rstd * (g_b - b * correction))
 
     if HAS_DW:
         _store_share(share_ptr, 0, col, WIDTH, dw_a)

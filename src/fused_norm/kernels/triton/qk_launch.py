@@ -97,9 +97,9 @@ def empty_heads(spec: NormSpec, x: Tensor, weight: Tensor | None, cos: Tensor | 
     return empty_rows_like(x, dtype) if cos is None else empty_rotated(x, cos, dtype)
 
 
-def empty_rotated(x: Tensor, cos: Tensor, dtype: torch.dtype | None = None, *, once: bool = False) -> Tensor:
+def empty_rotated(x: Tensor, cos: Tensor, dtype: torch.dtype | None = None, *, single_rounding: bool = False) -> Tensor:
     """The output of a rotation, not yet written, of x, or of what was made of it in ``dtype``."""
-    dtype = x.dtype if once else torch.promote_types(x.dtype if dtype is None else dtype, cos.dtype)
+    dtype = x.dtype if single_rounding else torch.promote_types(x.dtype if dtype is None else dtype, cos.dtype)
     # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
     return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
 
@@ -110,13 +110,13 @@ def launch_qk_forward(
     outputs: Sides,
     unsqueeze_dim: int,
     *,
-    once: bool = False,
+    single_rounding: bool = False,
     inverse: bool = False,
 ) -> None:
     """Write q and k normalised and, with cos and sin, rotated to ``outputs``.
 
-    Without a ``spec`` they are rotated alone; then with ``once`` nothing but the result is rounded, and ``inverse``
-    turns the other way, and rounds once.
+    Without a ``spec`` they are rotated alone; then with ``single_rounding`` nothing but the result is rounded, and
+    ``inverse`` turns the other way, with a single rounding.
     """
     inputs, _ = _readable(inputs, unsqueeze_dim)
     q, k, q_weight, k_weight, cos, _ = inputs
@@ -135,7 +135,7 @@ def launch_qk_forward(
     for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
         normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
         constants[f"{side}_NORMED"] = normed
-    constants |= {"ONCE": once or inverse, "INVERSE": inverse}
+    constants |= {"SINGLE_ROUNDING": single_rounding or inverse, "INVERSE": inverse}
     eps = 0.0 if spec is None else spec.eps
     numbers = *_counts(layouts, q_tiles), *_strides(layouts, inputs, unsqueeze_dim), eps
     grid, tensors = (q_tiles + k_tiles, 1), (*inputs, *outputs)
