@@ -17,7 +17,7 @@ from fused_norm.kernels.triton import gated_kernels, weight_grad
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
-from .numerics import BF16, FP16, FP32, ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, far_apart, floor, in_layout
+from .numerics import BF16, FP16, FP32, Guarded, floor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 
@@ -194,18 +194,6 @@ def test_any_number_of_rows(rows: int, device: str) -> None:
     assert_right(MAMBA, make_inputs(MAMBA, device, rows, 2 * 64))
 
 
-@pytest.mark.parametrize("argument", ["x", "gate", "w", "dy"])
-@pytest.mark.parametrize("layout", ["half of a chunk", "columns first", *_slow(*ROW_LAYOUTS[:1], *ROW_LAYOUTS[2:5])])
-def test_rows_are_read_in_any_layout(layout: str, argument: str, device: str) -> None:
-    given = make_inputs(MAMBA, device, 2, 3, 5, 16)
-    dense = run(MAMBA.fused, given)
-    if argument == "w":
-        layout = WEIGHT_LAYOUTS[layout == "columns first"]
-    spread = replace(given, **{argument: in_layout(layout, getattr(given, argument))})
-    for name, value in run(MAMBA.fused, spread).items():
-        assert torch.equal(value, dense[name]), name
-
-
 @ORDERS
 def test_outputs_and_gradients_lie_in_the_order_of_x(norm: Gated, device: str) -> None:
     given = make_inputs(norm, device, 2, 4, 4, 16)
@@ -285,16 +273,6 @@ def test_float64_and_groups_too_wide_for_a_program_take_the_reference(launches: 
         assert all(torch.allclose(value, expected[name]) for name, value in ours.items())
         assert_right(norm, make_inputs(norm, device, 2, norm.groups * (WIDEST_GATED + 1)))
     assert not launches
-
-
-@ORDERS
-def test_rows_beyond_32_bits(norm: Gated, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("a GPU's memory is not made of untouched pages")
-    given = make_inputs(norm, device, 3, 16)
-    expected = run(norm.fused, given)
-    spread = replace(given, **{name: far_apart(getattr(given, name)) for name in ("x", "gate", "dy")})
-    assert all(torch.equal(value, expected[name]) for name, value in run(norm.fused, spread).items())
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.triton import glu_kernels
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import BF16, DTYPES, FP16, FP32, ROW_LAYOUTS, Guarded, far_apart, floor, in_layout
+from .numerics import BF16, DTYPES, FP16, FP32, Guarded, floor
 
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -136,26 +136,6 @@ def test_any_number_of_rows(rows: int, device: str) -> None:
         assert_right(*inputs(device, rows, width, up=None), "silu")
 
 
-@pytest.mark.parametrize("argument", ["gate", "up", "dy"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "half of a chunk",
-        "columns first",
-        *_slow(*(name for name in ROW_LAYOUTS if name not in ("half of a chunk", "columns first"))),
-    ],
-)
-def test_rows_are_read_in_any_layout(layout: str, argument: str, device: str) -> None:
-    for packed in (False, True):
-        if packed and argument == "up":
-            continue
-        given = dict(zip(("gate", "up", "dy"), inputs(device, 2, 3, 5, 16, up=None if packed else BF16), strict=True))
-        dense = run(glu, *given.values(), "silu")
-        given[argument] = in_layout(layout, given[argument])
-        for ours, expected in zip(run(glu, *given.values(), "silu"), dense, strict=True):
-            assert torch.equal(ours, expected)
-
-
 def test_outputs_and_gradients_lie_in_the_order_of_the_gate(device: str) -> None:
     gate, up, dy = (x.transpose(1, 2) if i == 0 else x for i, x in enumerate(inputs(device, 2, 4, 4, 16)))
     for value in run(glu, gate, up, dy, "silu"):
@@ -216,16 +196,6 @@ def test_float64_and_empty_tensors(launches: list[Launch], device: str) -> None:
             for value in run(glu, *inputs(device, *shape, up=up_dtype), "silu"):
                 assert value.numel() == 0
     assert not launches
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_beyond_32_bits(packed: bool, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("a GPU's memory is not made of untouched pages")
-    gate, up, dy = inputs(device, 3, 16, up=None if packed else BF16)
-    expected = run(glu, gate, up, dy, "silu")
-    spread = (far_apart(gate), None if up is None else far_apart(up), far_apart(dy))
-    assert all(map(torch.equal, run(glu, *spread, "silu"), expected))
 
 
 @pytest.mark.gpu

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from fused_norm.kernels import norm_add
-from fused_norm.kernels.plans import WIDEST_SANDWICH_FORWARD
 from fused_norm.kernels.triton.norm_forward import NormInputs, NormOutputs, empty_norm, launch_norm_forward
 
-from .numerics import BASE_CASTINGS, BF16, FP16, FP32, ROW_LAYOUTS, Guarded, assert_same_row, in_layout
+from .numerics import BASE_CASTINGS, BF16, FP16, FP32, Guarded, in_layout
 from .sandwich import Sandwich, assert_within_budget, make_inputs, run
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16).opened
@@ -40,7 +39,7 @@ MEANINGS = [
 
 @pytest.mark.parametrize("sandwich", MEANINGS, ids=str)
 def test_every_meaning_is_as_accurate_as_the_stock_code(sandwich: Sandwich, device: str) -> None:
-    assert_within_budget(sandwich, make_inputs(sandwich, (35, 130), device))
+    assert_within_budget(sandwich, make_inputs(sandwich, (19, 130), device))
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 123, 513, 1024, 1025, 3840, 5376])
@@ -118,34 +117,6 @@ def test_gradients_accumulated_in_place_do_not_meet(device: str) -> None:
     torch.testing.assert_close(w.grad, 4 * once["dinner"])
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0,), (0, WIDEST_SANDWICH_FORWARD + 1)], ids=str)
-def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
-    ours = run(GEMMA.fused, make_inputs(GEMMA, shape, device))
-    assert {ours[name].shape for name in ("s", "dx", "dr")} == {shape}
-    assert torch.equal(ours["dinner"], torch.zeros(shape[-1], dtype=BF16, device=device))
-
-
-@pytest.mark.parametrize("layout", ROW_LAYOUTS)
-@pytest.mark.parametrize("argument", ["x", "r", "ds"])
-def test_rows_are_read_in_any_layout(argument: str, layout: str, device: str) -> None:
-    inputs = make_inputs(ONE_NUMBER, (2, 3, 5, 64), device)
-    dense = run(ONE_NUMBER.fused, inputs)
-    inputs[argument] = in_layout(layout, inputs[argument])
-    for name, value in run(ONE_NUMBER.fused, inputs).items():
-        if name == "dinner":  # a sum over rows, which may be taken in another order
-            torch.testing.assert_close(value, dense[name], rtol=1e-5, atol=1e-5)
-        else:
-            assert_same_row(value, dense[name])
-
-
-def test_the_sum_of_the_output(device: str) -> None:
-    inputs = make_inputs(LLAMA, (7, 130), device)
-    inputs["ds"] = torch.ones_like(inputs["ds"])
-    expected = run(LLAMA.fused, inputs)
-    inputs["ds"] = torch.ones((), dtype=BF16, device=device).expand(7, 130)
-    assert all(torch.equal(value, expected[name]) for name, value in run(LLAMA.fused, inputs).items())
-
-
 @pytest.mark.parametrize("shape", [(67, 3), (19, 409), (3, 1023)], ids=str)
 def test_kernels_write_every_element_and_nothing_beside(shape: tuple[int, int], device: str) -> None:
     inputs = make_inputs(GEMMA, shape, device)
@@ -158,10 +129,3 @@ def test_kernels_write_every_element_and_nothing_beside(shape: tuple[int, int], 
     assert torch.equal(s, run(GEMMA.fused, inputs)["s"])
     exact = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
-
-
-def test_float64_takes_the_reference() -> None:
-    x, r = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    w = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(norm_add, (x, r, w))
-    assert norm_add(x.float(), r, w.float()).dtype == torch.float64

@@ -21,8 +21,6 @@ from .numerics import (
     EVERY_WIDTH,
     FP16,
     FP32,
-    ROW_LAYOUTS,
-    WEIGHT_LAYOUTS,
     WIDE,
     Norm,
     Results,
@@ -49,7 +47,7 @@ GEMMA = Norm("gemma", zero_centered=True, x=FP32, w=FP32)
 
 @pytest.mark.parametrize("norm", MEANINGS, ids=str)
 def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
-    assert_within_budget(norm, make_inputs(norm, (35, 130), device))
+    assert_within_budget(norm, make_inputs(norm, (19, 130), device))
 
 
 @pytest.mark.parametrize("width", EVERY_WIDTH)
@@ -138,14 +136,6 @@ def test_a_frozen_input_leaves_the_weights_gradient(device: str) -> None:
     assert torch.equal(frozen.dw, run(LLAMA.fused, inputs).dw)
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 130), (0,)], ids=str)
-def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
-    ours = run(LLAMA.fused, make_inputs(LLAMA, shape, device))
-    assert ours.y.shape == ours.dx.shape == shape
-    assert ours.y.dtype == ours.dx.dtype == BF16
-    assert torch.equal(ours.dw, torch.zeros(shape[-1], device=device, dtype=BF16))
-
-
 def _assert_equal_but_for_order(ours: Results, dense: Results) -> None:
     """Rows are equal bit for bit; dw, a sum over rows, may have taken them in another order."""
     for name, value in ours.present().items():
@@ -156,17 +146,6 @@ def _assert_equal_but_for_order(ours: Results, dense: Results) -> None:
             assert torch.equal(value, expected), name
 
 
-@pytest.mark.parametrize("layout", ROW_LAYOUTS)
-@pytest.mark.parametrize("argument", ["x", "dy"])
-@pytest.mark.parametrize("width", [64, 130])
-def test_rows_are_read_in_any_layout(argument: str, layout: str, width: int, device: str) -> None:
-    norm = Norm("llama", x=BF16, w=FP32)
-    inputs = make_inputs(norm, (2, 3, 5, width), device)
-    dense = run(norm.fused, inputs)
-    setattr(inputs, argument, in_layout(layout, getattr(inputs, argument)))
-    _assert_equal_but_for_order(run(norm.fused, inputs), dense)
-
-
 @pytest.mark.parametrize("layout", ["half of a chunk", "transposed heads", "columns first"])
 @pytest.mark.usefixtures("in_chunks")
 def test_rows_in_chunks_are_read_in_any_layout(layout: str, device: str) -> None:
@@ -175,15 +154,6 @@ def test_rows_in_chunks_are_read_in_any_layout(layout: str, device: str) -> None
     dense = run(norm.fused, inputs)
     inputs.x, inputs.dy = in_layout(layout, inputs.x), in_layout("padded rows", inputs.dy)
     _assert_equal_but_for_order(run(norm.fused, inputs), dense)
-
-
-@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
-def test_the_weight_is_read_in_any_layout(layout: str, device: str) -> None:
-    inputs = make_inputs(LLAMA, (3, 130), device)
-    dense = run(LLAMA.fused, inputs)
-    inputs.w = in_layout(layout, inputs.w)
-    ours = run(LLAMA.fused, inputs)
-    assert all(torch.equal(value, getattr(dense, name)) for name, value in ours.present().items())
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 130), (7, 130)], ids=str)
@@ -217,27 +187,6 @@ def test_results_have_the_inputs_memory_order(device: str) -> None:
         assert value.transpose(1, 2).is_contiguous()
 
 
-def test_nothing_aliases_and_nothing_handed_over_changes(device: str) -> None:
-    inputs = make_inputs(LLAMA, (5, 130), device)
-    before = {name: tensor.clone() for name, tensor in vars(inputs).items() if tensor is not None}
-    ours = run(LLAMA.fused, inputs)
-    for name, tensor in before.items():
-        assert torch.equal(getattr(inputs, name), tensor), name
-    tensors = [*ours.present().values(), inputs.x, inputs.w, inputs.dy]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-
-
-def test_a_retained_graph_gives_the_same_gradients_again(device: str) -> None:
-    inputs = make_inputs(LLAMA, (5, 130), device)
-    x, w = inputs.x.requires_grad_(), inputs.w.requires_grad_()
-    y = rms_norm(x, w)
-    first = torch.autograd.grad(y, (x, w), inputs.dy, retain_graph=True)
-    second = torch.autograd.grad(y, (x, w), inputs.dy)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(y, (x, w), inputs.dy)
-
-
 def test_what_is_saved_is_looked_at_once(device: str) -> None:
     """Checkpoints refuse a second look, and a backward that may be differentiated again must not need one."""
     x = torch.randn(3, 7, device=device, requires_grad=True)
@@ -258,7 +207,7 @@ def test_a_changed_input_is_noticed_in_the_backward(device: str) -> None:
         y.sum().backward()
 
 
-@pytest.mark.usefixtures("held_or_in_chunks")
+@pytest.mark.usefixtures("in_chunks")
 def test_repeats_are_bitwise_equal(device: str) -> None:
     inputs = make_inputs(LLAMA, (9, 145), device)
     first = run(LLAMA.fused, inputs)
@@ -419,7 +368,7 @@ def test_more_than_two_billion_elements(frozen: str, device: str) -> None:
         torch.testing.assert_close(ours.dw, expected.dw, rtol=torch.finfo(BF16).eps, atol=0)
 
 
-@pytest.mark.usefixtures("held_or_in_chunks")
+@pytest.mark.usefixtures("in_chunks")
 def test_row_strides_beyond_int32(device: str) -> None:
     inputs = make_inputs(LLAMA, (3, 256), device)
     dense = run(LLAMA.fused, inputs)
