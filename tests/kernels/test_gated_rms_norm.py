@@ -239,11 +239,11 @@ def test_nothing_is_written_outside(width: int, norm: Gated, device: str) -> Non
     given, guarded = make_inputs(norm, device, 5, width * norm.groups), Guarded()
     spec = NormSpec(norm.casting, norm.zero_centered, eps=norm.eps)  # type: ignore[arg-type]
     expected = run(norm.fused, given)
-    how = (norm.activation, norm.norm_before_gate, norm.groups)
+    gating = gated_kernels.Gating(norm.activation, norm.norm_before_gate, norm.groups)
     y, dx, dgate, dw = (guarded(value) for value in expected.values())
     rstd = guarded(torch.empty(5, norm.groups, device=device))
-    gated_kernels.launch_gated_forward(spec, given.x, given.gate, given.w, y, rstd, *how)
-    gated_kernels.launch_gated_backward(spec, given.dy, given.x, given.gate, given.w, rstd, (dx, dgate, dw), *how)
+    gated_kernels.launch_gated_forward(spec, given.x, given.gate, given.w, (y, rstd), gating)
+    gated_kernels.launch_gated_backward(spec, given.dy, given.x, given.gate, given.w, rstd, (dx, dgate, dw), gating)
     assert all(map(torch.equal, (y, dx, dgate, dw), expected.values()))
     assert guarded.intact()
 

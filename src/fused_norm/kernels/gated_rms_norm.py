@@ -12,7 +12,7 @@ from . import reference
 from .arguments import check_gated_norm
 from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
 from .plans import WIDEST_GATED
-from .triton.gated_kernels import empty_gated_norm, launch_gated_backward, launch_gated_forward
+from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
 from .triton.memory import empty_rows_like, empty_weight_grad
 
 Gate = Literal["silu", "sigmoid"]
@@ -42,11 +42,11 @@ class GatedRMSNorm(Operator):
         return reference.gated_rms_norm(spec, *arguments)
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, gate, weight, activation, norm_before_gate, groups = arguments
-        y, rstd = empty_gated_norm(spec, x, weight, norm_before_gate, groups, training)
+        x, gate, weight, *how = arguments
+        outputs = empty_gated_norm(spec, x, weight, Gating(*how), training)
         if launch:
-            launch_gated_forward(spec, x, gate, weight, y, rstd, activation, norm_before_gate, groups)
-        return y, rstd
+            launch_gated_forward(spec, x, gate, weight, outputs, Gating(*how))
+        return outputs
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, gate, weight, *how = arguments
@@ -59,7 +59,7 @@ class GatedRMSNorm(Operator):
         dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), *call.facts)
+            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*call.facts))
         return dx, dgate, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

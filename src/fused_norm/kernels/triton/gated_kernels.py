@@ -7,7 +7,7 @@ and ``slope`` the derivative of that; ``dy``, ``dx``, ``dgate`` and ``dw`` are g
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import gated_backward_plan, gated_forward_plan
+from ..plans import BackwardPlan, ForwardPlan, gated_backward_plan, gated_forward_plan
 from .devices import device_facts
 from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
 from .launch import launch
@@ -142,15 +142,34 @@ def _gated_backward_kernel(
         tl.store(share + col, tl.sum(dw, axis=0), mask=in_row)
 
 
+class Gating(NamedTuple):
+    """How norm and gate are put together.
+
+    Attributes:
+        activation: ``silu`` or ``sigmoid``.
+        norm_first: the norm comes before the gate.
+        groups: equal parts of a row, each normalised by itself.
+    """
+
+    activation: str
+    norm_first: bool
+    groups: int
+
+    def constants(self, spec: NormSpec, plan: ForwardPlan | BackwardPlan, width: int, long: bool) -> dict[str, Any]:
+        """The compile-time arguments that both kernels have; ``width`` is that of a group."""
+        tile = {"N": width, "GROUPS": self.groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
+        return tile | {"SPEC": spec.without_eps(), "ACTIVATION": self.activation, "NORM_FIRST": self.norm_first}
+
+
 def empty_gated_norm(
-    spec: NormSpec, x: Tensor, weight: Tensor | None, norm_before_gate: bool, groups: int, training: bool
+    spec: NormSpec, x: Tensor, weight: Tensor | None, gating: Gating, training: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The forward's outputs ``(y, rstd)``, not yet written.
 
     rstd is fp32, x's shape with a last dimension of ``groups``, and in x's memory order; None unless ``training``.
     """
-    dtype = x.dtype if norm_before_gate else norm_dtype(spec, x.dtype, weight)
-    return empty_rows_like(x, dtype), empty_rows_like(x, torch.float32, width=groups) if training else None
+    y = empty_rows_like(x, x.dtype if gating.norm_first else norm_dtype(spec, x.dtype, weight))
+    return y, empty_rows_like(x, torch.float32, width=gating.groups) if training else None
 
 
 def launch_gated_forward(
@@ -158,25 +177,18 @@ def launch_gated_forward(
     x: Tensor,
     gate: Tensor,
     weight: Tensor | None,
-    y: Tensor,
-    rstd: Tensor | None,
-    activation: str,
-    norm_before_gate: bool,
-    groups: int,
+    outputs: tuple[Tensor, Tensor | None],
+    gating: Gating,
 ) -> None:
-    """Write ``y`` and ``rstd``, from ``empty_gated_norm``; for groups up to ``WIDEST_GATED``."""
-    size, width = x.numel(), x.shape[-1] // groups
-    if size == 0:
+    """Write the ``outputs`` of ``empty_gated_norm``; for groups up to ``WIDEST_GATED``."""
+    if x.numel() == 0:
         return
-    rows = size // x.shape[-1]
-    (x, gate, y, rstd), spacing = same_rows(x, gate, y, rstd)  # type: ignore[assignment]
-    weight = contiguous(weight)
-    long = rows * max(spacing) >= INT32_LIMIT
+    rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
+    (x, gate, y, rstd), spacing = same_rows(x, gate, *outputs)  # type: ignore[assignment]
     plan = gated_forward_plan(width, device_facts(x.device))
-    constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
-    constants |= {"SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
-    grid, tensors, numbers = (-(-rows // plan.rows), groups), (x, gate, weight, y, rstd), (rows, *spacing[:3], spec.eps)
-    launch(_gated_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
+    constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
+    grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
+    launch(_gated_forward_kernel, grid, (x, gate, contiguous(weight), y, rstd), numbers, constants, warps=plan.warps)
 
 
 def launch_gated_backward(
@@ -187,37 +199,30 @@ def launch_gated_backward(
     weight: Tensor | None,
     rstd: Tensor,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
-    activation: str,
-    norm_before_gate: bool,
-    groups: int,
+    gating: Gating,
 ) -> None:
     """Write the ``gradients`` (dx, dgate, dw) that are there, the first two from ``empty_rows_like(x)``.
 
     For groups up to ``WIDEST_GATED``.
     """
     dx, dgate, dw = gradients
-    size, width = x.numel(), x.shape[-1] // groups
-    if size == 0:
+    if x.numel() == 0:
         if dw is not None:
             dw.zero_()
         return
-    rows = size // x.shape[-1]
+    groups, device = gating.groups, device_facts(x.device)
+    rows, width = x.numel() // x.shape[-1], x.shape[-1] // groups
     (x, dy, gate, dx, dgate, rstd), spacing = same_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
-    strides = (spacing[1], spacing[0], *spacing[2:5])
-    weight = contiguous(weight)
-    long = rows * max(spacing) >= INT32_LIMIT
-    device = device_facts(x.device)
-    read = (dy, x, gate, weight)
+    read = dy, x, gate, contiguous(weight)
     plan = gated_backward_plan(width, sum(one.element_size() for one in read if one is not None), device)
-    constants: dict[str, Any] = {"N": width, "GROUPS": groups, "ROWS": plan.rows, "BLOCK": plan.block}
+    constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
-    constants |= {"LONG": long, "SPEC": spec.without_eps(), "ACTIVATION": activation, "NORM_FIRST": norm_before_gate}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
     shares = None
     if dw is not None:
         programs = min(programs, most)
         shares = dw.new_empty((programs, groups * width), dtype=torch.float32)
-    tensors = dy, x, gate, weight, rstd, dx, dgate, shares
-    launch(_gated_backward_kernel, (programs, groups), tensors, (rows, *strides), constants, warps=plan.warps)
+    tensors, numbers = (*read, rstd, dx, dgate, shares), (rows, spacing[1], spacing[0], *spacing[2:5])
+    launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
     if shares is not None:
         sum_shares(shares, dw, None, programs, most, device)
