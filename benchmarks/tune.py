@@ -143,7 +143,8 @@ class Prepared:
         times = {}
         for rule in candidates:
             try:
-                times[rule] = min(self.sampler(rule)() for _ in range(5))
+                sample = self.sampler(rule)
+                times[rule] = min(sample() for _ in range(5))
             except Exception as error:  # too many registers, too much shared memory; the next may do
                 sys.stderr.write(f"{self.task.section} {rule}: {in_a_line(error)}\n")
         return min(times, key=lambda rule: times[rule]) if times else None
