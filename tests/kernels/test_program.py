@@ -381,3 +381,47 @@ def test_without_parts_of_pytorch_that_are_not_public(
         assert_same(step(lambda *a: RMS_NORM(LLAMA, *a), (x, w, None), (True,)), expected)
     assert RMS_NORM.known(LLAMA, x, w, None) is not None
     assert RMS_NORM.known(LLAMA, x.detach(), w, None) is None
+
+
+class Compiled:
+    """A compiled kernel as one release of Triton hands it out; its launches are noted."""
+
+    def __init__(self, signature: dict[str, str], release: str) -> None:
+        self.src = type("Source", (), {"signature": signature})()
+        self.function, self.packed_metadata = 77, (4, 1, 0)
+        self.launched: list[tuple[Any, ...]] = []
+        self.run: Any = lambda *given: self.launched.append(given)
+        if release != "unknown":
+            self.run.launch = lambda *given: self.launched.append(("direct", *given))
+            self.run.global_scratch_size = self.run.profile_scratch_size = 0
+            self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+        if release == "3.7":
+            self.run.arg_annotations = [f"annotation of {name}" for name in signature]
+            self.run.kernel_signature = b"signature"
+
+
+@pytest.mark.parametrize("release", ["3.6", "3.7", "unknown"])
+def test_a_compiled_kernel_gets_its_arguments_as_its_triton_wants_them(
+    release: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    names = ["x_ptr", "r_ptr", "y_ptr", "M", "stride", "scale", "N", "SPEC"]
+    kinds = ["*fp32", "constexpr", "*fp32", "i32", "constexpr", "constexpr", "constexpr", "constexpr"]
+    kernel = type("Kernel", (), {"arg_names": names, "__name__": "kernel"})()
+    x = rows(device)
+    launch = Launch(kernel, (3, 1), (x, None, x), (6, 1, None), {"SPEC": LLAMA, "N": 16}, {})
+    compiled = Compiled(dict(zip(names, kinds, strict=True)), release)
+    entry = program._Cuda.entry(launch, compiled)
+    addresses = [None if at is None else 16 * at for at in entry.tensors]
+    arguments = (*addresses, *entry.numbers)
+    entry.call(3, 1, 1, "stream", *entry.head, *([arguments] if entry.packed else arguments))
+    everything = (0, None, 32, 6, 1, None, 16, LLAMA)
+    expected: dict[str, tuple[Any, ...]] = {
+        "unknown": (3, 1, 1, "stream", 77, (4, 1, 0), None, None, None, *everything),
+        "3.6": ("direct", 3, 1, 1, "stream", 77, False, True, None, None, (4, 1, 0), None, None, None, *everything),
+        "3.7": (
+            "direct", 3, 1, 1, "stream", 77, False, True, (4, 1, 0), None, None, None, None, None,
+            [f"annotation of {name}" for name in ("x_ptr", "y_ptr", "M")], b"signature", (0, 32, 6),
+        ),
+    }  # fmt: skip
+    assert compiled.launched == [expected[release]]

@@ -358,7 +358,8 @@ class _Cuda:
         self.empty = _empty_strided_cuda
         self.device, self.stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-    def entry(self, launch: Launch, compiled: Any) -> _Entry:
+    @staticmethod
+    def entry(launch: Launch, compiled: Any) -> _Entry:
         """The launch of a compiled kernel, as directly as this Triton lets it."""
         launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         behind = launch.kernel.arg_names[len(launch.tensors) + len(launch.numbers) :]
@@ -402,7 +403,8 @@ class _Interpreter:
         """There is one."""
         return 0
 
-    def entry(self, launch: Launch, compiled: Any) -> _Entry:
+    @staticmethod
+    def entry(launch: Launch, compiled: Any) -> _Entry:
         """The launch of a kernel, which gets tensors like those of ``launch`` at other addresses."""
         like = tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in launch.tensors)
 
