@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import fused_norm
+from fused_norm.kernels import operator
 from fused_norm.model_configs import FAMILIES, build
 from fused_norm.patcher.fused_norm_module import FusedNorm
 
@@ -175,6 +177,27 @@ def test_compiled_code_calls_the_operators(
     with torch.set_grad_enabled(trained):
         torch.compile(fused, backend=noting)(tokens(device), use_cache=False)
     assert {name: called.count(f"fused_norm.{name}_forward.default") for name in expected} == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_what_is_left_to_the_compiler_is_the_stock_forward(
+    model_type: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "_in_all_graphs", False)
+    graphs: dict[str, Counter[str]] = {}
+    for name, model in zip(("stock", "fused"), twins(model_type, device), strict=True):
+        called: Counter[str] = Counter()
+
+        def noting(graph: torch.fx.GraphModule, inputs: list, called: Counter[str] = called) -> Callable:
+            called.update(str(node.target) for node in graph.graph.nodes if node.op.startswith("call"))
+            return graph.forward
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(model, backend=noting)(tokens(device), use_cache=False)
+        graphs[name] = called
+    assert graphs["fused"] == graphs["stock"]
+    assert sum(graphs["stock"].values()) > 20
 
 
 def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> None:

@@ -275,7 +275,8 @@ def _is_comparable(value: Any) -> bool:
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that tells whether tensors, no one given twice, have the facts of these, and the thread its state."""
     if TensorGuards is not None:
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        sizes: Any = [list(t.shape) for t in tensors]
+        strides: Any = [list(t.stride()) for t in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     expected = [_facts(tensor) for tensor in tensors]
     return lambda *given: len(set(map(id, given))) == len(given) and [_facts(one) for one in given] == expected
@@ -368,7 +369,7 @@ class _Cuda:
         direct = getattr(launcher, "launch", None)
         scratch = [getattr(launcher, f"{sort}_scratch_size", None) for sort in ("global", "profile")]
         if torch.version.hip or direct is None or scratch != [0, 0] or getattr(launcher, "gsan_enabled", False):
-            head = (function, metadata, None, None, None)
+            head: tuple[Any, ...] = (function, metadata, None, None, None)
             return _Entry(launcher, head, False, (*launch.numbers, *constants), everything)
         how = function, launcher.launch_cooperative_grid, launcher.launch_pdl
         if not hasattr(launcher, "arg_annotations"):  # Triton 3.6
