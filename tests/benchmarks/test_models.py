@@ -35,6 +35,25 @@ IN_FEATURES = frozenset(FEATURES) - {"stock", "fused"}
 OF_MODELS = [name for name in VARIANTS if name not in IN_FEATURES]
 
 
+PREPARED = {}
+
+
+@pytest.fixture(autouse=True)
+def prepared_once(monkeypatch):
+    """A tiny model is built once for all tests that take a step of it; each has a twin of its own."""
+    prepare = models.prepare
+
+    def twin_of_prepared(case, dtype, device):
+        if case.step != "body":
+            return prepare(case, dtype, device)
+        key = case, dtype, device
+        if key not in PREPARED:
+            PREPARED[key] = prepare(case, dtype, device)
+        return PREPARED[key].twin()
+
+    monkeypatch.setattr(models, "prepare", twin_of_prepared)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """A clock instead of the real one: keeps the variant that ran, and lets a call take 1 s, half of it the host's."""

@@ -15,6 +15,7 @@ Inputs = dict[str, Any]
 _BATCH, _TOKENS, _FRAMES = 2, 12, 64
 _LARGEST_IMAGE = 512
 _MOST = 24
+_BINS = ("num_mel_bins", "input_feat_per_channel", "n_mels", "feature_size", "num_mel_channels", "input_size")
 
 
 def inputs_of(module: nn.Module) -> Iterator[Inputs]:
@@ -67,20 +68,9 @@ def _values(name: str, config: Any) -> Iterator[Any]:
         head = _first(config, "head_dim") or width // (_first(config, "num_attention_heads", "num_heads") or 1)
         yield random(_BATCH, _TOKENS, head), random(_BATCH, _TOKENS, head)
     elif name.startswith("pixel") or "image" in name:
-        yield from (one for one in _images(config, random))
+        yield from _images(config, random)
     elif "features" in name or "spectrogram" in name:
-        bins = (
-            _first(
-                config,
-                "num_mel_bins",
-                "input_feat_per_channel",
-                "n_mels",
-                "feature_size",
-                "num_mel_channels",
-                "input_size",
-            )
-            or 80
-        )
+        bins = _first(config, *_BINS) or 80
         longest = 2 * (_first(config, "max_source_positions") or _FRAMES)
         yield random(_BATCH, bins, min(longest, 3000))
         yield random(_BATCH, _FRAMES, bins)
