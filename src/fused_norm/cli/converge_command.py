@@ -116,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first:
         table = report.loss_table if args.tier == "demo" else report.share_table
-        parts = (table(results), report.explanations(results), report.summary(results))
-        say("", *filter(None, parts), sep="\n\n")
+        parts = filter(None, (table(results), report.explanations(results), report.summary(results)))
+        say("\n" + "\n\n".join(parts))
         with writing_to(args.out):
             written = _write(args.out, results, plan)
         for what, path in written.items():
