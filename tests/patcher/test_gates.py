@@ -258,7 +258,7 @@ class WritesAnItemBetween(Recorder):
         gate = [Number(x)]
         hidden = self.act(gate[0])
         gate[0] = Number(1)
-        return (hidden * self.up(gate[0])).value
+        return (hidden * self.up(2)).value
 
 
 class OtherFactorWrites(Recorder):

@@ -195,6 +195,18 @@ class WritesBetween(Recorder):
         return q, k
 
 
+class OwnMethodWritesBetween(Recorder):
+    """As an in-place dropout does."""
+
+    def doubled(self, x):
+        return x.mul_(2)
+
+    def forward(self, q, k):
+        normed = self.q_norm(q)
+        k = self.k_norm(self.doubled(q))
+        return normed, k
+
+
 class ReadsInAFunction(Recorder):
     def forward(self, q, k):
         both = lambda: (q, k)  # noqa: E731
@@ -269,6 +281,7 @@ class TransposesByName(Recorder):
         ReadsBetween,
         ReadsInTheSecond,
         WritesBetween,
+        OwnMethodWritesBetween,
         ReadsInAFunction,
         OnlyOne,
         Unpacked,

@@ -194,7 +194,7 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
         norm, argument = _norm_called(flow, call)
         if norm is None:
             continue
-        sums = [one for one in flow.origins(argument, _SAME_TENSOR) if _is_sum(flow, one)]
+        sums = [one for one in flow.origins(argument, _SAME_TENSOR) if _is_sum(one, flow)]
         for one in sorted(sums, key=lambda node: (node.lineno, node.col_offset)):
             if one not in fused.get(call, ()):
                 conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
@@ -202,7 +202,7 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
     return list(dict.fromkeys(missed))
 
 
-def _is_sum(flow: Dataflow, node: ast.AST) -> TypeGuard[ast.BinOp | ast.AugAssign | ast.Call]:
+def _is_sum(node: ast.AST, flow: Dataflow) -> TypeGuard[ast.BinOp | ast.AugAssign | ast.Call]:
     """Return whether an expression or statement adds, or calls a function that may."""
     match node:
         case ast.BinOp(op=ast.Add()) | ast.AugAssign(op=ast.Add()):

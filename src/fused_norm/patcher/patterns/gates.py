@@ -177,6 +177,8 @@ def _factors(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
+    if isinstance(factor, ast.Subscript):
+        factor = factor.value
     if isinstance(factor, ast.Name):
         return "mask" in factor.id
     if isinstance(factor, ast.Attribute):

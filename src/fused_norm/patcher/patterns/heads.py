@@ -111,11 +111,17 @@ def _heads_in(flow: Dataflow, body: list[ast.stmt]) -> Iterator[Heads]:
         found = _head_norm(statement, flow.own)
         if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
             first = None
-        if first is not None and found is not None:
+        if first is not None and found is not None and not _writes_input(flow, first, found):
             yield Heads(body, (first, found), _rotation(flow, found.statement, (first.name, found.name)))
             first = None
         elif found is not None:
             first = found
+
+
+def _writes_input(flow: Dataflow, first: HeadNorm, second: HeadNorm) -> bool:
+    """Return whether what comes after the first norm, and now would come before, may write into what it takes."""
+    between = flow.between(first.statement, second.statement) or []
+    return flow.may_change(first.call.args[0], [*between, *second.call.args])
 
 
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
