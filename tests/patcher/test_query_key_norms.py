@@ -202,6 +202,7 @@ class OwnMethodWritesBetween(Recorder):
         return x.mul_(2)
 
     def forward(self, q, k):
+        q = Heads(q.value)
         normed = self.q_norm(q)
         k = self.k_norm(self.doubled(q))
         return normed, k
