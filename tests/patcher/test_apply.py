@@ -227,6 +227,7 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"modules": []}, TypeError, "modules must be"),
         ({"modules": "model.layer.*"}, FusedNormError, "'model.layer.*' selects none of the 9 norms"),
         ({"modules": lambda path, module: False}, FusedNormError, "nothing to fuse"),
+        ({"modules": lambda path, module: "no"}, TypeError, "modules must return True or False, not 'no'"),
     ],
 )
 def test_bad_options_are_errors_and_change_nothing(options: dict, error: type, message: str) -> None:
@@ -236,6 +237,28 @@ def test_bad_options_are_errors_and_change_nothing(options: dict, error: type, m
         fused_norm.apply_fused_norm(model, **options)
     assert message in str(caught.value)
     assert snapshot(model) == before
+
+
+def test_what_is_no_module_is_an_error_that_says_what_is_expected() -> None:
+    for call in (fused_norm.apply_fused_norm, fused_norm.remove_fused_norm):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not NoneType"):
+            call(None)
+
+
+def test_a_scripted_module_inside_is_left_alone() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(16)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x
+
+    model = nn.Sequential(nn.RMSNorm(16), nn.RMSNorm(16, eps=1e-6), torch.jit.script(Scripted()))
+    report = fused_norm.apply_fused_norm(model)
+    assert [site.path for site in report.fused] == ["1"]
+    assert model(torch.randn(2, 16)).shape == (2, 16)
+    assert fused_norm.remove_fused_norm(model) == 1
 
 
 def test_a_model_without_norms_is_an_error_unless_not_strict() -> None:

@@ -30,7 +30,7 @@ from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
 from fused_norm.patcher import recompute
 from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.recompute import call_with_recipes
+from fused_norm.patcher.recompute import call_recomputing
 
 from .models import assert_same_bits, snapshot, step, tokens
 from .ranks import on_two_ranks
@@ -74,7 +74,7 @@ def saved_bytes(graph: Any) -> int:
     held = {}
     for one in saved_in(graph):
         tensor = one[0] if isinstance(one, tuple) else one
-        tensors = tensor._recipe.arguments if isinstance(tensor, recompute._Remade) else (tensor,)
+        tensors = tensor._recipe.arguments if isinstance(tensor, recompute._Recomputed) else (tensor,)
         for kept in tensors:
             if isinstance(kept, Tensor):
                 held[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def recomputed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the operators that make outputs again."""
     names: list[str] = []
     call = Operator.results_of
@@ -103,14 +103,14 @@ def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
 @pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text"), slow("llama"), slow("gemma2")])
 def test_a_step_has_the_bits_that_it_has_without(
-    model_type: str, dtype: torch.dtype, device: str, made_again: list[str]
+    model_type: str, dtype: torch.dtype, device: str, recomputed_by: list[str]
 ) -> None:
     plain, recomputing = pair(model_type, device, dtype=dtype)
     assert_same_bits(step(plain, FEW), step(recomputing, FEW))
     layers = len(recomputing.model.layers)
     heads = model_type in ("qwen3", "gemma3_text")
-    assert made_again.count("norm_from_rstd") == 2 * layers
-    assert made_again.count("qk_norm") == heads * layers
+    assert recomputed_by.count("norm_from_rstd") == 2 * layers
+    assert recomputed_by.count("qk_norm") == heads * layers
 
 
 def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,22 +141,22 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
     assert saved_bytes(loss.grad_fn) == saved_bytes(loss_without.grad_fn) - kept
 
 
-def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, made_again: list[str]) -> None:
+def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomputed_by: list[str]) -> None:
     _, recomputing = pair("qwen3", device)
     loss = loss_of(recomputing, FEW)
-    held = {id(one.remade): one.remade for one in saved_in(loss.grad_fn) if type(one) is recompute._View}
-    *others, up, other_up, qkv, other_qkv = sorted(remade._saved for remade in held.values())
+    held = {id(one.recomputed): one.recomputed for one in saved_in(loss.grad_fn) if type(one) is recompute._View}
+    *others, up, other_up, qkv, other_qkv = sorted(recomputed._saved for recomputed in held.values())
     assert (up, other_up, qkv, other_qkv) == (2, 2, 3, 3)
     assert set(others) <= {1, 2}  # q and k, of which transformers 4 saves a copy of k
     loss.backward(retain_graph=True)
-    assert len(made_again) == len(held)
-    assert all(remade._made is None for remade in held.values())
+    assert len(recomputed_by) == len(held)
+    assert all(recomputed._made is None for recomputed in held.values())
     first = {name: one.grad.clone() for name, one in recomputing.named_parameters()}
     recomputing.zero_grad()
     loss.backward()
-    assert len(made_again) == 2 * len(held)
+    assert len(recomputed_by) == 2 * len(held)
     assert all(torch.equal(one.grad, first[name]) for name, one in recomputing.named_parameters())
-    alive = [weakref.ref(remade) for remade in map(_Weak, held.values())]
+    alive = [weakref.ref(recomputed) for recomputed in map(_Weak, held.values())]
     del held, loss
     gc.collect()
     assert not any(one() for one in alive)
@@ -179,7 +179,7 @@ def test_frozen_weights_change_nothing(trained: str, device: str) -> None:
 
 
 @pytest.mark.slow
-def test_lora_changes_nothing(device: str, made_again: list[str]) -> None:
+def test_lora_changes_nothing(device: str, recomputed_by: list[str]) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], init_lora_weights=False)
     models = []
     for options in ({}, {"recompute": True}):
@@ -187,7 +187,7 @@ def test_lora_changes_nothing(device: str, made_again: list[str]) -> None:
         models.append(peft.get_peft_model(build("qwen3", seed=0, device=device), config))
         fused_norm.apply_fused_norm(models[-1], **options)
     assert_same_bits(*(step(model, FEW) for model in models))
-    assert "norm_from_rstd" in made_again
+    assert "norm_from_rstd" in recomputed_by
 
 
 @pytest.mark.slow
@@ -388,11 +388,11 @@ def of_another_output(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
     ],
 )
 def test_an_output_is_made_again_where_it_is_what_is_saved(forward: Callable, recipes: int, device: str) -> None:
-    def with_recipes(layer: Tensor, *inputs: Tensor) -> Tensor:
-        return call_with_recipes(forward, layer, inputs, {})
+    def with_recomputing(layer: Tensor, *inputs: Tensor) -> Tensor:
+        return call_recomputing(forward, layer, inputs, {})
 
     gradients = []
-    for call in (forward, with_recipes):
+    for call in (forward, with_recomputing):
         torch.manual_seed(0)
         inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
         result = call(*inputs)
@@ -404,7 +404,7 @@ def test_an_output_is_made_again_where_it_is_what_is_saved(forward: Callable, re
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_what_is_changed_before_the_backward_is_noticed(changed: int, device: str) -> None:
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
-    result = call_with_recipes(as_it_is, inputs[0], tuple(inputs[1:]), {})
+    result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
     with torch.no_grad():
         inputs[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -422,7 +422,7 @@ def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: st
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
     (x, weight, factor) = inputs
     expected = RMS_NORM(SPEC, x, weight, None).detach()
-    result = call_with_recipes(forward, x, (weight, factor), {})
+    result = call_recomputing(forward, x, (weight, factor), {})
     assert recipes_in(result.grad_fn) == 0
     assert torch.equal(torch.autograd.grad(result.sum(), factor)[0], expected)
 
@@ -437,7 +437,7 @@ def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: s
     x, factor = (torch.randn(4, 16, device=device, requires_grad=True) for _ in range(2))
     for free in (True, False):
         weight = torch.randn(16, device=device, requires_grad=True)
-        result = call_with_recipes(forward, x, (weight, factor, free), {})
+        result = call_recomputing(forward, x, (weight, factor, free), {})
         assert recipes_in(result.grad_fn) == (not free)
         if free:
             torch.autograd.grad(result.sum(), factor)
@@ -450,14 +450,14 @@ def test_a_weight_that_zero_3_has_taken_apart_is_in_no_recipe(device: str) -> No
     x, weight, factor = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16)))
     weight = nn.Parameter(weight.detach())
     weight.ds_id = 7
-    assert recipes_in(call_with_recipes(as_it_is, x, (weight, factor), {}).grad_fn) == 0
+    assert recipes_in(call_recomputing(as_it_is, x, (weight, factor), {}).grad_fn) == 0
 
 
 def test_a_leaf_is_saved_as_the_object_it_is(device: str) -> None:
     leaf = torch.randn(4, 16, device=device, requires_grad=True)
-    result = call_with_recipes(lambda x: x * x.detach(), leaf, (), {})
+    result = call_recomputing(lambda x: x * x.detach(), leaf, (), {})
     assert any(one[0] is leaf for one in saved_in(result.grad_fn)) is False  # x.detach() is another one
-    result = call_with_recipes(lambda x: x.sin(), leaf, (), {})
+    result = call_recomputing(lambda x: x.sin(), leaf, (), {})
     assert [one[0] is leaf for one in saved_in(result.grad_fn)] == [True]
 
 
@@ -466,10 +466,10 @@ def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        result = call_with_recipes(through_views, inputs[0], tuple(inputs[1:]), {})
+        result = call_recomputing(through_views, inputs[0], tuple(inputs[1:]), {})
         storage = StorageWeakRef(result.untyped_storage())
         (view,) = (one for one in saved_in(result.grad_fn) if type(one) is recompute._View)
-        kept = weakref.ref(view.remade._recipe.arguments[2])  # rstd
+        kept = weakref.ref(view.recomputed._recipe.arguments[2])  # rstd
         del view, result
         assert storage.expired()
         assert kept() is None
@@ -483,11 +483,13 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
         return y * factor, y * factor.sin(), y * factor.cos()
 
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
-    results = call_with_recipes(forward, inputs[0], tuple(inputs[1:]), {})
-    (remade,) = {one.remade for result in results for one in saved_in(result.grad_fn) if type(one) is recompute._View}
+    results = call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})
+    (recomputed,) = {
+        one.recomputed for result in results for one in saved_in(result.grad_fn) if type(one) is recompute._View
+    }
     streams = iter([1, 2, 2])
     monkeypatch.setattr(recompute, "_current_stream", lambda: next(streams))
-    first, second, third = (remade.take(0) for _ in range(3))
+    first, second, third = (recomputed.take(0) for _ in range(3))
     assert first is not second
     assert second is third
 
@@ -523,13 +525,13 @@ def test_the_report_counts_the_layers(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_layers_without_a_fused_add_recompute_too(device: str, made_again: list[str]) -> None:
+def test_layers_without_a_fused_add_recompute_too(device: str, recomputed_by: list[str]) -> None:
     plain, recomputing = (build("qwen3", seed=0, device=device) for _ in range(2))
     stock = snapshot(recomputing)
     fused_norm.apply_fused_norm(plain, residual=False)
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
     assert_same_bits(step(plain, FEW), step(recomputing, FEW))
-    assert made_again.count("norm_from_rstd") == 4
+    assert recomputed_by.count("norm_from_rstd") == 4
     fused_norm.apply_fused_norm(recomputing, residual=False)
     assert not any(isinstance(layer, FusedBlock) for layer in recomputing.model.layers)
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)

@@ -56,7 +56,7 @@ def apply_fused_norm(
             code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,
             see ``FuseOptions``; None is what stock code computes, everywhere.
         recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
-            backward, are made again there from what is kept anyway. Gradients stay the same to the bit. It saves
+            backward, are recomputed there from what is kept anyway. Gradients stay the same to the bit. It saves
             nothing in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves
             what is kept.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.

@@ -20,7 +20,7 @@ from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .patterns import activations_of, rewritten_forward, rotations_of
 from .patterns.calls import Rewrite
-from .recompute import call_with_recipes
+from .recompute import call_recomputing
 
 Fused = FusedNorm | FusedBlock
 """The bases of fused classes."""
@@ -58,7 +58,7 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casti
 def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: bool = False) -> type[nn.Module]:
     """The fused class for modules of class ``origin``, with these rewrites of their forward.
 
-    ``recompute``: its forward saves recipes of what fused operators return (``recompute.py``).
+    ``recompute``: what fused operators return in its forward is recomputed in the backward (``recompute.py``).
 
     Raises:
         SourceError: where the forward cannot be rewritten.
@@ -77,7 +77,7 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: boo
         if current is not forward:
             return current(self, *args, **kwargs)
         if recompute:
-            return call_with_recipes(rewritten, self, args, kwargs)
+            return call_recomputing(rewritten, self, args, kwargs)
         return rewritten(self, *args, **kwargs)
 
     return _derive(

@@ -1,12 +1,12 @@
-"""Outputs of fused operators that a layer does not keep for its backward, because they can be made again there.
+"""Outputs of fused operators that a layer does not keep for its backward, because they are recomputed there.
 
 The output of a norm, the rotated queries and keys and the product of a gate are kept by what comes after them, a linear
-or the attention, for its own backward. One cheap kernel makes them again from what the operators keep anyway. While the
-forward of a layer runs, hooks see every tensor that autograd saves, and save the recipe of such an output instead. The
-backward makes it once for all that have saved it.
+or the attention, for its own backward. One cheap kernel recomputes them from what the operators keep anyway. While the
+forward of a layer runs, hooks see every tensor that autograd saves, and save how to recompute such an output instead.
+The backward recomputes it once for all that have saved it.
 
-A recipe holds the tensors it needs themselves, never another recipe, so no chain of them is ever made again. It is
-taken only for the output itself and for views of it, told by their history: whoever writes into an output by other
+What is saved holds the tensors that are needed themselves, so there are no chains of recomputed outputs. It is taken
+only for the output itself and for views of it, told by their history: whoever writes into an output by other
 means than PyTorch's must return it from an autograd function of its own, as Liger's rotary embedding does, and its
 result is saved as it is. Nobody but autograd is concerned: what holds the tensor otherwise, holds the tensor.
 """
@@ -40,8 +40,8 @@ _VIEWS = frozenset(
 _explained: set[str] = set()
 
 
-def call_with_recipes(forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``forward(layer, *args, **kwargs)``, the outputs of fused operators saved as recipes where that is possible."""
+def call_recomputing(forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``forward(layer, *args, **kwargs)``, the outputs of fused operators recomputed where that is possible."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_possible():
         return forward(layer, *args, **kwargs)
     register = _Register()
@@ -75,7 +75,7 @@ def _explain(reason: str) -> None:
 
 
 class _Register:
-    """What autograd saves while a layer runs; it knows the outputs that can be made again, and does not hold them."""
+    """What autograd saves while a layer runs; it knows the outputs that can be recomputed, and does not hold them."""
 
     __slots__ = ("_outputs", "_own_call")
 
@@ -96,19 +96,19 @@ class _Register:
         recipe = operator.recipe(spec, arguments, outputs)
         if recipe is None or any(_is_gathered_for_its_module(one) for one in recipe.arguments):
             return results
-        remade = _Remade(recipe, outputs[: len(recipe.operator.outputs)])
+        recomputed = _Recomputed(recipe, outputs[: len(recipe.operator.outputs)])
         for place, output in enumerate(outputs[: len(recipe.operator.outputs)]):
-            self._outputs[output.untyped_storage()._cdata] = _Output(remade, place, output)
+            self._outputs[output.untyped_storage()._cdata] = _Output(recomputed, place, output)
         return results
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd saves for a tensor: a recipe, or the tensor and its version."""
+        """What autograd saves for a tensor: how to recompute it, or the tensor and its version."""
         if tensor.is_leaf:  # itself, not an alias: whoever shards a parameter gives it other memory meanwhile
             return tensor, tensor._version
         if self._outputs and not self._own_call and type(tensor) is Tensor and tensor.layout is torch.strided:
             output = self._outputs.get(tensor.untyped_storage()._cdata)
-            if output is not None and output.is_behind(tensor) and output.remade.is_possible():
-                return output.remade.saved(output.place, tensor)
+            if output is not None and output.is_behind(tensor) and output.recomputed.is_possible():
+                return output.recomputed.saved(output.place, tensor)
         return tensor.detach(), tensor._version
 
     def forget(self) -> None:
@@ -117,12 +117,12 @@ class _Register:
 
 
 class _Output:
-    """One output of a call that can be made again, recognised as long as its memory is there."""
+    """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_dtype", "_node", "_storage", "_version", "place", "remade")
+    __slots__ = ("_dtype", "_node", "_storage", "_version", "place", "recomputed")
 
-    def __init__(self, remade: _Remade, place: int, output: Tensor) -> None:
-        self.remade, self.place = remade, place
+    def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
+        self.recomputed, self.place = recomputed, place
         self._node, self._dtype, self._version = output.grad_fn, output.dtype, output._version
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
@@ -142,15 +142,15 @@ class _Output:
 class _View(NamedTuple):
     """What autograd saves for an output, or for a view of it."""
 
-    remade: _Remade
+    recomputed: _Recomputed
     place: int
     size: Any
     strides: Any
     offset: Any
 
 
-class _Remade:
-    """The outputs of one call, made again once for all who have saved them, and freed when all have got them."""
+class _Recomputed:
+    """The outputs of one call, recomputed once for all who have saved them, and freed when all have got them."""
 
     __slots__ = ("_layouts", "_made", "_needed", "_recipe", "_saved", "_stream", "_waiting")
 
@@ -163,7 +163,7 @@ class _Remade:
         self._stream: Any = None
 
     def is_possible(self) -> bool:
-        """Return whether all that the recipe needs is there, and unchanged."""
+        """Return whether all that is needed is there, and unchanged."""
         return all(one._version == version and not _is_freed(one) for one, version in self._needed)
 
     def saved(self, place: int, tensor: Tensor) -> _View:
@@ -199,7 +199,7 @@ class _Remade:
 
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is _View:
-        return saved.remade.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
+        return saved.recomputed.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
     tensor, version = saved
     _check_version(tensor, version)
     return tensor
