@@ -12,8 +12,7 @@ from fused_norm.kernels.triton.launch import Launch
 
 from .conftest import OPERATORS
 from .numerics import ROW_LAYOUTS, WEIGHT_LAYOUTS, far_apart, in_layout
-from .test_operators import CALLS, Call
-from .test_operators import _calls as calls
+from .test_operators import CALLS, Call, every_call
 
 
 def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
@@ -60,7 +59,7 @@ def placed(call: Call, place: int, tensor: Tensor) -> Call:
 
 @CALLS
 def test_nothing_handed_over_changes_and_repeats_are_equal(index: int, device: str) -> None:
-    call = calls(device)[index]
+    call = every_call(device)[index]
     gradients = incoming(call)
     before = [tensor.clone() for tensor in (*present(call.tensors), *gradients)]
     first, second = run(call, gradients), run(call, gradients)
@@ -72,7 +71,7 @@ def test_nothing_handed_over_changes_and_repeats_are_equal(index: int, device: s
 @CALLS
 def test_results_have_memory_of_their_own(index: int, device: str) -> None:
     """But for the gradients of an add, which PyTorch's own hands on as well."""
-    call = calls(device)[index]
+    call = every_call(device)[index]
     gradients = incoming(call)
     outputs, found = run(call, gradients)
     handed_on = {("add_rms_norm", 1), ("norm_add", 1)}
@@ -83,7 +82,7 @@ def test_results_have_memory_of_their_own(index: int, device: str) -> None:
 
 @CALLS
 def test_a_retained_graph_gives_the_same_gradients_again_and_no_other_does(index: int, device: str) -> None:
-    call = calls(device)[index]
+    call = every_call(device)[index]
     gradients = incoming(call)
     leaves = call.leaves()
     wanted = present(leaves[: call.differentiated])
@@ -96,7 +95,7 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_no_other_does(index
 
 @CALLS
 def test_frozen_arguments_get_no_gradient_and_change_no_other(index: int, device: str) -> None:
-    call = calls(device)[index]
+    call = every_call(device)[index]
     gradients = incoming(call)
     outputs, whole = run(call, gradients)
     there = [place for place in range(call.differentiated) if call.tensors[place] is not None]
@@ -112,7 +111,7 @@ def test_frozen_arguments_get_no_gradient_and_change_no_other(index: int, device
 @CALLS
 def test_arguments_are_read_in_any_layout(index: int, turn: int, device: str) -> None:
     """Each argument and gradient has another one, and each comes to all of them."""
-    call = calls(device)[index]
+    call = every_call(device)[index]
     gradients = incoming(call)
     outputs, found = run(call, gradients)
     for place, tensor in enumerate(call.tensors):
@@ -128,7 +127,7 @@ def test_arguments_are_read_in_any_layout(index: int, turn: int, device: str) ->
 @CALLS
 def test_gradients_of_a_sum_are_read_where_all_elements_are_one(index: int, device: str) -> None:
     """``.sum().backward()`` hands over such gradients."""
-    call = calls(device)[index]
+    call = every_call(device)[index]
     ones = [torch.ones_like(one) for one in incoming(call)]
     expanded = [one.new_ones(()).expand(one.shape) for one in ones]
     for ours, expected in zip(run(call, expanded), run(call, ones), strict=True):
@@ -139,7 +138,7 @@ def test_gradients_of_a_sum_are_read_where_all_elements_are_one(index: int, devi
 def test_rows_beyond_32_bits(index: int, device: str) -> None:
     if device != "cpu":
         pytest.skip("a GPU's memory is not made of untouched pages")
-    call = calls(device)[index]
+    call = every_call(device)[index]
     call = call._replace(tensors=[one if one is None or one.dim() < 3 else one[[0, 1, 0]] for one in call.tensors])
     gradients = incoming(call)
     outputs, found = run(call, gradients)
@@ -153,7 +152,7 @@ def test_rows_beyond_32_bits(index: int, device: str) -> None:
 
 @CALLS
 def test_float64_takes_the_reference(index: int, launches: list[Launch], device: str) -> None:
-    call = calls(device)[index]
+    call = every_call(device)[index]
     call = call._replace(tensors=[None if one is None else one.double() for one in call.tensors])
     operator = OPERATORS[call.name]
     for ours, expected in zip(call.results(operator.checked), call.results(operator.reference), strict=True):

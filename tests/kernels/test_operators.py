@@ -78,7 +78,7 @@ def _present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else [output for output in outputs if output is not None]
 
 
-def _calls(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]:
+def every_call(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]:
     """Every operator, with tensors of several dtypes."""
 
     def made(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -113,15 +113,15 @@ def _calls(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]
     ]
 
 
-CALLS = pytest.mark.parametrize("index", range(16), ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
-NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15], ids=lambda i: f"{_calls('cpu')[i].name}-{i}")
+CALLS = pytest.mark.parametrize("index", range(16), ids=lambda i: f"{every_call('cpu')[i].name}-{i}")
+NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15], ids=lambda i: f"{every_call('cpu')[i].name}-{i}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "transposed heads"])
 @CALLS
 def test_opcheck(index: int, layout: str, device: str) -> None:
-    call = _calls(device, layout)[index]
+    call = every_call(device, layout)[index]
     name, _, tensors, options = call
     operator, semantics = OPERATORS[name], call.semantics
     forward = getattr(torch.ops.fused_norm, f"{name}_forward")
@@ -143,7 +143,7 @@ def test_opcheck(index: int, layout: str, device: str) -> None:
 
 @CALLS
 def test_compiles_as_one_graph_with_equal_results(index: int, device: str) -> None:
-    call = _calls(device)[index]
+    call = every_call(device)[index]
     compiled = torch.compile(OPERATORS[call.name], fullgraph=True, backend="aot_eager")
     for ours, expected in zip(call.results(compiled), call.results(), strict=True):
         assert torch.equal(ours, expected)
@@ -366,7 +366,7 @@ def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
 @pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow)])
 @NORMED_CALLS
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, device: str) -> None:
-    call = _calls(device, rows=rows)[index]
+    call = every_call(device, rows=rows)[index]
     call = call._replace(spec=replace(call.spec, eps=0.0))
     truth = call._replace(tensors=[None if tensor is None else tensor.double() for tensor in call.tensors])
     for ours, expected in zip(call.results(), truth.results(OPERATORS[call.name].reference), strict=True):
@@ -393,7 +393,7 @@ def test_empty_tensors_give_empty_results_and_zero_gradients(name: str, shape: t
 @pytest.mark.slow
 @CALLS
 def test_a_subclass_among_plain_tensors_sees_the_operators(index: int, device: str) -> None:
-    call = _calls(device)[index]
+    call = every_call(device)[index]
     expected = call.results()
     for place, tensor in enumerate(call.tensors):
         if tensor is None:
@@ -408,7 +408,7 @@ def test_a_subclass_among_plain_tensors_sees_the_operators(index: int, device: s
 @pytest.mark.slow
 @CALLS
 def test_a_subclass_as_incoming_gradient_sees_the_operators(index: int, device: str) -> None:
-    call = _calls(device)[index]
+    call = every_call(device)[index]
 
     def gradients(wrapped: bool) -> list[Tensor]:
         leaves = call.leaves()
@@ -430,7 +430,7 @@ def _described(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("layout", ["contiguous", "transposed heads", "columns first", "padded rows"])
 @CALLS
 def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(index: int, layout: str, device: str) -> None:
-    call = _calls(device, layout)[index]
+    call = every_call(device, layout)[index]
     real = _described(call.results())
 
     def converted(to: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -448,7 +448,7 @@ def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(index: int, layout: 
 
 @CALLS
 def test_outputs_want_a_gradient_when_an_argument_does(index: int, device: str) -> None:
-    call = _calls(device)[index]
+    call = every_call(device)[index]
     for wanting in range(-1, call.differentiated):
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_(place == wanting)

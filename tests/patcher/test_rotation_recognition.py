@@ -47,7 +47,7 @@ def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> No
     rotation = recognise_rotation(rounding)
     assert (BF16, FP32) not in rotation.dtypes
     assert (FP32, FP32) in rotation.dtypes
-    assert (BF16, FP32) in rotation.dtypes_once
+    assert (BF16, FP32) in rotation.single_rounding_dtypes
     assert not rotation.tokens_first
 
 
@@ -63,7 +63,7 @@ def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> Non
     rotation = recognise_rotation(vision)
     assert rotation.tokens_first
     assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
-    assert {(BF16, BF16), (BF16, FP32), (torch.float16, torch.float16)} <= set(rotation.dtypes_once)
+    assert {(BF16, BF16), (BF16, FP32), (torch.float16, torch.float16)} <= set(rotation.single_rounding_dtypes)
 
 
 def fp32_inside(q, k, cos, sin, unsqueeze_dim=1):
@@ -79,8 +79,8 @@ def fp64_inside(q, k, cos, sin, unsqueeze_dim=1):
 def test_rounding_once_is_told_from_rounding_each_step() -> None:
     rotation = recognise_rotation(fp32_inside)
     assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
-    assert (BF16, BF16) in rotation.dtypes_once
-    assert not set(rotation.dtypes) & set(rotation.dtypes_once)
+    assert (BF16, BF16) in rotation.single_rounding_dtypes
+    assert not set(rotation.dtypes) & set(rotation.single_rounding_dtypes)
 
 
 def of_other_sections(q, k, cos, sin, sections, unsqueeze_dim=1):

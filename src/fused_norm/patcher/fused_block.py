@@ -152,9 +152,9 @@ class FusedBlock(nn.Module):
             if rotation.tokens_first:
                 heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
                 cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
-            for dtypes, once in ((rotation.dtypes, False), (rotation.dtypes_once, True)):
+            for dtypes, single_rounding in ((rotation.dtypes, False), (rotation.single_rounding_dtypes, True)):
                 if _kernel_rotates_alike(dtypes, rotation, *heads, None, None, cos, sin, heads_dim):
-                    q_out, k_out = ROPE(None, *heads, cos, sin, heads_dim, once)
+                    q_out, k_out = ROPE(None, *heads, cos, sin, heads_dim, single_rounding)
                     return _as_given(q_out, q), None if k is None else _as_given(k_out, k)
             reason = f"{name_of(rotation.function)} is called with other shapes or dtypes than the kernel takes"
         if reason:

@@ -35,7 +35,7 @@ class Rotation:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
         arguments: how many it takes by position: 3, 4, or 5 where something comes after sin that tells the angles.
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
-        dtypes_once: further pairs, for which it computes in fp32 and rounds nothing but the result.
+        single_rounding_dtypes: further pairs, for which it computes in fp32 and rounds nothing but the result.
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
@@ -45,7 +45,7 @@ class Rotation:
     function: Any
     arguments: int
     dtypes: tuple[DtypePair, ...]
-    dtypes_once: tuple[DtypePair, ...]
+    single_rounding_dtypes: tuple[DtypePair, ...]
     partial: bool
     tokens_first: bool
     angles: AngleForm
@@ -105,12 +105,12 @@ def _find(function: Any, arguments: int) -> Rotation:
         found: tuple[list[DtypePair], list[DtypePair]] = [], []
         rotates = partial(_rotates, rotate, tensors, form, tokens_first)
         for pair in _PAIRS:
-            once = next((one for one in (False, True) if rotates(pair, one)), None)
-            if once is not None:
-                found[once].append(pair)
-        if _PAIRS[0] in found[0] and rotates(_PAIRS[0], once=False, gradients=True):
+            single_rounding = next((one for one in (False, True) if rotates(pair, one)), None)
+            if single_rounding is not None:
+                found[single_rounding].append(pair)
+        if _PAIRS[0] in found[0] and rotates(_PAIRS[0], single_rounding=False, gradients=True):
             # A function that computes in fp64 shows in fp32 alone.
-            partial_too = all(rotates(pair, once == 1, _ROTARY) for once, pairs in enumerate(found) for pair in pairs)
+            partial_too = all(rotates(pair, way == 1, _ROTARY) for way, pairs in enumerate(found) for pair in pairs)
             return Rotation(None, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
     raise UnrecognisedError
 
@@ -121,7 +121,7 @@ def _rotates(
     form: AngleForm,
     tokens_first: bool,
     dtypes: DtypePair,
-    once: bool,
+    single_rounding: bool,
     rotary: int = _WIDTH,
     gradients: bool = False,
 ) -> bool:
@@ -148,7 +148,7 @@ def _rotates(
         for given, (cos, sin, further), heads_dim, named in calls:
             code = partial(_called, function, (cos, sin, *further), named)
             cos, sin = (form(one, *further).unsqueeze(heads_dim) for one in (cos, sin))
-            formula = partial(_rotated, cos, sin, once)
+            formula = partial(_rotated, cos, sin, single_rounding)
             if not agrees(code, formula, given) or (gradients and not agrees_in_gradients(code, formula, given)):
                 return False
     return True
@@ -158,7 +158,7 @@ def _called(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[s
     return function(*heads, *angles, **named)
 
 
-def _rotated(cos: Tensor, sin: Tensor, once: bool, *heads: Tensor) -> Any:
+def _rotated(cos: Tensor, sin: Tensor, single_rounding: bool, *heads: Tensor) -> Any:
     """The half rotation of one tensor, or of each of two."""
-    rotated = tuple(reference.rope(x, cos, sin, once) for x in heads)
+    rotated = tuple(reference.rope(x, cos, sin, single_rounding) for x in heads)
     return rotated if len(rotated) > 1 else rotated[0]
