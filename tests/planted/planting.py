@@ -120,7 +120,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
             state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
             return tuple(found)
 
-        with mock.patch.object(operator, "forward", forward):
+        with replaced_in(operator, forward=forward):
             yield state
 
     return planted
@@ -143,7 +143,7 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor 
             state.count(pairs)
             return tuple(found)
 
-        with mock.patch.object(operator, "backward", backward):
+        with replaced_in(operator, backward=backward):
             yield state
 
     return planted
@@ -165,7 +165,7 @@ def in_compiled_backward(operator: Operator) -> Planting:
             found = right(*arguments)
             return tuple(one * 1.01 if weight else one for one, weight in zip(found, weights, strict=True))
 
-        with mock.patch.multiple(operator, _backward_op=wrong, forward=counted):
+        with replaced_in(operator, _backward_op=wrong, forward=counted):
             yield state
 
     return planted
@@ -204,6 +204,15 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
         yield PlantedFault(calls=1, share=1.0)
     finally:
         block.__class__ = fused
+
+
+def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Replace methods of an operator for the length of a ``with``; it repeats no earlier call's launches meanwhile."""
+
+    def none(*_: Any) -> None:
+        return None
+
+    return mock.patch.multiple(operator, _program_of=none, _recorded=none, **methods)
 
 
 def _copy(one: Any) -> Any:
