@@ -185,7 +185,7 @@ def falls_back(*names: str, answer: str | None = "") -> Planting:
             state.calls, state.share = state.calls + 1, 1.0
             return answer
 
-        with mock.patch.multiple(fused_block, **dict.fromkeys(names, declines)):
+        with mock.patch.multiple(fused_block, may_be_known=lambda *_: False, **dict.fromkeys(names, declines)):
             yield state
 
     return planted

@@ -90,7 +90,9 @@ class Operator(ABC):
 
     - the PyTorch reference, where kernels cannot run (``checked`` alone);
     - for DTensors, the same operator on the part that the device holds;
-    - the launch, inside an autograd function if a gradient is wanted, where nobody watches the dispatcher;
+    - a program that repeats the launches of a call like it, or is recorded now, where nobody watches the dispatcher;
+    - the launch itself, if a call does more than allocate and launch; both are inside an autograd function where a
+      gradient is wanted;
     - the operators registered under ``torch.ops.fused_norm`` otherwise: what torch.compile, dispatch modes and tensor
       subclasses see; in compiled graphs the reference where the compiler is faster with it.
     """

@@ -31,14 +31,9 @@ from .triton.memory import INT32_LIMIT
 
 logger = logging.getLogger("fused_norm")
 
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
-try:
-    from torch._C._dynamo.guards import _empty_strided_cuda
-except ImportError:
-    _empty_strided_cuda = None
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+_empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 
 SHAPES, EACH = 1024, 8
 """Shapes that an operator remembers, and programs for each; one that goes through more starts anew."""
@@ -113,7 +108,7 @@ def _steps_of(recorder: Recorder, inputs: Sequence[Tensor | None], results: Any)
     used = {t.data_ptr() for one in recorder.launches for t in one.tensors if t is not None}
     used |= {t.data_ptr() for t in flat}
     allocated = [(t, zero) for t, zero in recorder.allocated if t.data_ptr() in used or any(t is one for one in flat)]
-    known = [*inputs, *(t for t, _ in allocated)]
+    known: list[Any] = [*inputs, *(t for t, _ in allocated)]
 
     def slot_of(tensor: Tensor) -> int:
         found = [slot for slot, one in enumerate(known) if one is tensor]
@@ -275,8 +270,7 @@ def _is_comparable(value: Any) -> bool:
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that tells whether tensors, no one given twice, have the facts of these, and the thread its state."""
     if TensorGuards is not None:
-        sizes: Any = [list(t.shape) for t in tensors]
-        strides: Any = [list(t.stride()) for t in tensors]
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     expected = [_facts(tensor) for tensor in tensors]
     return lambda *given: len(set(map(id, given))) == len(given) and [_facts(one) for one in given] == expected
