@@ -82,10 +82,10 @@ def _backward_kernel(
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < N
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    gamma = tl.full([1, BLOCK], 1.0, tl.float32)
     dinner = tl.zeros([ROWS, BLOCK], tl.float32)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
     inner_gamma = tl.full([1, BLOCK], 1.0, tl.float32)
+    gamma = tl.full([1, BLOCK], 1.0, tl.float32)
     if not RELOAD:
         if inner_ptr is not None:
             inner_gamma = load_gamma(inner_ptr, col, in_row, SPEC)
