@@ -37,9 +37,11 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Every launch of the test, in order."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Every launch of the test, in order; programs make them by Triton's own way, where they are seen."""
     found: list[Launch] = []
+    monkeypatch.setattr(program, "_machine", lambda device: None)
+    program.forget_all()
     run = Launch.run
 
     def noted(launch: Launch) -> Any:
@@ -47,7 +49,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return run(launch)
 
     monkeypatch.setattr(Launch, "run", noted)
-    return found
+    yield found
+    program.forget_all()
 
 
 @pytest.fixture

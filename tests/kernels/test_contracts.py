@@ -104,7 +104,9 @@ def test_frozen_arguments_get_no_gradient_and_change_no_other(index: int, device
         for frozen in ([place], others):
             same, part = run(call, gradients, frozen)
             assert_equal(same, outputs)
-            assert_equal(part, [None if one in frozen else gradient for one, gradient in enumerate(whole)])
+            rest = [None if one in frozen else gradient for one, gradient in enumerate(whole)]
+            # A kernel that sums no gradient of a weight is compiled by itself: on a GPU with other multiply-adds.
+            assert_equal(part, rest, but_for_order=device == "cuda")
 
 
 @pytest.mark.parametrize("turn", range(len(ROW_LAYOUTS)))
