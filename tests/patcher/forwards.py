@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import textwrap
+from itertools import count
+from types import SimpleNamespace
+
 from torch import nn
 
 from fused_norm.patcher.activation_recognition import recognise_activation
@@ -148,6 +154,58 @@ class Packed:
 
 def rotate(q: Heads, k: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> tuple[Heads, Heads]:
     return Heads(q.value * cos + sin), Heads(k.value * cos - sin * unsqueeze_dim)
+
+
+def rotate_one(x: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> Heads:
+    return Heads(x.value * cos + sin * unsqueeze_dim)
+
+
+def embed(q: Heads, k: Heads, cos: int, sin: int) -> tuple[Heads, Heads]:
+    return rotate(q, k, cos, sin)
+
+
+class Number:
+    """A number that can be written into."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __mul__(self, other: Number | int) -> Number:
+        return Number(self.value * getattr(other, "value", other))
+
+    def __add__(self, other: int) -> Number:
+        return Number(self.value + other)
+
+    def mul_(self, factor: int) -> Number:
+        self.value *= factor
+        return self
+
+
+def doubled(x: Number | Packed) -> Number:
+    for one in getattr(x, "halves", (x,)):
+        one.mul_(2)
+    return one
+
+
+def silu(x: int) -> int:
+    return x * 41 + 3
+
+
+functional = SimpleNamespace(nn=SimpleNamespace(silu=silu, dropout=lambda x, inplace: x.mul_(2)))
+
+NAMES = {**globals(), "contextlib": contextlib}
+_number = count()
+
+
+def layer_of(body: str, parameters: str = "a, b", base: type = Recorder) -> type[Recorder]:
+    """A class whose forward has ``body``, which may name all of this module; ``; `` parts lines as line breaks do."""
+    lines = textwrap.indent(textwrap.dedent(body).strip().replace("; ", "\n"), " " * 8)
+    text = f"class Layer(Base):\n    def forward(self, {parameters}):\n{lines}\n"
+    filename = f"<forward {next(_number)}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    namespace = {**NAMES, "Base": base}
+    exec(compile(text, filename, "exec"), namespace)
+    return namespace["Layer"]
 
 
 def everything(layer: type) -> tuple[Rewrite, ...]:

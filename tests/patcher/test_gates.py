@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -18,253 +16,11 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 import fused_norm
 from fused_norm.patcher.patterns import patterns_of
 
-from .forwards import Packed, Recorder, run
+from .forwards import Recorder, layer_of, run
 
 FUSED = ["activation act", "gate act"]
 PACKED = ["packed act"]
 BY_A_FUNCTION = ["activation silu", "gate silu"]
-
-
-def silu(x: int) -> int:
-    return x * 41 + 3
-
-
-class Number:
-    """A number that can be written into."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __mul__(self, other: Number | int) -> Number:
-        return Number(self.value * getattr(other, "value", other))
-
-    def __add__(self, other: int) -> Number:
-        return Number(self.value + other)
-
-    def mul_(self, factor: int) -> Number:
-        self.value *= factor
-        return self
-
-
-def doubled(x: Number | Packed) -> Number:
-    for one in getattr(x, "halves", (x,)):
-        one.mul_(2)
-    return one
-
-
-functional = SimpleNamespace(nn=SimpleNamespace(silu=silu, dropout=lambda x, inplace: x.mul_(2)))
-
-
-class Llama(Recorder):
-    def forward(self, x):
-        return self.other(self.act(self.gate(x)) * self.up(x))
-
-
-class UpFirst(Recorder):
-    def forward(self, x):
-        y = self.up(x) * self.act(self.gate(x) * self.factor)
-        return self.other(y)
-
-
-class OverStatements(Recorder):
-    def forward(self, x):
-        gate = self.gate(x)
-        hidden = self.act(gate)
-        gate = self.up(x)
-        return self.other(hidden * gate)
-
-
-class WithAFunction(Recorder):
-    def forward(self, x):
-        return self.other(functional.nn.silu(self.gate(x)) * self.up(x))
-
-
-class OverStatementsWithAFunction(Recorder):
-    def forward(self, x):
-        gate = silu(self.gate(x))
-        return self.other(self.up(x) * gate)
-
-
-class HalvesWithAFunction(Recorder):
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return silu(gate) * up
-
-
-class UnderAnIf(Recorder):
-    def forward(self, x):
-        for _ in range(2):
-            if self.flag:
-                x = self.act(self.gate(x)) * self.up(x) * self.factor
-        return x
-
-
-class Phi3(Recorder):
-    def forward(self, x):
-        up = self.gate_up(x)
-        gate, up = up.chunk(2, dim=-1)
-        up = up * self.act(gate)
-        return self.other(up)
-
-
-class Granite(Recorder):
-    def forward(self, x):
-        halves = self.gate_up(x).chunk(2, -1)
-        return self.act(halves[0]) * halves[1]
-
-
-class Experts(Recorder):
-    def forward(self, x):
-        total = 0
-        for expert in range(3):
-            gate, up = self.gate_up(x + expert).chunk(2, dim=-1)
-            total = total + self.act(gate) * up
-        return total
-
-
-class UpIsTheFirstHalf(Recorder):
-    def forward(self, x):
-        up, gate = self.gate_up(x).chunk(2, dim=-1)
-        return self.act(gate) * up
-
-
-class ReadsAHalfLater(Recorder):
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y = self.act(gate) * up
-        return y + gate
-
-
-class ReadsAHalfInTheNextRound(Recorder):
-    def forward(self, x):
-        up = x
-        for _ in range(2):
-            x = x + up
-            gate, up = self.gate_up(x).chunk(2, dim=-1)
-            x = self.act(gate) * up
-        return x
-
-
-class ChangesTheWholeBetween(Recorder):
-    def forward(self, x):
-        packed = self.gate_up(x)
-        gate, up = packed.chunk(2, dim=-1)
-        packed.mul_(3)
-        return self.act(gate) * up
-
-
-class ClampsAHalf(Recorder):
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        gate = min(gate, 100)
-        return self.act(gate) * up
-
-
-class ReadsAHalfInAFunction(Recorder):
-    def forward(self, x):
-        def half():
-            return gate
-
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.act(gate) * up + half()
-
-
-class SecondHalfIsTheGate(Recorder):
-    def forward(self, x):
-        halves = self.gate_up(x).chunk(2, -1)
-        return self.act(halves[1]) * halves[0]
-
-
-class NameIsUsedAgain(Recorder):
-    def forward(self, x):
-        hidden = self.act(self.gate(x))
-        hidden = hidden * self.up(x)
-        return self.other(hidden)
-
-
-class InACase(Recorder):
-    def forward(self, x):
-        match self.factor:
-            case 7:
-                x = self.act(self.gate(x)) * self.up(x)
-            case other:
-                x = other
-        return x
-
-
-class OtherFactorWritesFirst(Recorder):
-    """The activation is called after that in stock too."""
-
-    def forward(self, x):
-        x = Number(x)
-        return (x.mul_(2) * self.act(x)).value
-
-
-@pytest.mark.parametrize(
-    ("mlp", "calls"),
-    [
-        (SecondHalfIsTheGate, FUSED),
-        (NameIsUsedAgain, FUSED),
-        (InACase, FUSED),
-        (OtherFactorWritesFirst, FUSED),
-        (Llama, FUSED),
-        (UpFirst, FUSED),
-        (OverStatements, FUSED),
-        (WithAFunction, BY_A_FUNCTION),
-        (OverStatementsWithAFunction, BY_A_FUNCTION),
-        (HalvesWithAFunction, ["packed silu"]),
-        (UnderAnIf, FUSED * 2),
-        (Phi3, PACKED),
-        (Granite, PACKED),
-        (Experts, PACKED * 3),
-        (UpIsTheFirstHalf, FUSED),
-        (ReadsAHalfLater, FUSED),
-        (ReadsAHalfInTheNextRound, FUSED * 2),
-        (ChangesTheWholeBetween, FUSED),
-        (ClampsAHalf, FUSED),
-        (ReadsAHalfInAFunction, FUSED),
-    ],
-)
-@pytest.mark.parametrize("may_postpone", [True, False])
-def test_the_product_becomes_one_call_and_every_value_stays(mlp, calls, may_postpone: bool) -> None:
-    made = run(mlp, 2, may_postpone=may_postpone)
-    assert [call for call in made if not call.startswith("add")] == calls
-
-
-class ReadsTheActivationTwice(Recorder):
-    def forward(self, x):
-        hidden = self.act(self.gate(x))
-        return hidden * self.up(x) + hidden
-
-
-class ReplacesTheActivation(Recorder):
-    def forward(self, x):
-        hidden = self.act(self.gate(x))
-        if self.flag:
-            hidden = self.other(x)
-        return hidden * self.up(x)
-
-
-class WritesBetween(Recorder):
-    def forward(self, x):
-        packed = Packed(self.gate(x))
-        hidden = self.act(packed.halves[0])
-        packed.mul_(2)
-        return hidden * self.up(x)
-
-
-class WritesAnItemBetween(Recorder):
-    def forward(self, x):
-        gate = [Number(x)]
-        hidden = self.act(gate[0])
-        gate[0] = Number(1)
-        return (hidden * self.up(2)).value
-
-
-class OtherFactorWrites(Recorder):
-    def forward(self, x):
-        x = Number(x)
-        return (self.act(x) * x.mul_(2)).value
 
 
 class OwnMethodWrites(Recorder):
@@ -273,85 +29,142 @@ class OwnMethodWrites(Recorder):
     def doubled(self, x):
         return x.mul_(2)
 
-    def forward(self, x):
-        x = Number(x)
-        return (self.act(x) * self.doubled(x)).value
+
+HALVES = "gate, up = self.gate_up(x).chunk(2, dim=-1)"
+GATES = {
+    "Llama": ("return self.other(self.act(self.gate(x)) * self.up(x))", FUSED),
+    "up first": ("y = self.up(x) * self.act(self.gate(x) * self.factor); return self.other(y)", FUSED),
+    "over statements": (
+        "gate = self.gate(x); hidden = self.act(gate); gate = self.up(x); return self.other(hidden * gate)",
+        FUSED,
+    ),
+    "a name used again": ("y = self.act(self.gate(x)); y = y * self.up(x); return self.other(y)", FUSED),
+    "a function": ("return self.other(functional.nn.silu(self.gate(x)) * self.up(x))", BY_A_FUNCTION),
+    "a function over statements": ("gate = silu(self.gate(x)); return self.other(self.up(x) * gate)", BY_A_FUNCTION),
+    "halves with a function": (f"{HALVES}; return silu(gate) * up", ["packed silu"]),
+    "under an if": (
+        """
+        for _ in range(2):
+            if self.flag:
+                x = self.act(self.gate(x)) * self.up(x) * self.factor
+        return x
+        """,
+        FUSED * 2,
+    ),
+    "in a case": (
+        """
+        match self.factor:
+            case 7:
+                x = self.act(self.gate(x)) * self.up(x)
+            case other:
+                x = other
+        return x
+        """,
+        FUSED,
+    ),
+    "Phi 3": (
+        "up = self.gate_up(x); gate, up = up.chunk(2, dim=-1); up = up * self.act(gate); return self.other(up)",
+        PACKED,
+    ),
+    "Granite": ("halves = self.gate_up(x).chunk(2, -1); return self.act(halves[0]) * halves[1]", PACKED),
+    "experts": (
+        """
+        total = 0
+        for expert in range(3):
+            gate, up = self.gate_up(x + expert).chunk(2, dim=-1)
+            total = total + self.act(gate) * up
+        return total
+        """,
+        PACKED * 3,
+    ),
+    "up is the first half": ("up, gate = self.gate_up(x).chunk(2, dim=-1); return self.act(gate) * up", FUSED),
+    "the second half is the gate": (
+        "halves = self.gate_up(x).chunk(2, -1); return self.act(halves[1]) * halves[0]",
+        FUSED,
+    ),
+    "a half is read later": (f"{HALVES}; y = self.act(gate) * up; return y + gate", FUSED),
+    "a half is read in the next round": (
+        f"""
+        up = x
+        for _ in range(2):
+            x = x + up
+            {HALVES}
+            x = self.act(gate) * up
+        return x
+        """,
+        FUSED * 2,
+    ),
+    "a half is read in a function": (
+        f"""
+        def half():
+            return gate
+
+        {HALVES}
+        return self.act(gate) * up + half()
+        """,
+        FUSED,
+    ),
+    "a half is clamped": (f"{HALVES}; gate = min(gate, 100); return self.act(gate) * up", FUSED),
+    "the whole is changed between": (
+        "packed = self.gate_up(x); gate, up = packed.chunk(2, dim=-1); packed.mul_(3); return self.act(gate) * up",
+        FUSED,
+    ),
+    # The activation is called after that in stock too.
+    "the other factor writes first": ("x = Number(x); return (x.mul_(2) * self.act(x)).value", FUSED),
+}
+"""The body of an MLP's forward, and the calls that its gates become."""
 
 
-class OwnMethodWritesAnAliasBetween(OwnMethodWrites):
-    def forward(self, x):
-        x = also = Number(x)
-        hidden = self.act(x)
-        up = self.doubled(also)
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("may_postpone", [True, False])
+def test_the_product_becomes_one_call_and_every_value_stays(name: str, may_postpone: bool) -> None:
+    body, calls = GATES[name]
+    made = run(layer_of(body, "x"), 2, may_postpone=may_postpone)
+    assert [call for call in made if not call.startswith("add")] == calls
+
+
+LEFT_ALONE = {
+    "the activation is read twice": "y = self.act(self.gate(x)); return y * self.up(x) + y",
+    "the activation is replaced": """
+        hidden = self.act(self.gate(x))
+        if self.flag:
+            hidden = self.other(x)
+        return hidden * self.up(x)
+    """,
+    "a write between": """
+        packed = Packed(self.gate(x)); hidden = self.act(packed.halves[0]); packed.mul_(2)
+        return hidden * self.up(x)
+    """,
+    "a write of an item between": """
+        gate = [Number(x)]; hidden = self.act(gate[0]); gate[0] = Number(1)
+        return (hidden * self.up(2)).value
+    """,
+    "the other factor writes": "x = Number(x); return (self.act(x) * x.mul_(2)).value",
+    "an own method writes": "x = Number(x); return (self.act(x) * self.doubled(x)).value",
+    "an own method writes an alias": """
+        x = also = Number(x); hidden = self.act(x); up = self.doubled(also)
         return (hidden * up).value
-
-
-class FunctionWritesTheWhole(Recorder):
-    def forward(self, x):
-        packed = Packed(Number(x), Number(3))
-        gate, _ = packed.chunk(2, dim=-1)
+    """,
+    "a function writes the whole": """
+        packed = Packed(Number(x), Number(3)); gate, _ = packed.chunk(2, dim=-1)
         return (self.act(gate) * doubled(packed)).value
-
-
-class FunctionOfPyTorchWrites(Recorder):
-    def forward(self, x):
+    """,
+    "a function of PyTorch writes": """
         x = Number(x)
         return (self.act(x) * functional.nn.dropout(x, inplace=True)).value
+    """,
+    "scales": "return self.act(x) * self.factor + self.act(x) * 3",
+    "later": "return [self.act(y) * x for y in range(3)], (self.act(x) * self.up(x) if self.flag else x)",
+    "adds": "return self.act(self.gate(x)) + self.up(x)",
+    "masks": "padding_mask = x + 1; return self.act(self.gate(x)) * padding_mask",
+    "a function of its own": "return silu(self.gate(x)) * self.up(x)",
+    "another function": "return abs(self.gate(x)) * self.up(x)",
+}
 
 
-class Scales(Recorder):
-    def forward(self, x):
-        return self.act(x) * self.factor + self.act(x) * 3
-
-
-class Later(Recorder):
-    def forward(self, x):
-        return [self.act(y) * x for y in range(3)], (self.act(x) * self.up(x) if self.flag else x)
-
-
-class Adds(Recorder):
-    def forward(self, x):
-        return self.act(self.gate(x)) + self.up(x)
-
-
-class Masks(Recorder):
-    def forward(self, x):
-        padding_mask = x + 1
-        return self.act(self.gate(x)) * padding_mask
-
-
-class CallsAFunctionOfItsOwn(Recorder):
-    def forward(self, x, silu=silu):
-        return silu(self.gate(x)) * self.up(x)
-
-
-class CallsAnotherFunction(Recorder):
-    def forward(self, x):
-        return abs(self.gate(x)) * self.up(x)
-
-
-@pytest.mark.parametrize(
-    "mlp",
-    [
-        ReadsTheActivationTwice,
-        ReplacesTheActivation,
-        WritesBetween,
-        WritesAnItemBetween,
-        OtherFactorWrites,
-        OwnMethodWrites,
-        OwnMethodWritesAnAliasBetween,
-        FunctionWritesTheWhole,
-        FunctionOfPyTorchWrites,
-        Scales,
-        Later,
-        Adds,
-        Masks,
-        CallsAFunctionOfItsOwn,
-        CallsAnotherFunction,
-    ],
-    ids=lambda mlp: mlp.__name__,
-)
-def test_what_only_resembles_a_gate_is_left_alone(mlp) -> None:
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_only_resembles_a_gate_is_left_alone(name: str) -> None:
+    mlp = layer_of(LEFT_ALONE[name], "x, silu=silu" if "of its own" in name else "x", OwnMethodWrites)
     assert not [gate for gate in patterns_of(mlp).gates if gate.act.name == "act" or gate.act.is_function]
     assert not [call for call in run(mlp, 2) if not call.startswith("onto")], "a sum may be that of a norm"
 

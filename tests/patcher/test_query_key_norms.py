@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
-import torch
 from torch import nn
 from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
@@ -17,149 +18,86 @@ from fused_norm.patcher.patterns import patterns_of, rotations_of
 from fused_norm.patcher.patterns.calls import Rewrite
 from fused_norm.patcher.patterns.heads import QK_NAME
 
-from .forwards import Heads, Recorder, rotate, run
+from .forwards import Heads, Recorder, layer_of, run
+from .rotary import rotates
 
 ROTATED = ["may postpone q_norm k_norm", "rotated"]
 TOGETHER = ["may postpone q_norm k_norm", "pair"]
 
 
-class Qwen3(Recorder):
-    def forward(self, q, k, angles):
+NORMS = "q = self.q_norm(q); k = self.k_norm(k)"
+PAIRS = {
+    "Qwen3": (
+        """
         q = self.q_norm(q.view(1)).transpose(1, 2)
         k = self.k_norm(k.view(1)).transpose(1, 2)
-        value = self.flag
-        cos, sin = angles
-        q, k = rotate(q, k, cos, sin)
+        value = self.flag; cos, sin = angles; q, k = rotate(q, k, cos, sin)
         return q, k, value
-
-
-class Gemma3(Recorder):
-    def forward(self, query, key, angles):
-        query = self.q_norm(query)
-        key = self.k_norm(key)
-        cos, sin = angles
-        query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
-        return query, key
-
-
-class KeyFirst(Recorder):
-    def forward(self, q, k, angles):
-        k = self.k_norm(k)
-        q = self.q_norm(q)
-        k, q = rotate(k, q, *angles, 1)
-        return q, k
-
-
-class Exaone4(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        cos, sin = angles
+        """,
+        "rotate",
+        ROTATED,
+    ),
+    "Gemma 3": (f"{NORMS}; cos, sin = angles; q, k = rotate(q, k, cos, sin, unsqueeze_dim=2)", "rotate", ROTATED),
+    "key first": (
+        "k = self.k_norm(k); q = self.q_norm(q); k, q = rotate(k, q, *angles, 1)",
+        None,
+        ["may postpone k_norm q_norm", "pair"],
+    ),
+    "Exaone 4": (
+        """
+        q = self.q_norm(q); k = self.k_norm(k); cos, sin = angles
         if self.flag:
             q, k = rotate(q, k, cos, sin)
-        return q, k
-
-
-class Glm4Moe(Recorder):
-    def forward(self, q, k, angles):
+        """,
+        None,
+        TOGETHER,
+    ),
+    "GLM 4 MoE": (
+        """
         if self.flag:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        q = q.transpose(1, 2)
-        cos, sin = angles
-        q, k = rotate(q, k, cos, sin)
-        return q, k
+        q = q.transpose(1, 2); cos, sin = angles; q, k = rotate(q, k, cos, sin)
+        """,
+        None,
+        TOGETHER,
+    ),
+    "HunYuan": (
+        """
+        cos, sin = angles; q, k = rotate(q, k, cos, sin)
+        q = self.query_layernorm(q); k = self.key_layernorm(k)
+        """,
+        None,
+        TOGETHER,
+    ),
+    "rotates another": (f"{NORMS}; p, k = rotate(q, k, angles[0], angles[1]); return p, q, k", None, TOGETHER),
+    "rotates swapped": (f"{NORMS}; q, k = rotate(k, q, angles[0], angles[1])", None, TOGETHER),
+    "rotates by themselves": (f"{NORMS}; q, k = rotate(q, k, q.value, angles[1])", None, TOGETHER),
+    "rotates dynamically": (
+        f"{NORMS}; q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)",
+        None,
+        TOGETHER,
+    ),
+    "rotates starred": (f"{NORMS}; q, k = rotate(q, k, *angles[:1], *angles[1:])", None, TOGETHER),
+    "rotates one by one": (f"{NORMS}; q = rotate(q, q, *angles)[0]; k = rotate(k, k, *angles)[0]", None, TOGETHER),
+    "writes before the rotation": (
+        f"raw = q; {NORMS}; raw.mul_(2); q, k = rotate(q, k, angles[0], angles[1]); raw.value = raw.value // 2",
+        None,
+        TOGETHER,
+    ),
+}
+"""The body of an attention's forward, which returns q and k, the rotation that takes them, and the fused calls."""
 
 
-class HunYuan(Recorder):
-    def forward(self, q, k, angles):
-        cos, sin = angles
-        q, k = rotate(q, k, cos, sin)
-        q = self.query_layernorm(q)
-        k = self.key_layernorm(k)
-        return q, k
+def attention_of(body: str, parameters: str = "q, k, angles", base: type = Recorder) -> type[Recorder]:
+    return layer_of(body if "return" in body else textwrap.dedent(body) + "\nreturn q, k", parameters, base)
 
 
-class RotatesAnother(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        p, k = rotate(q, k, angles[0], angles[1])
-        return p, q, k
-
-
-class RotatesSwapped(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q, k = rotate(k, q, angles[0], angles[1])
-        return q, k
-
-
-class RotatesByThemselves(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q, k = rotate(q, k, q.value, angles[1])
-        return q, k
-
-
-class RotatesDynamically(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)
-        return q, k
-
-
-class RotatesStarred(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q, k = rotate(q, k, *angles[:1], *angles[1:])
-        return q, k
-
-
-class RotatesOneByOne(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q = rotate(q, q, *angles)[0]
-        k = rotate(k, k, *angles)[0]
-        return q, k
-
-
-class WritesBeforeTheRotation(Recorder):
-    def forward(self, q, k, angles):
-        raw = q
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        raw.mul_(2)
-        q, k = rotate(q, k, angles[0], angles[1])
-        raw.value = raw.value // 2
-        return q, k
-
-
-@pytest.mark.parametrize(
-    ("attention", "rotation", "calls"),
-    [
-        (Qwen3, "rotate", ROTATED),
-        (Gemma3, "rotate", ROTATED),
-        (KeyFirst, None, ["may postpone k_norm q_norm", "pair"]),
-        (Exaone4, None, TOGETHER),
-        (Glm4Moe, None, TOGETHER),
-        (HunYuan, None, TOGETHER),
-        (RotatesAnother, None, TOGETHER),
-        (RotatesSwapped, None, TOGETHER),
-        (RotatesByThemselves, None, TOGETHER),
-        (RotatesDynamically, None, TOGETHER),
-        (RotatesStarred, None, TOGETHER),
-        (RotatesOneByOne, None, TOGETHER),
-        (WritesBeforeTheRotation, None, TOGETHER),
-    ],
-)
+@pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("may_postpone", [True, False])
-def test_both_norms_become_one_call_and_every_value_stays(attention, rotation, calls, may_postpone: bool) -> None:
+def test_both_norms_become_one_call_and_every_value_stays(name: str, may_postpone: bool) -> None:
+    body, rotation, calls = PAIRS[name]
+    attention = attention_of(body)
     (found,) = patterns_of(attention).heads
     assert found.rotate == rotation
     rewrites = (Rewrite("heads", 0, ("rotation",) if found.rotate else ()),)
@@ -167,149 +105,56 @@ def test_both_norms_become_one_call_and_every_value_stays(attention, rotation, c
 
 
 def test_norms_can_be_made_together_without_the_rotation() -> None:
-    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("heads", 0),)) == TOGETHER
+    qwen3 = attention_of(PAIRS["Qwen3"][0])
+    assert run(qwen3, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("heads", 0),)) == TOGETHER
 
 
-class ReadsBetween(Recorder):
-    def forward(self, q, k):
-        q = self.q_norm(q)
-        total = q.value
-        k = self.k_norm(k)
-        return q, k, total
-
-
-class ReadsInTheSecond(Recorder):
-    def forward(self, q, k):
-        q = self.q_norm(q)
-        k = self.k_norm(q)
-        return q, k
-
-
-class WritesBetween(Recorder):
-    def forward(self, q, k):
-        raw = q
-        q = self.q_norm(q)
-        raw.mul_(2)
-        k = self.k_norm(k)
-        raw.value = raw.value // 2
-        return q, k
-
-
-class OwnMethodWritesBetween(Recorder):
-    """As an in-place dropout does."""
-
-    def doubled(self, x):
-        return x.mul_(2)
-
-    def forward(self, q, k):
-        q = Heads(q.value)
-        normed = self.q_norm(q)
-        k = self.k_norm(self.doubled(q))
-        return normed, k
-
-
-class ReadsInAFunction(Recorder):
-    def forward(self, q, k):
-        both = lambda: (q, k)  # noqa: E731
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        return both()
-
-
-class OnlyOne(Recorder):
-    def forward(self, q, k):
-        q = self.q_norm(q)
-        k = self.other(k.value)
-        return q, k
-
-
-class Unpacked(Recorder):
-    def forward(self, q, k):
-        q, k = self.q_norm(q), self.k_norm(k)
-        return q, k
-
-
-class ElsewhereTransposed(Recorder):
+class WithMethods(Recorder):
     def transposed(self, x):
         return x
 
-    def forward(self, q, k):
-        q = self.transposed(self.q_norm(q))
-        k = self.transposed(self.k_norm(k))
-        return q, k
+    def doubled(self, x):
+        """As an in-place dropout does."""
+        return x.mul_(2)
 
 
-class InTwoBranches(Recorder):
-    def forward(self, q, k):
+LEFT_ALONE = {
+    "reads between": "q = self.q_norm(q); total = q.value; k = self.k_norm(k); return q, k, total",
+    "reads in the second": "q = self.q_norm(q); k = self.k_norm(q)",
+    "writes between": "raw = q; q = self.q_norm(q); raw.mul_(2); k = self.k_norm(k); raw.value = raw.value // 2",
+    "an own method writes between": """
+        q = Heads(q.value); normed = self.q_norm(q); k = self.k_norm(self.doubled(q))
+        return normed, k
+    """,
+    "reads in a function": f"both = lambda: (q, k); {NORMS}; return both()",
+    "only one": "q = self.q_norm(q); k = self.other(k.value)",
+    "unpacked": "q, k = self.q_norm(q), self.k_norm(k)",
+    "transposed elsewhere": "q = self.transposed(self.q_norm(q)); k = self.transposed(self.k_norm(k))",
+    "in two branches": """
         if self.flag:
             q = self.q_norm(q)
         else:
             k = self.k_norm(k)
-        return q, k
-
-
-class TransposesTheRows(Recorder):
-    def forward(self, q, k):
-        q = self.q_norm(q).transpose(2, 3)
-        k = self.k_norm(k).transpose(2, 3)
-        return q, k
-
-
-class TransposesTheRowsByOneMore(Recorder):
-    def forward(self, q, k):
-        q = self.q_norm(q).transpose(1, 3)
-        k = self.k_norm(k).transpose(1, 3)
-        return q, k
-
-
-class TransposesTheRowsOfK(Recorder):
-    def forward(self, q, k):
-        q = self.q_norm(q).transpose(1, 2)
-        k = self.k_norm(k).transpose(1, 2, 3)
-        return q, k
-
-
-class TransposesByName(Recorder):
-    def forward(self, q, k):
+    """,
+    "transposes the rows": "q = self.q_norm(q).transpose(2, 3); k = self.k_norm(k).transpose(2, 3)",
+    "transposes the rows by one more": "q = self.q_norm(q).transpose(1, 3); k = self.k_norm(k).transpose(1, 3)",
+    "transposes the rows of k": "q = self.q_norm(q).transpose(1, 2); k = self.k_norm(k).transpose(1, 2, 3)",
+    "transposes by name": """
         q = self.q_norm(q).transpose(dim0=1, dim1=2)
         k = self.k_norm(k).transpose(dim0=1, dim1=2)
-        return q, k
+    """,
+}
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        ReadsBetween,
-        ReadsInTheSecond,
-        WritesBetween,
-        OwnMethodWritesBetween,
-        ReadsInAFunction,
-        OnlyOne,
-        Unpacked,
-        ElsewhereTransposed,
-        InTwoBranches,
-        TransposesTheRows,
-        TransposesTheRowsByOneMore,
-        TransposesTheRowsOfK,
-        TransposesByName,
-    ],
-)
-def test_what_only_resembles_a_pair_is_left_alone(attention) -> None:
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_only_resembles_a_pair_is_left_alone(name: str) -> None:
+    attention = attention_of(LEFT_ALONE[name], "q, k", WithMethods)
     assert patterns_of(attention).heads == []
     assert run(attention, Heads(2), Heads(3)) == []
 
 
-def half(x):
-    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-
-
-def rotate_half(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + half(q) * sin, k * cos + half(k) * sin
-
-
-def rotate_half_too(q, k, cos, sin, unsqueeze_dim=1):
-    return rotate_half(q, k, cos, sin, unsqueeze_dim)
+def rotates_too(q, k, cos, sin, unsqueeze_dim=1):
+    return rotates(q, k, cos, sin, unsqueeze_dim)
 
 
 class TwoPairs(nn.Module):
@@ -318,23 +163,23 @@ class TwoPairs(nn.Module):
     def forward(self, q, k, p, m, cos, sin):
         q = self.q_norm(q)
         k = self.k_norm(k)
-        q, k = rotate_half(q, k, cos, sin)
+        q, k = rotates(q, k, cos, sin)
         p = self.query_norm(p)
         m = self.key_norm(m)
-        p, m = rotate_half_too(p, m, cos, sin)
+        p, m = rotates_too(p, m, cos, sin)
         return q, k, p, m
 
 
 def test_each_pair_is_fused_with_its_own_rotation() -> None:
-    assert [pair.rotate for pair in patterns_of(TwoPairs).heads] == ["rotate_half", "rotate_half_too"]
+    assert [pair.rotate for pair in patterns_of(TwoPairs).heads] == ["rotates", "rotates_too"]
 
     def functions(*rewrites):
         return [rotation.function for rotation in rotations_of(TwoPairs, rewrites)]
 
     first, second = (Rewrite("heads", index, ("rotation",)) for index in range(2))
-    assert functions(second) == [rotate_half_too]
-    assert functions(Rewrite("heads", 0), second) == [rotate_half_too]
-    assert functions(first, second) == [rotate_half, rotate_half_too]
+    assert functions(second) == [rotates_too]
+    assert functions(Rewrite("heads", 0), second) == [rotates_too]
+    assert functions(first, second) == [rotates, rotates_too]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """The adds of a residual stream are found by dataflow, and a rewritten forward returns what the original returns."""
 
-# ruff: noqa: RET504
-
 from __future__ import annotations
 
-import contextlib
 import weakref
 
 import pytest
@@ -18,101 +15,73 @@ import fused_norm
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.patterns.calls import Rewrite
 
-from .forwards import Recorder, everything, run
+from .forwards import Recorder, everything, layer_of, run
 
 
-def adds_of(layer: type) -> list[tuple[str | None, str | None, str | None]]:
-    """The norms after and before each add that is found in a forward."""
-    return [add.names for add in patterns_of(layer).adds]
+def adds_of(layer: type) -> list[str]:
+    """The norms after and before each add that is found in a forward, and the dropout: ``-`` where there is none."""
+    return [" ".join(name or "-" for name in add.names).rstrip(" -") for add in patterns_of(layer).adds]
 
 
-class Llama(Recorder):
-    def forward(self, h):
-        residual = h
-        h = self.other(h)
-        h = residual + h
+# What is a norm and what is not (here, `other`) is asked of the module, not of its source.
+FUSED = {
+    "Llama": (
+        """
+        r = a; a = self.other(a); a = r + a
 
         # a comment between
-        residual = h
-        h = self.norm(h)
-        h = self.other(h)
-        h = residual + h
-        return h
-
-
-class Gemma2(Recorder):
-    def forward(self, h):
-        residual = h
-        h = self.norm(h)
-        h = self.other(h)
-        h = self.inner(h)
-        h = residual + h
-
-        residual = h
-        h = self.norm(h)
-        h = self.other(h)
-        h = self.inner(h)
-        h = h + residual
-        return h
-
-
-class Inline(Recorder):
-    def forward(self, h):
-        h = h + self.inner(self.other(h))
-        h = self.inner(h * 2) + h
-        residual = h
-        h = self.norm(h)
-        return residual * h
-
-
-class Returned(Recorder):
-    def forward(self, h):
-        residual = h
-        h = self.inner(self.other(h))
-        return residual + h
-
-
-class ReturnedInline(Recorder):
-    def forward(self, h):
-        h = self.other(h)
-        return self.inner(h * 2) + h
-
-
-class OnlyInner(Recorder):
-    def forward(self, h):
-        residual = h
-        h = self.other(h)
-        h = self.inner(h)
-        h = residual + h
-        return h * 2
-
-
-class Scaled(Recorder):
-    def forward(self, h):
-        residual = h
-        h = residual + self.other(h) * self.factor
-        residual = h
-        h = self.norm(h)
-        h = self.factor * self.other(h) + residual
-        return h
-
-
-class BothScaled(Recorder):
-    def forward(self, a, b):
-        a = self.factor * a + b * self.factor
-        return self.norm(a)
-
-
-class OtherNames(Recorder):
-    def forward(self, a, b=2, *, c: float = 1):
-        total = self.other(a) * c + b * a
-        kept = also = total
+        r = a; a = self.norm(a); a = self.other(a); a = r + a
+        return a
+        """,
+        ["norm other", "- other"],
+        ["add norm other 1", "onto other"],
+    ),
+    "Gemma 2": (
+        """
+        r = a; a = self.norm(a); a = self.other(a); a = self.inner(a); a = r + a
+        r = a; a = self.norm(a); a = self.other(a); a = self.inner(a); a = a + r
+        return a
+        """,
+        ["norm inner", "- inner"],
+        ["add norm inner 1", "onto inner"],
+    ),
+    "inline": (
+        """
+        a = a + self.inner(self.other(a)); a = self.inner(a * 2) + a
+        r = a; a = self.norm(a)
+        return r * a
+        """,
+        ["- inner", "norm inner"],
+        ["onto inner", "add norm inner 1"],
+    ),
+    "no norm after": (
+        "r = a; a = self.other(a); a = self.inner(a); a = r + a; return a * 2",
+        ["- inner"],
+        ["onto inner"],
+    ),
+    "returned": ("r = a; a = self.inner(self.other(a)); return r + a", ["- inner"], ["onto inner"]),
+    "returned inline": ("a = self.other(a); return self.inner(a * 2) + a", ["- inner"], ["onto inner"]),
+    "scaled": (
+        """
+        r = a; a = r + self.other(a) * self.factor
+        r = a; a = self.norm(a); a = self.factor * self.other(a) + r
+        return a
+        """,
+        ["norm"],
+        ["add norm None 7"],
+    ),
+    "both scaled": ("a = self.factor * a + b * self.factor; return self.norm(a)", ["norm"], ["add norm None 7"]),
+    "other names": (
+        """
+        total = self.other(a) * 5 + b * a; kept = also = total
         y = self.norm(total)
         return y + kept * also
-
-
-class Nested(Recorder):
-    def forward(self, a, b):
+        """,
+        ["norm"],
+        ["add norm None 1"],
+    ),
+    "nested": (
+        """
         if self.flag:
             with contextlib.suppress(ValueError):
                 a = a + b
@@ -122,39 +91,36 @@ class Nested(Recorder):
             a = b + b
             a = self.other(a)
         return a * b
-
-
-class SeveralAdds(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        a = self.norm(a)
-        a = a + b
-        a = self.other(a)
-        a = b * a + b
-        return self.norm(a)
-
-
-class InsideCalls(Recorder):
-    """As in the vision blocks of Qwen2.5-VL, with another norm at the end."""
-
-    def forward(self, h, factor):
-        h = h + self.third(self.norm(h), *[])
-        h = h + self.third(x=self.other(h))
-        copied = h
-        return max(self.norm(h), factor) - copied
-
-
-class InsideArithmetic(Recorder):
-    def forward(self, h, shift):
-        h = h * shift + h
-        scaled = self.norm(h) * (1 + shift) - h
-        scaled = self.third(shift) + scaled
+        """,
+        ["norm", "other"],
+        ["add norm None 1"],
+    ),
+    "several": (
+        "a = a + b; a = self.norm(a); a = a + b; a = self.other(a); a = b * a + b; return self.norm(a)",
+        ["norm", "other", "norm"],
+        ["add norm None 1", "add other None 1", "add norm None 1"],
+    ),
+    # As in the vision blocks of Qwen2.5-VL, with another norm at the end.
+    "inside calls": (
+        """
+        a = a + self.third(self.norm(a), *[]); a = a + self.third(x=self.other(a))
+        copied = a
+        return max(self.norm(a), b) - copied
+        """,
+        ["other", "norm"],
+        ["add other None 1", "add norm None 1"],
+    ),
+    "inside arithmetic": (
+        """
+        a = a * b + a; scaled = self.norm(a) * (1 + b) - a; scaled = self.third(b) + scaled
         first, second = self.pair(self.other(scaled))
-        return first - second * h
-
-
-class InACase(Recorder):
-    def forward(self, a, b):
+        return first - second * a
+        """,
+        ["norm", "other third"],
+        ["add norm None 1", "add other third 1"],
+    ),
+    "in a case": (
+        """
         match self.factor:
             case 7:
                 a = a + b
@@ -162,385 +128,174 @@ class InACase(Recorder):
             case _:
                 a = b
         return a
-
-
-class BothInOneStatement(Recorder):
-    """What a sum's norm returns is added at once."""
-
-    def forward(self, a, b):
-        a = a + b
-        a = a + self.norm(a)
-        return self.other(a)
-
-
-class InLists(Recorder):
-    def forward(self, h, b):
-        h = h + b
-        residual = h
-        h = self.norms[0](h)
-        h = residual + h
-        residual = h
-        h = self.norms[1](h)
-        return residual - h
-
-
-class SumOrNot(Recorder):
-    """As in the Mamba layers of Zamba."""
-
-    def forward(self, h, b=None):
-        residual = h
-        h = h + b if b is not None else h
-        h = self.norm(h)
-        h = h if b is None else self.factor * b + h
-        return self.other(h) - residual
-
-
-class NormOrNot(Recorder):
-    """As in Molmo 2 and Higgs Audio 2."""
-
-    def forward(self, h, b=None, after=False):
-        h = h + 5
-        residual = h
-        if self.flag and not after:
-            h = self.norm(h)
-        h = self.third(h)
-        h = residual + h
-        if b is None:
-            h = 2 * h
-        else:
-            residual = h
-            h = self.other(h)
-        return h - residual
-
-
-class InnerOfAnotherName(Recorder):
-    """As in Gemma 3n."""
-
-    def forward(self, h, active):
-        made = self.third(h)
-        made = self.inner(made)
-        gated = active + made
-        normed = self.norm(gated)
+        """,
+        ["norm"],
+        ["add norm None 1"],
+    ),
+    # What a sum's norm returns is added at once.
+    "both in one statement": ("a = a + b; a = a + self.norm(a); return self.other(a)", ["norm"], ["add norm None 1"]),
+    "in lists": (
+        "a = a + b; r = a; a = self.norms[0](a); a = r + a; r = a; a = self.norms[1](a); return r - a",
+        ["norms.0", "norms.1"],
+        ["add norm None 1", "add other None 1"],
+    ),
+    # As in Gemma 3n.
+    "inner of another name": (
+        """
+        made = self.third(a); made = self.inner(made); gated = b + made; normed = self.norm(gated)
         if self.flag:
             normed = self.other(normed)
             gated = gated + normed
         return gated * 2
+        """,
+        ["norm inner", "- other"],
+        ["add norm inner 1", "onto other"],
+    ),
+    # As in T5Gemma.
+    "dropout": (
+        """
+        r = a; a = self.other(a); a = self.inner(a); a = r + self.third(a)
+        r = a; a = self.norm(a); made = self.inner(a * 3); a = self.third(made) + r
+        return a * 2
+        """,
+        ["norm third inner", "- third inner"],
+        ["add norm inner 1", "onto inner"],
+    ),
+    "dropout of what is read again": (
+        "made = self.inner(a); a = a + self.third(made); return a * made",
+        ["- third"],
+        ["onto third"],
+    ),
+    # The norm takes one sum and its result goes into the next: it can be fused with one of them.
+    "the consumer is the inner norm": (
+        "a = a + b; a = self.inner(a); a = b + a; return self.norm(a)",
+        ["inner", "norm"],
+        ["add inner None 1", "add norm None 1"],
+    ),
+}
+"""The body of a forward, the adds that are found in it, and its calls when all of them are fused."""
 
 
-class Dropout(Recorder):
-    """As in T5Gemma."""
-
-    def forward(self, h):
-        residual = h
-        h = self.other(h)
-        h = self.inner(h)
-        h = residual + self.third(h)
-        residual = h
-        h = self.norm(h)
-        made = self.inner(h * 3)
-        h = self.third(made) + residual
-        return h * 2
-
-
-class DropoutOfMore(Recorder):
-    """What goes into it is read again."""
-
-    def forward(self, h):
-        made = self.inner(h)
-        h = h + self.third(made)
-        return h * made
-
-
-class ConsumerIsInner(Recorder):
-    """The norm takes one sum and its result goes into the next: it can be fused with one of them."""
-
-    def forward(self, a, b):
-        a = a + b
-        a = self.inner(a)
-        a = b + a
-        return self.norm(a)
-
-
-@pytest.mark.parametrize(
-    ("layer", "adds", "calls", "arguments"),
-    [
-        # What is a norm and what is not (here, `other`) is asked of the module, not of its source.
-        (Llama, [("norm", "other", None), (None, "other", None)], ["add norm other 1", "onto other"], (2,)),
-        (Gemma2, [("norm", "inner", None), (None, "inner", None)], ["add norm inner 1", "onto inner"], (2,)),
-        (
-            Inline,
-            [(None, "inner", None), ("norm", "inner", None)],
-            ["onto inner", "add norm inner 1"],
-            (2,),
-        ),
-        (OnlyInner, [(None, "inner", None)], ["onto inner"], (2,)),
-        (Returned, [(None, "inner", None)], ["onto inner"], (2,)),
-        (ReturnedInline, [(None, "inner", None)], ["onto inner"], (2,)),
-        (Scaled, [("norm", None, None)], ["add norm None 7"], (2,)),
-        (BothScaled, [("norm", None, None)], ["add norm None 7"], (2, 3)),
-        (OtherNames, [("norm", None, None)], ["add norm None 1"], (2,)),
-        (Nested, [("norm", None, None), ("other", None, None)], ["add norm None 1"], (2, 3)),
-        (
-            SeveralAdds,
-            [("norm", None, None), ("other", None, None), ("norm", None, None)],
-            ["add norm None 1", "add other None 1", "add norm None 1"],
-            (2, 3),
-        ),
-        (
-            InsideCalls,
-            [("other", None, None), ("norm", None, None)],
-            ["add other None 1", "add norm None 1"],
-            (2, 3),
-        ),
-        (
-            InsideArithmetic,
-            [("norm", None, None), ("other", "third", None)],
-            ["add norm None 1", "add other third 1"],
-            (2, 3),
-        ),
-        (InACase, [("norm", None, None)], ["add norm None 1"], (2, 3)),
-        (BothInOneStatement, [("norm", None, None)], ["add norm None 1"], (2, 3)),
-        (InLists, [("norms.0", None, None), ("norms.1", None, None)], ["add norm None 1", "add other None 1"], (2, 3)),
-        (SumOrNot, [("norm", None, None), ("other", None, None)], ["add norm None 1", "add other None 7"], (2, 3)),
-        (SumOrNot, [("norm", None, None), ("other", None, None)], [], (2,)),
-        (NormOrNot, [("norm", None, None), ("other", "third", None)], ["add norm None 1", "onto third"], (2,)),
-        (NormOrNot, [("norm", None, None), ("other", "third", None)], ["add norm None 1", "add other third 1"], (2, 3)),
-        (NormOrNot, [("norm", None, None), ("other", "third", None)], ["add other third 1"], (2, 3, True)),
-        (
-            InnerOfAnotherName,
-            [("norm", "inner", None), (None, "other", None)],
-            ["add norm inner 1", "onto other"],
-            (2, 3),
-        ),
-        (
-            Dropout,
-            [("norm", "third", "inner"), (None, "third", "inner")],
-            ["add norm inner 1", "onto inner"],
-            (2,),
-        ),
-        (DropoutOfMore, [(None, "third", None)], ["onto third"], (2,)),
-        (
-            ConsumerIsInner,
-            [("inner", None, None), ("norm", None, None)],
-            ["add inner None 1", "add norm None 1"],
-            (2, 3),
-        ),
-    ],
-)
-def test_the_sum_is_handed_over_and_every_value_stays(layer, adds, calls, arguments) -> None:
+@pytest.mark.parametrize("name", FUSED)
+def test_the_sum_is_handed_over_and_every_value_stays(name: str) -> None:
+    body, adds, calls = FUSED[name]
+    layer = layer_of(body)
     assert adds_of(layer) == adds
-    assert run(layer, *arguments) == calls
+    assert run(layer, 2, 3) == calls
+
+
+def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
+    # As in the Mamba layers of Zamba.
+    sum_or_not = layer_of(
+        """
+        r = a; a = a + b if b is not None else a; a = self.norm(a); a = a if b is None else self.factor * b + a
+        return self.other(a) - r
+        """,
+        "a, b=None",
+    )
+    assert adds_of(sum_or_not) == ["norm", "other"]
+    assert patterns_of(sum_or_not).missed_adds == []
+    assert run(sum_or_not, 2, 3) == ["add norm None 1", "add other None 7"]
+    assert run(sum_or_not, 2) == []
+    # As in Molmo 2 and Higgs Audio 2.
+    norm_or_not = layer_of(
+        """
+        a = a + 5; r = a
+        if self.flag and not after:
+            a = self.norm(a)
+        a = self.third(a); a = r + a
+        if b is None:
+            a = 2 * a
+        else:
+            r = a
+            a = self.other(a)
+        return a - r
+        """,
+        "a, b=None, after=False",
+    )
+    assert adds_of(norm_or_not) == ["norm", "other third"]
+    assert run(norm_or_not, 2) == ["add norm None 1", "onto third"]
+    assert run(norm_or_not, 2, 3) == ["add norm None 1", "add other third 1"]
+    assert run(norm_or_not, 2, 3, True) == ["add other third 1"]
 
 
 def test_only_what_is_asked_for_is_handed_over() -> None:
-    assert run(SeveralAdds, 2, 3, rewrites=(Rewrite("adds", 2, ("norm",)),)) == ["add norm None 1"]
-    assert run(Gemma2, 2, rewrites=(Rewrite("adds", 0, ("inner",)),)) == ["onto inner"]
-    assert run(Gemma2, 2, rewrites=(Rewrite("adds", 0, ("norm",)),)) == ["add norm None 1"]
-    assert run(Gemma2, 2, rewrites=(Rewrite("adds", 1, ("inner",)),)) == ["onto inner"]
+    several, gemma2 = (layer_of(FUSED[name][0]) for name in ("several", "Gemma 2"))
+    assert run(several, 2, 3, rewrites=(Rewrite("adds", 2, ("norm",)),)) == ["add norm None 1"]
+    assert run(gemma2, 2, 3, rewrites=(Rewrite("adds", 0, ("inner",)),)) == ["onto inner"]
+    assert run(gemma2, 2, 3, rewrites=(Rewrite("adds", 0, ("norm",)),)) == ["add norm None 1"]
+    assert run(gemma2, 2, 3, rewrites=(Rewrite("adds", 1, ("inner",)),)) == ["onto inner"]
 
 
-class SumIsChanged(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        a = 2 * a
-        return self.norm(a)
-
-
-class SumIsCalledWithFirst(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        return max(a, b) * self.norm(a)
-
-
-class NormMayNotBeCalled(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        return a and self.norm(a)
-
-
-class ConditionIsComputed(Recorder):
-    def forward(self, a, b):
+LEFT_ALONE = {
+    "the sum is changed": "a = a + b; a = 2 * a; return self.norm(a)",
+    "the sum is called with first": "a = a + b; return max(a, b) * self.norm(a)",
+    "the norm may not be called": "a = a + b; return a and self.norm(a)",
+    "the condition is computed": """
         a = a + b
         if self.third(b):
             a = self.norm(a)
         return a
-
-
-class ConditionReadsTheSum(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        c = a
+    """,
+    "the condition reads the sum": """
+        a = a + b; c = a
         if c:
             a = self.norm(a)
         return a
-
-
-class OtherIsComputed(Recorder):
-    def forward(self, a, b):
-        a = a + b if self.flag else self.third(a)
-        return self.norm(a)
-
-
-class NumberIsComputed(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        return self.norms[b](a)
-
-
-class SumIsReplaced(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        a = b
-        return self.norm(a)
-
-
-class SumIsUsedBetween(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        self.calls.append(a)
-        self.calls.clear()
-        return self.norm(a)
-
-
-class InPlace(Recorder):
-    def forward(self, a, b):
-        a += b
-        return self.norm(a)
-
-
-class Subtracts(Recorder):
-    def forward(self, a, b):
-        a = a - b
-        return self.norm(a)
-
-
-class NormOfAnother(Recorder):
-    def forward(self, a, b):
-        c = a + b
-        a = self.norm(a)
-        return a * c
-
-
-class TakesMore(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        return max(2 * b, self.norm(a))
-
-
-class TakesKeywords(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        return self.third(x=self.norm(x=a))
-
-
-class Unpacks(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        a, b = self.pair(a)
-        return a * b
-
-
-class InnerFunction(Recorder):
-    def forward(self, a, b):
+    """,
+    "the other value is computed": "a = a + b if self.flag else self.third(a); return self.norm(a)",
+    "the number is computed": "a = a + b; return self.norms[b - 2](a)",
+    "the sum is replaced": "a = a + b; a = b; return self.norm(a)",
+    "the sum is used between": "a = a + b; self.calls.append(a); self.calls.clear(); return self.norm(a)",
+    "in place": "a += b; return self.norm(a)",
+    "subtracts": "a = a - b; return self.norm(a)",
+    "the norm of another": "c = a + b; a = self.norm(a); return a * c",
+    "takes more": "a = a + b; return max(2 * b, self.norm(a))",
+    "takes keywords": "a = a + b; return self.third(x=self.norm(x=a))",
+    "unpacks": "a = a + b; a, b = self.pair(a); return a * b",
+    "an inner function": """
         def inner(a, b):
             a = a + b
             return self.norm(a)
 
         return a - b
-
-
-class ReturnsTuple(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        outputs = (a,)
-        return outputs
-
-
-class ReturnsMore(Recorder):
-    def forward(self, a, b):
-        a = a + b
-        return a, b
-
-
-class ReturnsExpression(Recorder):
-    def forward(self, a, b):
-        return a + b
-
-
-class InnerIsReadAgain(Recorder):
-    def forward(self, a, b):
-        c = self.inner(a)
-        a = b + c
-        return a * c
-
-
-class InnerIsReadInAFunction(Recorder):
-    def forward(self, a, b):
-        c = self.inner(a)
-        a = b + c
-        return (lambda: a * c)()
-
-
-class InnerIsReadInTheNextTurn(Recorder):
-    def forward(self, a, b):
+    """,
+    "returns a tuple": "a = a + b; outputs = (a,); return outputs",
+    "returns more": "a = a + b; return a, b",
+    "returns the sum": "return a + b",
+    "the inner is read again": "c = self.inner(a); a = b + c; return a * c",
+    "the inner is read in a function": "c = self.inner(a); a = b + c; return (lambda: a * c)()",
+    "the inner is read in the next turn": """
         c = a
         for _ in range(2):
             a = a * c
             c = self.inner(a)
             a = b + c
         return a * 2
-
-
-class InnerIsChanged(Recorder):
-    def forward(self, a, b):
-        a = self.inner(a)
-        a = a * 2
-        a = b + a
-        return a * 2
-
-
-class InnerOnBothSides(Recorder):
-    def forward(self, a):
-        a = self.inner(a)
-        a = a + a
-        return a * 2
-
-
-class InnerBeforeOneThatReadsIt(Recorder):
-    def forward(self, a, b):
-        a = self.inner(a)
-        a = (a * b) + a
-        return a * 2
-
-
-class NormInTheHandler(Recorder):
-    def forward(self, a, b):
+    """,
+    "the inner is changed": "a = self.inner(a); a = a * 2; a = b + a; return a * 2",
+    "the inner on both sides": "a = self.inner(a); a = a + a; return a * 2",
+    "the inner before what reads it": "a = self.inner(a); a = (a * b) + a; return a * 2",
+    "the sum as another type": "return self.norm((a + b).conjugate())",
+}
+NORM_MISSED = {
+    "the norm in the handler": """
         try:
             a = a + b
             b.missing()
         except AttributeError:
             a = self.norm(a)
         return a
-
-
-class NormAtLast(Recorder):
-    def forward(self, a, b):
+    """,
+    "the norm at last": """
         try:
             a = a + b
         finally:
             a = self.norm(a)
         return a
-
-
-class SumOfOthersNames(Recorder):
-    def forward(self, a, b):
-        a, b = b, a + b
-        return self.norm(b) * a
-
-
-class SumAsAnotherType(Recorder):
-    def forward(self, a, b):
-        return self.norm((a + b).conjugate())
+    """,
+    "the sum of others' names": "a, b = b, a + b; return self.norm(b) * a",
+}
 
 
 class OtherOperandWrites(Recorder):
@@ -558,50 +313,16 @@ class OtherOperandWrites(Recorder):
         return a.pop(index)
 
 
-@pytest.mark.parametrize(
-    ("layer", "arguments"),
-    [
-        (SumIsChanged, (2, 3)),
-        (SumIsCalledWithFirst, (2, 3)),
-        (NormMayNotBeCalled, (2, 3)),
-        (ConditionIsComputed, (2, 3)),
-        (ConditionReadsTheSum, (2, 3)),
-        (OtherIsComputed, (2, 3)),
-        (NumberIsComputed, (2, 1)),
-        (SumIsReplaced, (2, 3)),
-        (SumIsUsedBetween, (2, 3)),
-        (InPlace, (2, 3)),
-        (Subtracts, (2, 3)),
-        (NormOfAnother, (2, 3)),
-        (TakesMore, (2, 3)),
-        (TakesKeywords, (2, 3)),
-        (Unpacks, (2, 3)),
-        (InnerFunction, (2, 3)),
-        (ReturnsTuple, (2, 3)),
-        (ReturnsMore, (2, 3)),
-        (ReturnsExpression, (2, 3)),
-        (InnerIsReadAgain, (2, 3)),
-        (InnerIsReadInAFunction, (2, 3)),
-        (InnerIsReadInTheNextTurn, (2, 3)),
-        (InnerIsChanged, (2, 3)),
-        (InnerOnBothSides, (2,)),
-        (InnerBeforeOneThatReadsIt, (2, 3)),
-        (NormInTheHandler, (2, 3)),
-        (NormAtLast, (2, 3)),
-        (SumOfOthersNames, (2, 3)),
-        (SumAsAnotherType, (2, 3)),
-        (OtherOperandWrites, (2, 3)),
-    ],
-)
-def test_what_only_resembles_the_pattern_is_left_alone(layer, arguments) -> None:
+@pytest.mark.parametrize("layer", [*LEFT_ALONE, *NORM_MISSED, OtherOperandWrites])
+def test_what_only_resembles_the_pattern_is_left_alone(layer: str | type) -> None:
+    layer = layer_of((LEFT_ALONE | NORM_MISSED)[layer]) if isinstance(layer, str) else layer
     assert adds_of(layer) == []
-    assert run(layer, *arguments) == []
+    assert run(layer, 2, 3) == []
 
 
-class Missed(Recorder):
-    """Sums that reach a norm in other ways than are fused."""
-
-    def forward(self, a, b):
+MISSED = (
+    (
+        """
         a += b
         a = self.norm(a)
         if self.flag:
@@ -619,10 +340,12 @@ class Missed(Recorder):
             b = a - b
             return self.norm(b) * d
         return self.act(a)
-
-
-class MissedInOtherForms(Recorder):
-    def forward(self, a, b):
+        """,
+        "norm: a += b; other: b + a if flag; third: a + b; inner: c + a; inner: a + 2; third: c + a if not factor; "
+        "third: a + 2 if not factor; act: c + a; act: a + 2; act: b + a if not factor",
+    ),
+    (
+        """
         c = self.norm(d := a + b)
         c, d = self.other(d), c + d
         c = self.third(x=d)
@@ -635,10 +358,11 @@ class MissedInOtherForms(Recorder):
         for i in range(2):
             d = self.norms[i](c)
         return self.norms[-1](c)
-
-
-class MissedInMoreForms(Recorder):
-    def forward(self, a, b):
+        """,
+        "norm: a + b; other: a + b; third: c + d; inner: a.add(b); act: d.add_(c); norms.*: b + d; norms.-1: b + d",
+    ),
+    (
+        """
         c = self.norm((a + b).type_as(a))
         c = self.other(sum((a, b)))
         match self.flag:
@@ -649,6 +373,23 @@ class MissedInMoreForms(Recorder):
         c = self.third(c * 1 if self.flag else c)
         a = a + c if self.flag else self.act(c)
         return self.inner(a)
+        """,
+        "norm: a + b; other: sum((a, b)); third: a + b; inner: a + c",
+    ),
+    (FUSED["both in one statement"][0], "other: a + self.norm(a)"),
+    *((body, "norm: a + b") for body in NORM_MISSED.values()),
+    *((FUSED[name][0], "") for name in ("inside calls", "in lists", "nested")),
+)
+"""Forwards, and the sums that reach a norm in other ways than are fused, with the conditions under which they do."""
+
+
+@pytest.mark.parametrize(("body", "expected"), MISSED)
+def test_sums_that_reach_a_norm_in_another_way_are_found(body: str, expected: str) -> None:
+    missed = []
+    for one in patterns_of(layer_of(body)).missed_adds:
+        conditions = "".join(f" if {'' if holds else 'not '}{name}" for name, holds in one.conditions)
+        missed.append(f"{one.norm}: {one.source}{conditions}")
+    assert "; ".join(missed) == expected
 
 
 def scaled_add(a, b):
@@ -679,75 +420,34 @@ def test_a_sum_that_a_function_returns_is_found() -> None:
     assert rows == [("norm", "its sum, scaled_add(a, b), reaches it in a way that is not rewritten")]
 
 
-def test_sums_that_reach_a_norm_in_another_way_are_found() -> None:
-    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(Missed).missed_adds]
-    assert missed == [
-        ("norm", "a += b", ()),
-        ("other", "b + a", (("flag", True),)),
-        ("third", "a + b", ()),
-        ("inner", "c + a", ()),
-        ("inner", "a + 2", ()),
-        ("third", "c + a", (("factor", False),)),
-        ("third", "a + 2", (("factor", False),)),
-        ("act", "c + a", ()),
-        ("act", "a + 2", ()),
-        ("act", "b + a", (("factor", False),)),
-    ]
-    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(MissedInOtherForms).missed_adds]
-    assert missed == [
-        ("norm", "a + b", ()),
-        ("other", "a + b", ()),
-        ("third", "c + d", ()),
-        ("inner", "a.add(b)", ()),
-        ("act", "d.add_(c)", ()),
-        ("norms.*", "b + d", ()),
-        ("norms.-1", "b + d", ()),
-    ]
-    missed = [(one.norm, one.source, one.conditions) for one in patterns_of(BothInOneStatement).missed_adds]
-    assert missed == [("other", "a + self.norm(a)", ())]
-    missed = [(one.norm, one.source) for one in patterns_of(MissedInMoreForms).missed_adds]
-    assert missed == [("norm", "a + b"), ("other", "sum((a, b))"), ("third", "a + b"), ("inner", "a + c")]
-    for layer, source in ((NormInTheHandler, "a + b"), (NormAtLast, "a + b"), (SumOfOthersNames, "a + b")):
-        assert [(one.norm, one.source) for one in patterns_of(layer).missed_adds] == [("norm", source)]
-    for layer in (InsideCalls, InLists, SumOrNot, Nested):
-        assert patterns_of(layer).missed_adds == []
+@pytest.mark.parametrize(
+    ("layer", "adds"),
+    [
+        (LlamaDecoderLayer, ["post_attention_layernorm", "- mlp"]),
+        (GraniteDecoderLayer, ["post_attention_layernorm"]),
+        (Gemma2DecoderLayer, ["pre_feedforward_layernorm post_attention_layernorm", "- post_feedforward_layernorm"]),
+        (Olmo2DecoderLayer, ["mlp post_attention_layernorm", "- post_feedforward_layernorm"]),
+    ],
+)
+def test_families_go_by_dataflow_not_by_name(layer: type, adds: list[str]) -> None:
+    assert adds_of(layer) == adds
 
 
-def test_families_go_by_dataflow_not_by_name() -> None:
-    assert adds_of(LlamaDecoderLayer) == [
-        ("post_attention_layernorm", None, None),
-        (None, "mlp", None),
-    ]
-    assert adds_of(GraniteDecoderLayer) == [("post_attention_layernorm", None, None)]
-    assert adds_of(Gemma2DecoderLayer) == [
-        ("pre_feedforward_layernorm", "post_attention_layernorm", None),
-        (None, "post_feedforward_layernorm", None),
-    ]
-    assert adds_of(Olmo2DecoderLayer) == [
-        ("mlp", "post_attention_layernorm", None),
-        (None, "post_feedforward_layernorm", None),
-    ]
-
-
-class InOrder(Recorder):
-    """Either operand of an add may be the branch; ``gate`` and ``up`` note when they are called."""
-
-    def forward(self, a, b):
-        a = self.third(self.gate(a)) + self.up(b) * 2
-        b = self.norm(a)
-        a = self.factor * self.up(a) + self.gate(b) * 2
-        b = self.norm(a)
-        a = self.inner(self.gate(a)) + self.up(b) * 2
-        b = self.norm(a)
-        return self.inner(self.up(a)) + self.gate(b) * 2
+# Either operand of an add may be the branch; `gate` and `up` note when they are called.
+IN_ORDER = """
+    a = self.third(self.gate(a)) + self.up(b) * 2; b = self.norm(a)
+    a = self.factor * self.up(a) + self.gate(b) * 2; b = self.norm(a)
+    a = self.inner(self.gate(a)) + self.up(b) * 2; b = self.norm(a)
+    return self.inner(self.up(a)) + self.gate(b) * 2
+"""
 
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_operands_are_computed_in_their_order(inner: bool) -> None:
     """What draws random numbers in both, as dropout does, draws them as in stock."""
-    parts = ("norm", "inner") if inner else ("norm",)
-    rewrites = tuple(Rewrite("adds", index, parts) for index in range(len(patterns_of(InOrder).adds)))
-    assert len(run(InOrder, 2, 3, rewrites=rewrites, may_postpone=False)) == 3 + inner
+    layer, parts = layer_of(IN_ORDER), ("norm", "inner") if inner else ("norm",)
+    rewrites = tuple(Rewrite("adds", index, parts) for index in range(len(adds_of(layer))))
+    assert len(run(layer, 2, 3, rewrites=rewrites, may_postpone=False)) == 3 + inner
 
 
 class Held:

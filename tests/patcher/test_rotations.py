@@ -14,15 +14,7 @@ from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.patterns.calls import Rewrite
 from fused_norm.patcher.patterns.rotations import ROTATION_NAME
 
-from .forwards import Heads, Recorder, rotate, run
-
-
-def rotate_one(x: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> Heads:
-    return Heads(x.value * cos + sin * unsqueeze_dim)
-
-
-def embed(q: Heads, k: Heads, cos: int, sin: int) -> tuple[Heads, Heads]:
-    return rotate(q, k, cos, sin)
+from .forwards import Heads, layer_of, run
 
 
 def rotations_of(attention: type) -> list[tuple[str, int, int | None]]:
@@ -30,104 +22,82 @@ def rotations_of(attention: type) -> list[tuple[str, int, int | None]]:
     return [(one.rotate, one.arguments, one.heads) for one in patterns_of(attention).rotations]
 
 
-class Llama(Recorder):
-    def forward(self, q, k, angles):
-        q = q.view(1).transpose(1, 2)
-        cos, sin = angles
-        q, k = rotate(q, k, cos, sin)
-        return q, k
-
-
-class UnderAnIf(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
+FORWARDS = {
+    "Llama": (
+        "q = q.view(1).transpose(1, 2); cos, sin = angles; q, k = rotate(q, k, cos, sin); return q, k",
+        [("rotate", 4)],
+        ["rope"],
+    ),
+    "under an if": (
+        """
+        q = self.q_norm(q); k = self.k_norm(k)
         if self.flag:
             q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=2)
         return q, k
-
-
-class NormsAfter(Recorder):
-    def forward(self, q, k, angles):
+        """,
+        [("rotate", 4)],
+        ["may postpone q_norm k_norm", "pair", "rope"],
+    ),
+    "norms after": (
+        """
         q, k = rotate(q, k, angles[0], angles[1])
-        q = self.query_layernorm(q)
-        k = self.key_layernorm(k)
+        q = self.query_layernorm(q); k = self.key_layernorm(k)
         return q, k
-
-
-class PartsOfHeads(Recorder):
-    def forward(self, q, k, angles):
-        a, b = rotate(q.view(1), k.view(1), angles[0], angles[1], unsqueeze_dim=self.factor)
-        return b, a
-
-
-class OneByOne(Recorder):
-    def forward(self, q, k, angles):
-        cos, sin = angles
-        q = rotate_one(q, cos, sin, unsqueeze_dim=2)
-        q = q.transpose(1, 2)
+        """,
+        [("rotate", 4)],
+        ["rope", "may postpone q_norm k_norm", "pair"],
+    ),
+    "parts of heads": (
+        "a, b = rotate(q.view(1), k.view(1), angles[0], angles[1], unsqueeze_dim=self.factor); return b, a",
+        [("rotate", 4)],
+        ["rope"],
+    ),
+    "at positions": ("q, k = rotate(q, k, angles[0], angles[1], self.factor); return q, k", [("rotate", 5)], ["rope"]),
+    "one by one": (
+        """
+        cos, sin = angles; q = rotate_one(q, cos, sin, unsqueeze_dim=2); q = q.transpose(1, 2)
         k = rotate_one(self.k_norm(k), cos, sin)
         return q, k
-
-
-class AtPositions(Recorder):
-    def forward(self, q, k, angles):
-        q, k = rotate(q, k, angles[0], angles[1], self.factor)
-        return q, k
-
-
-class Otherwise(Recorder):
-    def forward(self, q, k, angles):
-        q, k = rotate(q, k, angles[0], sin=angles[1])
-        q, k = rotate(q, k, *angles, 2)
+        """,
+        [("rotate_one", 3), ("rotate_one", 3)],
+        ["rope one", "rope one"],
+    ),
+    "otherwise": (
+        """
+        q, k = rotate(q, k, angles[0], sin=angles[1]); q, k = rotate(q, k, *angles, 2)
         return rotate(q, k, angles[0], angles[1], 2, *())
+        """,
+        [("rotate", 0)] * 3,
+        [],
+    ),
+    "no rotation": ("q, k = embed(q, k, angles[0], angles[1]); return q, k", [], []),
+}
+"""The body of an attention's forward, the rotations in it with their arguments, and its fused calls."""
 
 
-class NoRotation(Recorder):
-    def forward(self, q, k, angles):
-        q, k = embed(q, k, angles[0], angles[1])
-        return q, k
-
-
-@pytest.mark.parametrize(
-    ("attention", "rotations", "calls"),
-    [
-        (Llama, [("rotate", 4)], ["rope"]),
-        (UnderAnIf, [("rotate", 4)], ["may postpone q_norm k_norm", "pair", "rope"]),
-        (NormsAfter, [("rotate", 4)], ["rope", "may postpone q_norm k_norm", "pair"]),
-        (PartsOfHeads, [("rotate", 4)], ["rope"]),
-        (AtPositions, [("rotate", 5)], ["rope"]),
-        (OneByOne, [("rotate_one", 3), ("rotate_one", 3)], ["rope one", "rope one"]),
-        (Otherwise, [("rotate", 0)] * 3, []),
-        (NoRotation, [], []),
-    ],
-)
-def test_rotations_become_fused_calls_and_every_value_stays(attention, rotations, calls) -> None:
+@pytest.mark.parametrize("name", FORWARDS)
+def test_rotations_become_fused_calls_and_every_value_stays(name: str) -> None:
+    body, rotations, calls = FORWARDS[name]
+    attention = layer_of(body, "q, k, angles")
     assert [found[:2] for found in rotations_of(attention)] == rotations
     assert run(attention, Heads(2), Heads(3), (5, 7)) == calls
 
 
-class Qwen3(Recorder):
-    def forward(self, q, k, angles):
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        q, k = embed(q, k, angles[0], angles[1])
-        return q, k
-
-
 def test_what_takes_the_results_of_a_pair_of_norms_is_a_rotation_under_any_name() -> None:
-    assert rotations_of(Qwen3) == [("embed", 4, 0)]
-    assert run(Qwen3, Heads(2), Heads(3), (5, 7)) == ["may postpone q_norm k_norm", "rotated"]
-    assert run(Qwen3, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("rotations", 0),)) == ["rope"]
+    body = "q = self.q_norm(q); k = self.k_norm(k); q, k = embed(q, k, angles[0], angles[1]); return q, k"
+    attention = layer_of(body, "q, k, angles")
+    assert rotations_of(attention) == [("embed", 4, 0)]
+    assert run(attention, Heads(2), Heads(3), (5, 7)) == ["may postpone q_norm k_norm", "rotated"]
+    assert run(attention, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("rotations", 0),)) == ["rope"]
 
 
 def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:
-    forward = rewritten_forward(Llama, (Rewrite("rotations", 0),))
-    monkeypatch.setitem(globals(), "rotate", lambda q, k, cos, sin: ("theirs", q, k))
-    q, k = Heads(2), Heads(3)
-    assert forward.__globals__ is globals()
+    attention = layer_of(FORWARDS["Llama"][0], "q, k, angles")
+    forward = rewritten_forward(attention, (Rewrite("rotations", 0),))
+    assert forward.__globals__ is attention.forward.__globals__
+    monkeypatch.setitem(forward.__globals__, "rotate", lambda q, k, cos, sin: ("theirs", q, k))
     with pytest.raises(ValueError, match="too many values"):
-        forward(Llama(), q, k, (5, 7))
+        forward(attention(), Heads(2), Heads(3), (5, 7))
 
 
 @pytest.mark.parametrize(
