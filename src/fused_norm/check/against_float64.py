@@ -26,8 +26,8 @@ SLACK = 0.25
 """The share by which the fused error may exceed the stock error, in a result with very many independent errors."""
 
 ZERO_SHARE = 1e-3
-"""A gradient that is zero in exact arithmetic, such as that of a bias on the keys, has no relative error. Every
-gradient counts as at least this share of the rms of all gradients."""
+"""The least size of a gradient in a relative error, as a share of the rms of all gradients: one that is zero in exact
+arithmetic, such as that of a bias on the keys, has no relative error of its own."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -63,7 +63,7 @@ def plans_of(width: int) -> dict[str, str]:
 
 
 def plan_tables() -> dict[str, str]:
-    """Which device's launch plans each device here takes, and why."""
+    """The table of launch plans that each device here takes, and why."""
     if not importlib.util.find_spec("triton"):
         return {}
     from ..kernels.plans import table_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 FAR = 1 / 64
-"""The share of the largest number in a row beyond which a number is far off.
+"""A number is far off that is off by more than this share of the largest number in its row.
 
 Roundings, with that of the row's rstd, make less of a difference; a row that lies in another's place makes more.
 """

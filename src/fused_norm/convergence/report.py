@@ -31,7 +31,7 @@ def summary(results: Iterable[ComparisonResult]) -> str:
 
 
 def share_table(results: Iterable[ComparisonResult]) -> str:
-    """How much of each bound every fused run takes, as aligned text."""
+    """The share of each bound that every fused run takes, as aligned text."""
     rows = [["", "comparison", *(measure.head for measure in MEASURES)]]
     for result in results:
         worst = [result.verdict.worst(measure.name) for measure in MEASURES]
@@ -64,7 +64,7 @@ def loss_table(results: Iterable[ComparisonResult]) -> str:
 
 
 def explanations(results: Iterable[ComparisonResult]) -> str:
-    """What went wrong in each comparison that is not green; empty where all are."""
+    """The reasons of each comparison that is not green, in words; empty where all are."""
     lines = []
     for result in results:
         verdict = result.verdict

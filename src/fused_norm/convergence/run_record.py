@@ -13,12 +13,13 @@ from .distances import slope_error
 from .training import TrainingResult
 
 ZERO_SHARE = 1e-3
-"""A tensor that is zero in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance. Each
-counts as at least this share of the rms of its kind."""
+"""The least size of a tensor in a relative distance, as a share of the rms of all tensors of its kind: one that is zero
+in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance of its own."""
 
 TRIM = 0.01
-"""AdamW moves a weight by the sign of its gradient, more or less. Where the gradient is all but zero the sign is luck,
-and a few such weights would be all that a distance is made of. A wrong kernel moves more than a hundredth of them."""
+"""The share of the weights, those furthest apart, that is left out of a drift. AdamW moves a weight by the sign of its
+gradient, more or less. Where the gradient is all but zero the sign is luck, and a few such weights would be all that a
+distance is made of. A wrong kernel moves more than a hundredth of them."""
 
 TRIMMED = 3
 """Weights of a tensor that are left out at least: one or two of a norm's few weights are enough to make a distance."""

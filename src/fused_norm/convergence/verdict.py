@@ -27,8 +27,8 @@ Status = Literal["green", "red", "invalid"]
 
 FIRST_STEPS = 3
 FIRST_STEPS_BAR = 1e-6
-"""In fp32, how far the losses of the first steps may be from the stock run's, relatively, if the noise is less. A loss
-itself has a rounding of 6e-8, and the steps in which a difference has had no time to grow are few."""
+"""The relative distance that the losses of the first steps may have from the stock run's in fp32, if the noise is less.
+A loss itself has a rounding of 6e-8, and the steps in which a difference has had no time to grow are few."""
 
 NOISE_CAPS: Mapping[str, Mapping[str, float]] = {
     "fp32": {"outputs": 1e-5, "gradients": 1e-4},

@@ -11,11 +11,11 @@ _counting = threading.Lock()
 
 
 class Observation(threading.local):
-    """The observer of one sort of event, each thread's own; None where nobody observes."""
+    """The observer of one sort of event, which each thread has for itself; None where nobody observes."""
 
     observer: Any = None
     active: ClassVar[int] = 0
-    """Observers of any sort in any thread: where there are none, nobody needs to look for this thread's."""
+    """The number of observers of any sort in any thread: at 0 nobody needs to look for this thread's."""
 
     @contextmanager
     def by(self, observer: Any) -> Iterator[None]:

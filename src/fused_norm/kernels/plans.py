@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 Mode = Literal["static_persistent", "multi_wave_cached", "multi_wave_reload"]
-"""The ways of a forward through its rows: a grid of one wave strides over them (``static_persistent``); each program
-takes one tile and keeps it in registers (``multi_wave_cached``); or each reads one row twice, in chunks of columns
-(``multi_wave_reload``)."""
+"""The ways in which a forward goes through its rows. ``static_persistent``: as many programs as run at once stride over
+all tiles. ``multi_wave_cached``: each program takes one tile and keeps it in registers. ``multi_wave_reload``: each
+program takes one row and reads it twice, in chunks of columns."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -29,7 +29,7 @@ WIDEST_SANDWICH_FORWARD = 16384
 """Elements of a row that the forward of a norm, an add and a norm can hold; fp32 rows of 32768 spill 80 bytes."""
 
 WIDEST_SANDWICH_BACKWARD = 8192
-"""Elements of a row that its backward can hold; rows of 16384 spill 200 bytes and more, with 16 warps as with 32."""
+"""Elements of a row that the backward of these can hold; rows of 16384 spill 200 bytes and more in 16 and 32 warps."""
 
 WIDEST_GATED = 8192
 """Elements of a row, or of a group of one, that a program of a gated norm can hold in either direction."""
@@ -40,7 +40,7 @@ _OTHER_SHARED_BYTES = 10_240
 
 @dataclass(frozen=True)
 class Rule:
-    """How to launch one kernel on rows that are no wider than ``widest``.
+    """The way to launch one kernel on rows that are no wider than ``widest``.
 
     Attributes:
         widest: the last width that this rule is for, in elements; rules of a section are tried in their order.
@@ -78,33 +78,33 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "chunked_forward": (
         Rule(8192, 16384, 8),
         Rule(32768, 16384, 16),
-        Rule(_ANY, 32768, 32, why="less is read twice: 12 % over 16384 at 65536 wide, and that has 9 % over 8192"),
+        Rule(_ANY, 32768, 32, why="reads less twice: at 65536 wide 12 % faster than 16384, and that 9 % than 8192"),
     ),
     "sandwich_forward": (
         Rule(512, 2048, 4),
         Rule(1024, 2048, 2),
         Rule(2048, 2048, 2, why="32 elements a lane: .95 of a copy's bandwidth at 1152 wide, with half as many .94"),
-        Rule(4096, 2048, 4, why="the same: .91 at 2560 and .93 at 3840 wide, with half as many .89 and .94"),
-        Rule(8192, 2048, 8, why="the same: .94 at 5376 wide"),
+        Rule(4096, 2048, 4, why="32 elements a lane: .91 at 2560 and .93 at 3840 wide, with half as many .89 and .94"),
+        Rule(8192, 2048, 8, why="32 elements a lane: .94 at 5376 wide"),
         Rule(WIDEST_SANDWICH_FORWARD, 2048, 16),
     ),
     "norm_backward": (
-        Rule(512, 4096, 4, 2, why="32 elements a lane, as many for dw; 4 and 13 % faster than 16 at x128 and x256"),
+        Rule(512, 4096, 4, 2, why="32 elements a lane, as many for dw; 4 % faster than 16 at 128 wide, 13 % at 256"),
         Rule(1024, 4096, 4, 2),
         Rule(2048, 4096, 4, 2, why="two rows a tile hide the reduction's latency"),
-        Rule(3072, 4096, 4, 3, why="at 2560 a third program makes up for the unused lanes, 8 % over two"),
+        Rule(3072, 4096, 4, 3, why="at 2560 a third program makes up for the unused lanes: 8 % faster than two"),
         Rule(4096, 4096, 4, 2, reload=True, why="5 % faster than weights in registers at 32768x4096"),
-        Rule(5120, 4096, 4, 2, reload=True, tail=1024, why="two pieces leave room for a second program: 8 %"),
-        Rule(6144, 4096, 8, 2, reload=True, tail=2048, why="the same: 7 % at 5376, none at 6144"),
+        Rule(5120, 4096, 4, 2, reload=True, tail=1024, why="two pieces leave room for a second program: 8 % faster"),
+        Rule(6144, 4096, 8, 2, reload=True, tail=2048, why="two pieces: 7 % faster at 5376, as fast at 6144"),
         Rule(8192, 4096, 8, 1, why="one program fills a processor with the weight in registers"),
-        Rule(12288, 4096, 16, 1, why="the unused lanes leave room for more rows in flight: 6 % at 4096x12288"),
+        Rule(12288, 4096, 16, 1, why="unused lanes leave room for more rows in flight: 6 % faster at 4096x12288"),
         Rule(WIDEST_BACKWARD, 4096, 16, 1, stages=1, reload=True),
         Rule(_ANY, 4096, 4, 4, stages=2, why="in chunks of two rows: x and dy are read twice, dw stays in registers"),
     ),
     "add_backward": (
         Rule(512, 4096, 4, 2),
         Rule(1024, 4096, 4, 2),
-        Rule(2048, 2048, 4, 2, why="the residual's gradient hides as much as a second row would, 1 % apart"),
+        Rule(2048, 2048, 4, 2, why="reading the residual's gradient hides as much latency as a second row: within 1 %"),
         Rule(4096, 4096, 4, 2),
         Rule(8192, 4096, 8, 1, why="with a residual's gradient enough is in flight without a second piece"),
         Rule(WIDEST_BACKWARD, 4096, 32, 1, stages=1, reload=True),
@@ -112,11 +112,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "sandwich_backward": (
         # Rows of 1024 and less were not measured; compiled for sm_90 they spill up to 44 bytes.
-        Rule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile .75 to .91"),
+        Rule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile: .75 to .91"),
         Rule(3072, 4096, 4, 2, reload=True, why="two accumulators, 32 elements a lane, 250 registers: .88 at 2560"),
         # From 3840 wide on one program keeps enough in flight.
-        Rule(4096, 4096, 4, 1, why="it has room for the weights in registers: .94, two of eight warps .84"),
-        Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 a lane, 128 registers: .94 at 5376 wide"),
+        Rule(4096, 4096, 4, 1, why="it has room for the weights in registers: .94; two programs of eight warps: .84"),
+        Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 elements a lane, 128 registers: .94 at 5376"),
     ),
     "fp32_sandwich_backward": (
         Rule(2048, 4096, 4, 2, reload=True),
@@ -125,13 +125,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "gated_forward": (
         Rule(4096, 2048, 4, why=".95 and more of a copy's bandwidth; in 2 warps the same or up to 3 % slower"),
-        Rule(WIDEST_GATED, 2048, 8, why="as many elements a lane: .87 to .91 at 8192, twice as many .79 to .83"),
+        Rule(WIDEST_GATED, 2048, 8, why="16 elements a lane: .87 to .91 at 8192, with twice as many .79 to .83"),
     ),
     "gated_backward": (
         Rule(512, 2048, 4, 3, why="twice as many elements a lane are 4 to 24 % slower at 128 wide"),
         Rule(1024, 4096, 4, 2, why="half as many elements a lane are 12 % slower"),
         Rule(2048, 2048, 4, 3, why="reading the weight again is up to 8 % slower"),
-        Rule(WIDEST_GATED, 4096, 16, 1, why="8 warps: to 8 % slower; two such at 4096: 11 % faster or 8 % slower"),
+        Rule(WIDEST_GATED, 4096, 16, 1, why="8 warps: up to 8 % slower; two programs of 8: 11 % faster or 8 % slower"),
     ),
     "heads_forward": (
         Rule(1024, 1024, 2, why="16 elements a lane; 4 warps are up to 2 % slower"),
@@ -140,7 +140,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "rotated_heads_forward": (
         Rule(128, 1024, 2, why="eight rows share a token's cos and sin in cache: .92 of a copy's bandwidth"),
-        Rule(1024, 2048, 2, why="the same: .89 at 256; tiles of 4096 in 8 warps made .86 at 128 and .84 at 256"),
+        Rule(1024, 2048, 2, why=".89 at 256 wide; tiles of 4096 in 8 warps reached .86 at 128 and .84 at 256"),
         Rule(4096, 2048, 4),
         Rule(_ANY, 2048, 16),
     ),
@@ -149,7 +149,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_ANY, 4096, 16, 2),
     ),
     "qk_rope_backward": (
-        Rule(4096, 2048, 4, 3, why="half as many, beside cos and sin: three programs fit, .93 at 128 wide, .86 at 256"),
+        Rule(4096, 2048, 4, 3, why="smaller, for cos and sin: three programs fit, .93 at 128 wide, .86 at 256"),
         Rule(_ANY, 2048, 16, 3),
     ),
     # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. Both directions reach .97 to
@@ -157,12 +157,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "glu_forward": (Rule(_ANY, 2048, 4),),
     "glu_backward": (Rule(_ANY, 1024, 4),),
 }
-"""By section: the kernels that have rules of their own."""
+"""The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
-    """What was measured on one kind of device; widths that have no row follow ``RULES``.
+    """The plans that were measured on one kind of device; widths that have no row follow ``RULES``.
 
     Attributes:
         device: as its driver names it.
@@ -179,7 +179,7 @@ class PlanTable:
     rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
 
     def row(self, section: str, width: int) -> Rule | None:
-        """The row for a width, or None."""
+        """The row for a width; None where there is none."""
         return next((rule for rule in self.rows.get(section, ()) if rule.widest == width), None)
 
 
@@ -218,7 +218,7 @@ TABLES = (H200, H100)
 
 
 def table_of(name: str, capability: str) -> tuple[PlanTable, str]:
-    """The table that a device of this name and capability plans by, and in words why."""
+    """The table of plans for a device of this name and capability, and why it is that one, in words."""
     for table in TABLES:
         if name == table.device:
             return table, "measured on this device"
@@ -238,10 +238,10 @@ class Device:
     overlaps: bool = False
     """A launch may begin before the one in front of it has ended (programmatic dependent launch)."""
     table: PlanTable = H200
-    """The plans that go before the rules."""
+    """The device's own plans, which go before the rules."""
 
     def warps(self, wanted: int) -> int:
-        """``wanted`` counts warps of 32 lanes; a 64-lane device gets half as many for the same number of lanes."""
+        """The warps with as many lanes as ``wanted`` warps of 32 lanes have: half as many where a warp has 64."""
         return max(1, wanted * 32 // self.warp_size)
 
     def rule(self, section: str, width: int, measured: str | None = None) -> Rule:
@@ -253,7 +253,7 @@ class Device:
         return row or next(rule for rule in RULES[section] if width <= rule.widest)
 
     def stages(self, wanted: int, tile_bytes: int) -> int:
-        """As many tiles in flight as are ``wanted``, or as shared memory holds: each beyond the first lies there."""
+        """The tiles in flight: as many as ``wanted``, or as shared memory holds, where each but the first lies."""
         return max(1, min(wanted, 1 + (self.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes))
 
 
@@ -287,7 +287,7 @@ class BackwardPlan:
         stages: tiles in flight, the one computed included.
         programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile.
         reload: read the weight again for every tile instead of keeping it in registers.
-        chunked: the row does not fit; its sums come first, then blocks of ``block`` columns.
+        chunked: a row is too wide to hold; one launch computes the sums over it, another goes by blocks of columns.
         tail: columns in a second piece of each tile, where ``block`` alone does not hold a row: a power of two, so that
             5120 = 4096 + 1024 leaves no lane idle. 0 is none.
     """
@@ -311,7 +311,7 @@ class BackwardPlan:
 def forward_plan(width: int, device: Device = Device(), mode: Mode | None = None) -> ForwardPlan:
     """The forward's launch for rows of ``width`` elements, in the best mode or the one asked for.
 
-    With a residual it is the same one, so that rows are added up in the same order.
+    A norm with a residual has the same plan, so that rows are added up in the same order.
 
     Raises:
         ValueError: for a mode that is none, or that cannot hold a row this wide.
@@ -465,7 +465,7 @@ def _heads_by(rule: Rule, heads: tuple[int, int], width: int, rotary: int, devic
 
 
 def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:
-    """Up to ``rows`` rows, with as many heads of a token as waste few; each block of heads reads cos and sin again."""
+    """A tile of up to ``rows`` rows, that leaves few of them unused; each block of heads reads cos and sin again."""
 
     def cost(block: int) -> float:
         wasted = -(-heads // block) * block / heads
@@ -493,7 +493,7 @@ class GluPlan:
 
 @lru_cache(maxsize=1024)
 def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> GluPlan:
-    """The launch for rows of ``width`` elements, None where all rows follow each other and are cut anywhere."""
+    """The launch for rows of ``width`` elements; ``width`` is None where all rows follow each other in memory."""
     rule = device.rule("glu_backward" if backward else "glu_forward", 0)
     block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
     return GluPlan(rule.elements // block, block, device.warps(rule.warps))

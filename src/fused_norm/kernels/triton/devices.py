@@ -69,7 +69,7 @@ def _hardware_of(device: torch.device) -> Device:
 
 
 when_plans_change: list[Callable[[], None]] = []
-"""Functions that forget what was planned by another table."""
+"""Functions to call when other plans come into use: each forgets what was planned by the old ones."""
 
 _table_in_use: list[PlanTable] = []
 """The table that ``use_plans`` has chosen; empty outside of it."""

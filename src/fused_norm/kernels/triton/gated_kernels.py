@@ -33,7 +33,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _activated_and_slope(z, ACTIVATION: tl.constexpr):
-    """The activation and its derivative; of the two parts of one the smaller comes first, not from a difference."""
+    """The activation and its derivative. Of logistic(z) and 1 - logistic(z) the smaller is computed, not subtracted."""
     power = tl.exp(-tl.abs(z))
     more = 1.0 / (1.0 + power)
     less = power * more
@@ -143,7 +143,7 @@ def _gated_backward_kernel(
 
 
 class Gating(NamedTuple):
-    """How norm and gate are put together.
+    """The way in which norm and gate are put together.
 
     Attributes:
         activation: ``silu`` or ``sigmoid``.

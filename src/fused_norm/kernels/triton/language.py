@@ -38,7 +38,7 @@ def round_to(value, dtype: tl.constexpr):
 
 @triton.jit
 def _round_in_range(value, dtype: tl.constexpr):
-    """Rounded to ``dtype`` unless that overflows: fp16 squares go on in fp32 instead of as inf."""
+    """Values rounded to ``dtype``; those that would overflow, as squares in fp16 do, are left as they are."""
     rounded = round_to(value, dtype)
     return tl.where(tl.abs(rounded) == float("inf"), value, rounded)
 
@@ -123,7 +123,7 @@ def columns_of(BLOCK: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_tile(memory, row, col, live):
-    """The tile of rows ``row`` [ROWS] and columns ``col`` [columns] as fp32, zero where it is not live."""
+    """Load the tile of rows ``row`` [ROWS] and columns ``col`` [columns] as fp32, zero where it is not live."""
     ptr, stride = memory
     return tl.load(ptr + row[:, None] * stride + col[None, :], mask=live, other=0.0).to(tl.float32)
 
@@ -137,10 +137,10 @@ def store_tile(memory, row, col, live, value):
 
 @triton.jit
 def let_next_begin(OVERLAPS: tl.constexpr):
-    """Let a launch that is made to overlap with this one begin when all programs have come here.
+    """Let the next launch, where it is made to overlap with this one, begin once all programs have come here.
 
-    Stands behind a loop: at the beginning the next launch would lie waiting beside all of this one, and profilers count
-    its time.
+    It is called behind a loop: called at the beginning, it would have the programs of the next launch wait on the GPU
+    all the time, which profilers would count as theirs.
     """
     if OVERLAPS:
         gdc_launch_dependents()

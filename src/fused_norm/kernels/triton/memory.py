@@ -42,7 +42,7 @@ def empty_weight_grad(weight: Tensor | None, needed: bool) -> Tensor | None:
 
 
 def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
-    """The tensors with one row stride (in elements) each, counting the rows of all of them in one order.
+    """Arrange tensors as evenly spaced rows, counted in one order; also return their row strides, in elements.
 
     All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so
     any order will do: it is the order of ``lead`` in memory, which makes transposed heads as good as contiguous ones. A
@@ -88,7 +88,7 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The leading dimensions from the slowest to the fastest in memory; an expanded one stays in its place."""
+    """The leading dimensions, the one with the largest stride first; an expanded one stays in its place."""
     order: list[int] = []
     for dim in range(x.dim() - 1):
         place = len(order)

@@ -222,7 +222,7 @@ def _backward_columns_kernel(
 
 
 class NormSaved(NamedTuple):
-    """What a backward reads: of a norm of s, and where ``x`` is there, of a norm of x in front of the add that made s.
+    """The tensors that a backward reads: of a norm of s and, where x is there, of the norm of x before the add.
 
     Attributes:
         dy: [..., N], the gradient of the norm.
@@ -248,7 +248,7 @@ class NormSaved(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """What a backward writes, None for what is not needed.
+    """The tensors that a backward writes; None for those that are not needed.
 
     Attributes:
         dx: the gradient of the branch, from ``empty_rows_like(s)``.

@@ -215,7 +215,7 @@ def _from_rstd_kernel(
 
 
 class NormInputs(NamedTuple):
-    """What a forward takes: ``y = norm(s)`` with ``s = residual + branch``, the branch being x or its norm.
+    """The arguments of a forward: ``y = norm(s)`` with ``s = residual + branch``, the branch being x or its norm.
 
     Attributes:
         x: [..., N].
@@ -237,7 +237,7 @@ class NormInputs(NamedTuple):
 
 
 class NormOutputs(NamedTuple):
-    """What a forward writes; None for what there is not.
+    """The tensors that a forward writes; None for those that it has not.
 
     Attributes:
         y: x's shape and memory order.
