@@ -57,7 +57,7 @@ class FuseOptions:
         casting: rounding points that norms get in place of their own, ``"llama"`` or ``"gemma"``, by patterns of their
             paths: for models that learn from what an inference engine wrote, which may round elsewhere than
             transformers does. None replaces nothing.
-        recompute: make outputs of fused operators again in the backward instead of keeping them for it: less memory for
+        recompute: recompute outputs of fused operators in the backward instead of keeping them for it: less memory for
             a little more time, and the same bits.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 

@@ -113,9 +113,9 @@ class BlockSurvey:
         ]
 
     def _kinds_of_what_was(self, *, wrapped: bool) -> Iterator[Kind]:
-        """The kinds of sites in a module whose forward other code has changed.
+        """The kinds of sites that a module had before other code changed its forward.
 
-        They are told by what the module holds, by what was fused in it, and, of a ``wrapped`` forward, by its names.
+        They follow from what the module holds, from what was fused in it, and from the names in a ``wrapped`` forward.
         """
         rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
         fused = {rewrite.pattern for rewrite in rewrites}

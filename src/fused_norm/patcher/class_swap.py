@@ -143,7 +143,7 @@ def fused_class(module: Fused) -> Any:
 
 
 def class_forward_replaced(origin: type[nn.Module]) -> str | None:
-    """The words that say whose forward other code has put on a class; None where the class has its own."""
+    """The reason, for a report, that other code has put its forward on a class; None where the class has its own."""
     if origin.forward is nn.Module.forward:
         return None
     forward: Any = inspect.unwrap(origin.forward)
@@ -154,7 +154,7 @@ def class_forward_replaced(origin: type[nn.Module]) -> str | None:
 
 
 def fused_forward_replaced(fused: Any) -> str | None:
-    """The words that say whose forward other code has put on a fused class; None where it has its own."""
+    """The reason, for a report, that other code has put its forward on a fused class; None where it has its own."""
     if fused.forward is fused.fused_norm_forward:
         return None
     return f"the forward of its fused class was replaced, by {_name_of(fused.forward)}"

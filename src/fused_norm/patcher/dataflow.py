@@ -1,4 +1,4 @@
-"""Who wrote what a name holds, and what is computed when: the table of a forward's definitions and reads.
+"""The table of a forward's definitions and reads: which statement gave a name its value, and who reads it.
 
 In
 
@@ -190,7 +190,7 @@ class Dataflow:
         return found
 
     def _run(self, body: list[ast.stmt], names: Names) -> Names:
-        """Walk through statements; return what names hold afterwards."""
+        """Walk through statements; return the definitions of names afterwards."""
         for statement in body:
             self._inside = {}
             names = self._statement(statement, names)
@@ -306,7 +306,7 @@ class Dataflow:
         return made
 
     def _store(self, target: ast.expr, value: ast.AST | None, statement: ast.stmt, names: Names) -> Names:
-        """What names hold after an assignment of a value, which is None where it is not known."""
+        """The definitions of names after an assignment; ``value`` is None where it is not known."""
         match target, value:
             case ast.Name(), _:
                 key = target if isinstance(target.ctx, ast.Store) else value
@@ -339,7 +339,7 @@ def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _joined(one: Names, other: Names) -> Names:
-    """The names after two ways that meet."""
+    """The definitions of names where two ways through the code meet."""
     return {name: one.get(name, frozenset()) | other.get(name, frozenset()) for name in one | other}
 
 
@@ -365,7 +365,7 @@ def edits_in_place(part: ast.AST) -> bool:
 
 
 def computed(node: ast.AST) -> Iterator[ast.AST]:
-    """What an expression computes, in the order of evaluation; not its names, attributes and constants."""
+    """The parts of an expression that compute, in the order of evaluation; not names, attributes and constants."""
     match node:
         case ast.Name() | ast.Constant():
             return

@@ -50,12 +50,12 @@ class Site:
 
 @dataclass(frozen=True)
 class RecomputingLayer:
-    """A layer with something fused in it, and whether it makes outputs of fused operators again in its backward.
+    """A layer with something fused in it, and whether it recomputes outputs of fused operators in its backward.
 
     Attributes:
         path: its name in the model, as in ``named_modules``.
         module: its class.
-        reason: why it keeps the outputs; None where it makes them again.
+        reason: why it keeps the outputs; None where it recomputes them.
     """
 
     path: str

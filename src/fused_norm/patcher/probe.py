@@ -1,4 +1,4 @@
-"""What code computes, found by running it beside formulas that are known, on small tensors on the CPU, bit for bit.
+"""Runs code beside known formulas on small tensors on the CPU and compares them bit for bit, to find what it computes.
 
 Each sort of code (norms, rotary embeddings, activations) brings its candidates and its samples. What was found is known
 again by all that the code reaches (``reached_code.py``), so that it is found anew when any of that is another.
@@ -30,7 +30,7 @@ class NotTakenError(Exception):
 
 
 class Outcomes(Generic[T]):
-    """What probes of one sort have found; it holds no class, function or module alive."""
+    """The results of probes of one sort, remembered by key; it holds no class, function or module alive."""
 
     def __init__(self) -> None:
         self._found: dict[Any, tuple[T | None, str]] = {}
@@ -84,7 +84,7 @@ def agrees(code: Callable[..., Any], formula: Callable[..., Any], given: Sequenc
 def agrees_in_gradients(
     code: Callable[..., Any], formula: Callable[..., Any], given: Sequence[Tensor], learnt: Sequence[Tensor] = ()
 ) -> bool:
-    """Return whether code and formula have the same gradients, up to roundings: what is detached shows in nothing else.
+    """Return whether code and formula have the same gradients, up to roundings: values do not show what is detached.
 
     Args:
         code: gives results that are those of the formula.

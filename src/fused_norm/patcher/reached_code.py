@@ -1,9 +1,9 @@
-"""All that decides what a function or a module computes, as a value: where it is equal, the same is computed.
+"""A key for what a function or a module computes, made of all that its code can reach: equal keys, equal results.
 
-From a root everything is followed that its code can reach by name: what functions close over, their defaults, globals
-and the attributes of modules among them, methods and other members of the root's class and of its bases, attributes of
-the instance, which may hide those. Code and plain values stand for themselves; what Python and PyTorch bring stands for
-its identity. The value holds no class, module or function alive, so that a cache may keep it.
+From the function or module, the root, everything is followed that code reaches by name: variables of functions around,
+defaults, globals and the attributes of modules among them, methods and other members of the root's class and of its
+bases, attributes of the instance, which may hide those. In the key, code and plain values stand for themselves; what
+Python and PyTorch bring stands for its identity. No key holds a class, module or function alive: a cache may keep it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PLAIN = (
 )  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 _UNNAMED = ("__call__", "__getattr__", "__getattribute__")
-"""Methods that run without being named."""
+"""Methods that Python calls although no code names them."""
 
 
 class Reached(NamedTuple):
-    """What a root reaches.
+    """The code and values that a function or module reaches.
 
     Attributes:
         key: equal for what would compute the same; None where something cannot be told from another by a value.
@@ -64,7 +64,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class _Walk:
-    """The way through all that a root reaches: a part for each thing, in which other things are numbers."""
+    """Walks through all that a root reaches and describes each thing by a part; other things are numbers in it."""
 
     def __init__(self, root: Any) -> None:
         self.known = True

@@ -1,4 +1,4 @@
-"""The survey of layers: which of them make outputs of fused operators again in their backward, and which do not."""
+"""The survey of layers under ``recompute``: a row for each, and the changes of class for those that recompute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def survey_layers(
         model: the model, which is not touched.
         sites: the rows of its survey.
         changes: those of that survey.
-        recompute: the layers are to make outputs again; otherwise those that do are to stop.
+        recompute: the layers are to recompute outputs; otherwise those that do are to stop.
 
     Raises:
         FusedNormError: where a layer is to stop and other code has built on its fused class.
@@ -92,7 +92,7 @@ def _class_of(layer: nn.Module) -> type[nn.Module]:
 
 
 def _recomputing(current: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer like one of class ``current`` that makes outputs again."""
+    """The class of a layer like one of class ``current`` that recomputes outputs."""
     if issubclass(current, FusedBlock):
         return fused_block_class(current.fused_norm_origin, current.fused_norm_rewrites, recompute=True)
     return fused_block_class(current, (), recompute=True)

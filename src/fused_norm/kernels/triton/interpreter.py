@@ -1,9 +1,9 @@
-"""Running kernels in Triton's interpreter: one at a time, and prepared for once a launch.
+"""Runs kernels in Triton's interpreter: one at a time, and faster than it does by itself.
 
-For a kernel the interpreter replaces functions of ``triton.language`` by its own. It looks for what there is to replace
-again at every call of a function within the kernel, where nothing is left to replace: in kernels that call many
-functions, such as those of norms, that was half of the time. And it repeats every sum of integers in 64 bits to see
-whether it has overflown, which no GPU does and which took two fifths of what was left.
+The interpreter replaces functions of ``triton.language`` by its own before it runs a kernel. It looks for functions to
+replace again at every call inside the kernel, where none is left: in kernels with many calls, such as those of norms,
+that was half of the time. And it repeats every sum of integers in 64 bits to see whether it has overflowed, which no
+GPU does and which took two fifths of what was left.
 """
 
 from __future__ import annotations
