@@ -16,7 +16,7 @@ from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backwar
 from .triton.memory import empty_rows_like, empty_weight_grad
 
 Gate = Literal["silu", "sigmoid"]
-"""As in ``arguments.GATES``."""
+"""The activation of a norm's gate, one of ``arguments.GATES``."""
 
 
 class GatedRMSNorm(Operator):

@@ -14,7 +14,7 @@ from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_f
 from .triton.memory import empty_rows_like
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""As in ``arguments.ACTIVATIONS``."""
+"""The activation of an MLP's gate, one of ``arguments.ACTIVATIONS``."""
 
 
 class Glu(Operator):

@@ -110,7 +110,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
 
 
 def _silu(x: Tensor) -> Tensor:
-    """PyTorch's own has no tangents of its gradient."""
+    """SiLU in two steps, because the gradient of PyTorch's own has no forward-mode derivative."""
     return x * torch.sigmoid(x)
 
 
@@ -254,7 +254,7 @@ def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def _uncast(spec: NormSpec, x: Tensor, weight: Tensor | None, inverse_root: Callable[[Tensor], Tensor]) -> Tensor:
-    """Every step rounded to x's dtype unless that overflows: fp16 squares go on in fp32 instead of as inf."""
+    """RMSNorm with every step rounded to x's dtype, but for fp16 squares that would overflow: those stay in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
     mean = _round_in_range(_round_in_range(x_wide * x_wide, x.dtype).mean(-1, keepdim=True), x.dtype)

@@ -175,7 +175,7 @@ def _forward_chunked_kernel(
         squares += tl.sum(square(total, s_dtype, SPEC), axis=1)
         if SPEC.casting == "none":
             exact_squares += tl.sum(total * total, axis=1)
-    # The last chunk stays in registers; the others are read again, backwards, those still in cache first.
+    # The last chunk stays in registers; the others are read again from the last to the first: the last are in cache.
     col = (CHUNKS - 1) * BLOCK + columns_of(BLOCK, s_dtype)
     total = _load_sum(x, r, s, row, col, scale, N)
     rstd = rstd_from(squares + tl.sum(square(total, s_dtype, SPEC), axis=1), eps, s_dtype, N, SPEC)

@@ -94,8 +94,8 @@ def _forward_tile(
     x, w_ptr, cos, sin, y, counts, tile, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr, SHAPE: tl.constexpr,
     NORMED: tl.constexpr, SPEC: tl.constexpr, SINGLE_ROUNDING: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the forward. Of a rotation alone SINGLE_ROUNDING rounds nothing but the result, and INVERSE, its
-    backward, turns the other way."""
+    """Compute a tile of the forward. In a rotation without a norm SINGLE_ROUNDING rounds nothing but the result, and
+    INVERSE turns the other way, as its backward does."""
     T, LENGTH, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
@@ -116,7 +116,7 @@ def _forward_tile(
     if SPEC is not None:
         squares = square(a, x_dtype, SPEC)
     if R:
-        # In flight together with x: behind its sum they would be a second wait.
+        # Loaded together with x: loaded behind the sum of its squares, they would be waited for once more.
         cos_rows = _angles_of(cos, batch, position, HEADS)
         sin_rows = _angles_of(sin, batch, position, HEADS)
         present = token < T

@@ -27,11 +27,11 @@ from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import sum_shares
 
 Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""q, k, q's weight, k's weight, cos, sin: the last two without RoPE None, the weights both or neither; k is None only
-where RoPE alone is done to one tensor."""
+"""q, k, q's weight, k's weight, cos and sin. Without RoPE cos and sin are None; of the weights both or neither are
+None; k is None only where one tensor is rotated without a norm."""
 
 NormedInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Inputs of which k is there."""
+"""The same, where k is not None."""
 
 Sides = tuple[Tensor | None, Tensor | None]
 """A tensor of q's side and one of k's."""
@@ -59,7 +59,7 @@ class _TileShape:
 
 
 class _Layout(NamedTuple):
-    """The rows of some tensors of one shape as batches of tokens of heads.
+    """The rows of some tensors of one shape, as heads of tokens of batches.
 
     Attributes:
         tokens: in all batches.
@@ -268,7 +268,7 @@ def _counts(layouts: Sequence[_Layout], q_programs: int) -> tuple[int, ...]:
 
 
 def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> tuple[int, ...]:
-    """Of q and its like, of k and its like, of cos and of sin, which do not vary along the heads."""
+    """The strides of q's side, of k's side, and of cos and sin, which do not vary along the heads."""
     strides = [step for layout in layouts for step in layout.strides]
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
     for angles in inputs[4:]:
