@@ -36,7 +36,7 @@ TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 
 SHAPES, EACH = 1024, 8
-"""Shapes that an operator remembers, and programs for each; one that goes through more starts anew."""
+"""How many shapes an operator remembers, and how many programs for each; where there are more it starts anew."""
 
 _ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Steps(NamedTuple):
-    """What a call does. Tensors have slots: the inputs come first, then what is allocated.
+    """The steps of a call. Tensors have numbers, called slots: the inputs come first, then what is allocated.
 
     Attributes:
         inputs: how many.
@@ -103,7 +103,7 @@ class _Steps(NamedTuple):
 
 
 def _steps_of(recorder: Recorder, inputs: Sequence[Tensor | None], results: Any) -> _Steps:
-    """What was recorded; raises NotRecordableError where it makes use of a tensor of unknown origin."""
+    """The steps that were recorded; raises NotRecordableError where one of them uses a tensor of unknown origin."""
     flat = list(_flat(results))
     used = {t.data_ptr() for one in recorder.launches for t in one.tensors if t is not None}
     used |= {t.data_ptr() for t in flat}
@@ -287,7 +287,7 @@ def _facts(tensor: Any) -> Any:
 
 
 class _Entry(NamedTuple):
-    """How a compiled kernel is launched: ``call(x, y, 1, stream, *head, arguments...)``.
+    """The function that launches a compiled kernel, called as ``call(x, y, 1, stream, *head, arguments...)``.
 
     Attributes:
         call: the function.
