@@ -212,7 +212,7 @@ def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> contextlib
     def none(*_: Any) -> None:
         return None
 
-    return mock.patch.multiple(operator, _program_of=none, _recorded=none, **methods)
+    return mock.patch.multiple(operator, programs={}, _recorded=none, **methods)
 
 
 def _copy(one: Any) -> Any:

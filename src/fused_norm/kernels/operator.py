@@ -15,10 +15,13 @@ from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
 from .observation import Observation
-from .program import Program, Programs, recorded, with_one_more
+from .program import Program, new_programs, recorded, remember, with_one_more
 from .sharded import call_on_parts, is_sharded, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import launches
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+dispatch_modes = torch._C._len_torch_dispatch_stack
 
 Tensors = Sequence[Tensor | None]
 Facts = tuple[Any, ...]
@@ -138,7 +141,7 @@ class Operator(ABC):
             )
         OPERATORS[self.name] = self
         self.function, programmed = _autograd_functions(self)
-        self._programs = Programs()
+        self.programs = new_programs()
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
@@ -222,17 +225,21 @@ class Operator(ABC):
 
     def known(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call like one that has a program; None for all others, which nobody has checked."""
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+        if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
-        program = self._program_of(spec, arguments)
-        if program is None or program.run is None:
+        try:
+            programs = self.programs.get(arguments[0].shape, ())
+        except (AttributeError, TypeError):  # no tensor, or one of symbolic sizes
             return None
-        if Observation.active:
-            if launches.observer is not None:
-                return None
-            if calls.observer is not None:
+        if Observation.active and (launches.observer is not None or calls.observer is not None):
+            if launches.observer is None and any(one.is_recorded and one.fits(spec, *arguments) for one in programs):
                 return calls.observer.called(self, spec, arguments)
-        return self._run(program, arguments)
+            return None
+        for program in programs:
+            outputs = program.call(spec, *arguments)
+            if outputs is not None:
+                return outputs
+        return None
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
@@ -251,23 +258,12 @@ class Operator(ABC):
         """The outputs of a call that is not traced, whoever observes it."""
         tensors = arguments[: self.tensor_count]
         if _is_plain(tensors) and launches.observer is None:
-            program = self._program_of(spec, arguments)
-            if program is None:
-                program = self._recorded(spec, arguments)
-            if program is not None and program.run is not None:
-                return self._run(program, arguments)
+            like = (one for one in self.programs.get(tensors[0].shape, ()) if one.fits(spec, *arguments))
+            program = next(like, None) or self._recorded(spec, arguments)
+            outputs = None if program is None else program.call(spec, *arguments)
+            if outputs is not None:
+                return outputs
         return self._launched(spec, *arguments)
-
-    def _program_of(self, spec: Spec, arguments: tuple[Any, ...]) -> Program | None:
-        """The program of calls like this one."""
-        try:
-            programs = self._programs.by_shape[torch.is_grad_enabled()].get(arguments[0].shape, ())
-        except (AttributeError, TypeError):  # no tensor, or one of symbolic sizes
-            return None
-        for program in programs:
-            if program.fits(spec, *arguments):
-                return program
-        return None
 
     def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Program | None:
         """A new program for calls like this one, which is plain; None where there can be none."""
@@ -282,15 +278,11 @@ class Operator(ABC):
             saved, facts = self.save(arguments, results)
             return (outputs, tuple(saved)), (spec, facts)
 
-        program = recorded(tensors, (spec, *arguments[self.tensor_count :]), forward)
+        further = (spec, *arguments[self.tensor_count :])
+        program = recorded(tensors, further, forward, apply=self._apply_program if trained else None)
         if program is not None:
-            self._programs.add(tensors[0].shape, program)
+            remember(self.programs, tensors[0].shape, program)
         return program
-
-    def _run(self, program: Any, arguments: tuple[Any, ...]) -> Any:
-        """The outputs by a program, with a backward if a gradient is wanted."""
-        tensors = arguments[: self.tensor_count]
-        return program.run(*tensors) if program.facts is None else self._apply_program(program, *tensors)
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs by kernels, with a backward if a gradient is wanted."""
@@ -380,7 +372,7 @@ def norm_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
     Raises:
         ValueError: for an unknown casting.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return NormSpec(casting, zero_centered, eps=eps)
     return _kept_spec(casting, zero_centered, float(eps))
 
@@ -404,10 +396,10 @@ def differentiate(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[T
         batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
         if again or batched or is_transformed():
             return operator.differentiate(spec, call, _by_reference)
-    return operator.differentiate(spec, call, by_launches if _is_plain(tensors) else _by_registered_operator)
+    return operator.differentiate(spec, call, by_kernels if _is_plain(tensors) else _by_registered_operator)
 
 
-def by_launches(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def by_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     """The gradients, kernels launched directly."""
     return operator.backward(spec, call)
 
@@ -449,40 +441,39 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
         return None, *differentiate(operator, spec, call), *(None,) * (behind + operator.option_count)
 
     def forward_by_program(ctx: Any, program: Any, *tensors: Any) -> Any:
-        outputs, saved = program.run(*tensors)
-        ctx.to_save, ctx.materialize_grads = saved, False  # what the methods for these do
+        ctx.program, ctx.materialize_grads = program, False  # what the method for the latter does
+        outputs = program.forward(ctx, *tensors)
         if outputs_apart:
             mark(ctx, outputs)
-        ctx.program = program
         return outputs
 
     def backward_by_program(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         program, saved = ctx.program, ctx.saved_tensors
-        record = False
-        if not (
+        may_repeat = not (
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
-            or torch._C._len_torch_dispatch_stack()
+            or dispatch_modes()
             or (Observation.active and launches.observer is not None)
-            or torch.compiler.is_compiling()
-        ):
+            or is_dynamo_compiling()
+        )
+        if may_repeat:
             for one in program.backwards:
-                if one.fits(*saved, *incoming):
-                    if one.run is not None:
-                        return one.run(*saved, *incoming)
-                    break
-            else:
-                record = True
+                gradients = one.call(*saved, *incoming)
+                if gradients is not None:
+                    return gradients
         spec, facts = program.facts
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
-        if record and is_for_kernels(call):
-            found = recorded(
-                (*saved, *incoming), (), lambda: (padded(operator.differentiate(spec, call, by_launches)), None)
-            )
+        if may_repeat and is_for_kernels(call) and not any(one.fits(*saved, *incoming) for one in program.backwards):
+
+            def by_launches() -> tuple[Any, Any]:
+                return padded(operator.differentiate(spec, call, by_kernels)), None
+
+            found = recorded((*saved, *incoming), (), by_launches, in_any_grad_mode=True)
             if found is not None:
                 program.backwards = with_one_more(program.backwards, found)
-                if found.run is not None:
-                    return found.run(*saved, *incoming)
+                gradients = found.call(*saved, *incoming)
+                if gradients is not None:
+                    return gradients
         return padded(differentiate(operator, spec, call))
 
     def padded(found: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

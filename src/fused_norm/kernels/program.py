@@ -146,23 +146,39 @@ class Program:
 
     Attributes:
         fits: whether arguments are like those that it was recorded for.
-        run: does what was recorded with the tensors given, and returns the results; None where nothing could be
-            recorded, so that the call goes the general way.
+        call: does what was recorded, and returns the results; None for arguments that it is not for, and where nothing
+            could be recorded.
+        forward: of a call that has a backward, what ``call`` hands to autograd: takes the context and the tensors.
         backwards: the programs of the backward behind this forward.
         facts: what else the backward has to know.
     """
 
-    __slots__ = ("_steps", "backwards", "facts", "fits", "run")
+    __slots__ = ("_guard", "_steps", "backwards", "call", "facts", "fits", "forward")
 
-    def __init__(self, fits: Callable[..., bool], steps: _Steps | None, facts: Any = None) -> None:
-        self.fits, self.facts, self._steps = fits, facts, steps
-        self.run: Callable[..., Any] | None = None if steps is None else self._repeat
+    def __init__(self, guard: _Guard, steps: _Steps | None, facts: Any, apply: Callable[..., Any] | None) -> None:
+        self._guard, self._steps, self.facts = guard, steps, facts
+        self.fits = guard.function(["return True"], {}, otherwise=False)
+        self.forward: Callable[..., Any] | None = None
         self.backwards: tuple[Program, ...] = ()
+        tensors = ", ".join(guard.tensors)
+        if steps is None:
+            self.call: Callable[..., Any] = _nothing
+        elif apply is None:
+            self.call = guard.function([f"return repeat({tensors})"], {"repeat": self._repeat})
+        else:
+            self.call = guard.function([f"return apply(program, {tensors})"], {"apply": apply, "program": self})
+            self.forward = self._repeat
 
-    def _repeat(self, *tensors: Tensor | None) -> Any:
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the call could be recorded."""
+        return self._steps is not None
+
+    def _repeat(self, *given: Any) -> Any:
         """Run by Triton's own launches, which take tensors at any address and call the hooks of profilers."""
         steps = self._steps
         assert steps is not None
+        tensors = given if self.forward is None else given[1:]
         made = [torch.empty_strided(size, step, dtype=d, device=steps.device) for size, step, d, _ in steps.allocated]
         for tensor, (*_, zero) in zip(made, steps.allocated, strict=True):
             if zero:
@@ -170,39 +186,59 @@ class Program:
         known: list[Any] = [*tensors, *made]
         performed, aligned = [], True
         for launch, slots in zip(steps.launches, steps.slots, strict=True):
-            given = tuple(None if slot is None else _typed(known[slot[0]], slot[1]) for slot in slots)
-            launch = launch._replace(tensors=given)
+            tensors = tuple(None if slot is None else _typed(known[slot[0]], slot[1]) for slot in slots)
+            launch = launch._replace(tensors=tensors)
             performed.append((launch, launch.run()))
-            aligned = aligned and not any(tensor.data_ptr() % 16 for tensor in given if tensor is not None)
-        if aligned and self.run == self._repeat:
-            self.run = _straight_line(steps, performed, self._repeat) or self.run
-        return _mapped(known.__getitem__, steps.results)
+            aligned = aligned and not any(tensor.data_ptr() % 16 for tensor in tensors if tensor is not None)
+        if aligned:
+            self._straighten(steps, performed)
+        results = _mapped(known.__getitem__, steps.results)
+        if self.forward is None:
+            return results
+        outputs, given[0].to_save = results
+        return outputs
+
+    def _straighten(self, steps: _Steps, performed: list[tuple[Launch, Any]]) -> None:
+        """Do without this class from now on, if the machine is known."""
+        machine = _machine(steps.device)
+        if machine is None:
+            return
+        inputs = self._guard.tensors if self.forward is None else ["ctx", *self._guard.tensors]
+        lines, known = _straight_lines(steps, machine, performed, inputs)
+        known["repeat"] = self._repeat
+        if self.forward is None:
+            self.call = self._guard.function(lines, known)
+        else:
+            self.forward = _function("run", inputs, lines, known)
 
 
-class Programs:
-    """The programs of one function, found by the shape of its first tensor and confirmed by their guards."""
+def _nothing(*_: Any) -> None:
+    """The results of a call that could not be recorded."""
 
-    def __init__(self) -> None:
-        self.by_shape: tuple[dict[Any, tuple[Program, ...]], dict[Any, tuple[Program, ...]]] = ({}, {})
-        """Without and with grad mode."""
-        _all.append(self)
 
-    def add(self, shape: Any, program: Program) -> None:
-        """Remember a program, for the grad mode that there is now."""
-        found = self.by_shape[torch.is_grad_enabled()]
-        if shape not in found and len(found) >= SHAPES:
-            found.clear()
-        found[shape] = with_one_more(found.get(shape, ()), program)
-
+Programs = dict[Any, tuple[Program, ...]]
+"""The programs of one function, found by the shape of its first tensor and confirmed by their guards."""
 
 _all: list[Programs] = []
+
+
+def new_programs() -> Programs:
+    """No programs yet; ``forget_all`` empties it."""
+    _all.append({})
+    return _all[-1]
+
+
+def remember(programs: Programs, shape: Any, program: Program) -> None:
+    """Remember a program of calls whose first tensor has this shape."""
+    if shape not in programs and len(programs) >= SHAPES:
+        programs.clear()
+    programs[shape] = with_one_more(programs.get(shape, ()), program)
 
 
 def forget_all() -> None:
     """Forget every program."""
     for programs in _all:
-        for found in programs.by_shape:
-            found.clear()
+        programs.clear()
 
 
 when_plans_change.append(forget_all)
@@ -214,52 +250,75 @@ def with_one_more(programs: tuple[Program, ...], program: Program) -> tuple[Prog
 
 
 def recorded(
-    inputs: Sequence[Tensor | None], further: Sequence[Any], call: Callable[[], tuple[Any, Any]]
+    inputs: Sequence[Tensor | None],
+    further: Sequence[Any],
+    call: Callable[[], tuple[Any, Any]],
+    *,
+    apply: Callable[..., Any] | None = None,
+    in_any_grad_mode: bool = False,
 ) -> Program | None:
     """The program of a call; None where calls like it cannot be told from others.
 
     Args:
         inputs: the tensors of the call, or None. It must be plain (``operator.is_plain``).
         further: its other arguments, which stand before (``further[0]``) and behind the tensors.
-        call: makes it, and returns its results, in nested tuples, and what its backward has to know.
+        call: makes it, and returns its results, in nested tuples, and what its backward has to know. Where it has a
+            backward, the results are the outputs and what is saved for it.
+        apply: of a call that has a backward, takes the program and the tensors to autograd.
+        in_any_grad_mode: whoever looks for the program knows the grad mode.
     """
     if not all(map(_is_comparable, further)):
         return None
-    fits = _fits(inputs, further)
+    guard = _Guard(inputs, further, in_any_grad_mode)
     try:
         # Outside of inference mode, in which the dispatcher is passed over.
         with torch.inference_mode(False), torch.no_grad(), Recorder() as recorder:
             results, facts = call()
-        steps = _steps_of(recorder, inputs, results)
+        return Program(guard, _steps_of(recorder, inputs, results), facts, apply)
     except NotRecordableError as reason:
         logger.debug("a call has no program: %s", reason)
-        return Program(fits, None)
-    return Program(fits, steps, facts)
+        return Program(guard, None, None, None)
 
 
 # ---- guards ----
 
 
-def _fits(inputs: Sequence[Tensor | None], further: Sequence[Any]) -> Callable[..., bool]:
-    """A function of all arguments that tells whether they are like these."""
-    given = [*further[:1], *inputs, *further[1:]]
-    names = [f"a{index}" for index in range(len(given))]
-    tensors = range(len(further[:1]), len(further[:1]) + len(inputs))
-    conditions: list[str] = []
-    constants: dict[str, Any] = {}
-    first: dict[int, str] = {}
-    for index, (name, value) in enumerate(zip(names, given, strict=True)):
-        if value is None or value is True or value is False:
-            conditions.append(f"{name} is {value}")
-        elif index in tensors:
-            if first.setdefault(id(value), name) != name:  # a tensor given twice
-                conditions.append(f"{name} is {first[id(value)]}")
-        else:
-            constants |= {f"c{index}": value, f"k{index}": type(value)}
-            conditions.append(f"({name} is c{index} or (type({name}) is k{index} and {name} == c{index}))")
-    check = _guard([one for one, name in zip(given, names, strict=True) if first.get(id(one)) == name])
-    condition = " and ".join((*conditions, f"check({', '.join(first.values())})"))
-    return _function(f"def fits({', '.join(names)}):\n    return {condition}\n", {"check": check, **constants})
+class _Guard:
+    """Tells whether arguments are like those of a call.
+
+    Attributes:
+        names: of the arguments, in functions that begin with this guard.
+        tensors: the names of those that are tensors or stand in the place of one.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None], further: Sequence[Any], in_any_grad_mode: bool) -> None:
+        given = [*further[:1], *inputs, *further[1:]]
+        self.names = [f"a{index}" for index in range(len(given))]
+        self.tensors = self.names[len(further[:1]) :][: len(inputs)]
+        conditions: list[str] = []
+        first: dict[int, str] = {}
+        self._known: dict[str, Any] = {}
+        for name, value in zip(self.names, given, strict=True):
+            if value is None or value is True or value is False:
+                conditions.append(f"{name} is {value}")
+            elif name in self.tensors:
+                if first.setdefault(id(value), name) != name:  # a tensor given twice
+                    conditions.append(f"{name} is {first[id(value)]}")
+            else:
+                self._known |= {f"c{name}": value, f"k{name}": type(value)}
+                conditions.append(f"({name} is c{name} or (type({name}) is k{name} and {name} == c{name}))")
+        tensors = [one for one, name in zip(given, self.names, strict=True) if first.get(id(one)) == name]
+        self._known["check"] = _check_of(tensors)
+        conditions.append(f"check({', '.join(first.values())})")
+        if not in_any_grad_mode and any(tensor.requires_grad for tensor in tensors):
+            self._known["grad_mode"] = torch.is_grad_enabled
+            conditions.append("grad_mode()" if torch.is_grad_enabled() else "not grad_mode()")
+        self._condition = " and ".join(conditions)
+
+    def function(self, lines: Sequence[str], known: dict[str, Any], otherwise: Any = None) -> Callable[..., Any]:
+        """A function of all arguments that does the lines for those that are alike, and returns ``otherwise`` else."""
+        guarded = [f"if not ({self._condition}):", f"    return {otherwise}", *lines]
+        return _function("run", self.names, guarded, {**self._known, **known})
 
 
 def _is_comparable(value: Any) -> bool:
@@ -267,7 +326,7 @@ def _is_comparable(value: Any) -> bool:
     return not isinstance(value, float) or (value == value and value != 0.0)
 
 
-def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that tells whether tensors, no one given twice, have the facts of these, and the thread its state."""
     if TensorGuards is not None:
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -304,33 +363,31 @@ class _Entry(NamedTuple):
     tensors: tuple[int | None, ...]
 
 
-def _straight_line(
-    steps: _Steps, performed: list[tuple[Launch, Any]], repeat: Callable[..., Any]
-) -> Callable[..., Any] | None:
-    """A function that does the steps, or calls ``repeat`` where the compiled kernels are not for these addresses."""
-    machine = _machine(steps.device)
-    if machine is None:
-        return None
+def _straight_lines(
+    steps: _Steps, machine: _Cuda | _Interpreter, performed: list[tuple[Launch, Any]], inputs: Sequence[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Lines that do the steps with ``inputs``, and the names that they know.
+
+    They call ``repeat`` where the compiled kernels are not for these addresses. With a context in front of the
+    tensors, what is saved is given to it.
+    """
     entries = [machine.entry(launch, compiled) for launch, compiled in performed]
-    inputs = [f"t{slot}" for slot in range(steps.inputs)]
-    names = [*inputs, *(f"a{index}" for index in range(len(steps.allocated)))]
-    otherwise = f"return repeat({', '.join(inputs)})"
-    known: dict[str, Any] = {"repeat": repeat, "machine": machine, "kept": performed and [one for _, one in performed]}
-    known |= {"empty": machine.empty, "device": machine.device, "stream_of": machine.stream, "index": machine.index}
+    names = [*inputs[len(inputs) - steps.inputs :], *(f"m{index}" for index in range(len(steps.allocated)))]
+    otherwise = f"    return repeat({', '.join(inputs)})"
+    known: dict[str, Any] = {"kept": [compiled for _, compiled in performed], "index": machine.index}
+    known |= {"empty": machine.empty, "device": machine.device, "stream_of": machine.stream}
     runtime = knobs.runtime
     known |= {"runtime": runtime, "enter": runtime.launch_enter_hook, "leave": runtime.launch_exit_hook}
-    lines = [f"def run({', '.join(inputs)}):"]
     hooks = "enter is not runtime.launch_enter_hook or enter.calls or leave is not runtime.launch_exit_hook"
-    lines += [f"    if {hooks} or leave.calls or device() != index:", f"        {otherwise}"]
+    lines = [f"if {hooks} or leave.calls{' or device() != index' * machine.is_one_of_several}:", otherwise]
     for index, (size, stride, dtype, zero) in enumerate(steps.allocated):
         known |= {f"size{index}": size, f"stride{index}": stride, f"dtype{index}": dtype}
-        lines.append(f"    a{index} = empty(size{index}, stride{index}, dtype{index})")
-        lines += [f"    a{index}.zero_()"] * zero
+        lines.append(f"m{index} = empty(size{index}, stride{index}, dtype{index})")
+        lines += [f"m{index}.zero_()"] * zero
     passed = sorted({slot[0] for slots in steps.slots for slot in slots if slot is not None})
-    lines += [f"    p{slot} = {names[slot]}.data_ptr()" for slot in passed]
+    lines += [f"p{slot} = {names[slot]}.data_ptr()" for slot in passed]
     if passed:
-        lines += [f"    if ({' | '.join(f'p{slot}' for slot in passed)}) & 15:", f"        {otherwise}"]
-        lines.append("    stream = stream_of(index)")
+        lines += [f"if ({' | '.join(f'p{slot}' for slot in passed)}) & 15:", otherwise, "stream = stream_of(index)"]
     for index, ((launch, _), entry, slots) in enumerate(zip(performed, entries, steps.slots, strict=True)):
         head = {f"h{index}_{i}": value for i, value in enumerate(entry.head)}
         numbers = {f"n{index}_{i}": value for i, value in enumerate(entry.numbers)}
@@ -340,9 +397,12 @@ def _straight_line(
         arguments = ", ".join((*addresses, *numbers))
         if entry.packed:
             arguments = f"({arguments},)"
-        lines.append(f"    call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {arguments})")
-    lines.append(f"    return {_expression(steps.results, names)}")
-    return _function("\n".join(lines) + "\n", known)
+        lines.append(f"call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {arguments})")
+    results = steps.results
+    if len(inputs) > steps.inputs:
+        results, saved = results
+        lines.append(f"ctx.to_save = {_expression(saved, names)}")
+    return [*lines, f"return {_expression(results, names)}"], known
 
 
 class _Cuda:
@@ -350,6 +410,7 @@ class _Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.index: Any = device.index
+        self.is_one_of_several = torch.cuda.device_count() > 1
         self.empty = _empty_strided_cuda
         self.device, self.stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
@@ -381,7 +442,7 @@ class _Cuda:
 class _Interpreter:
     """Stands for a GPU where kernels are interpreted: makes tensors of the addresses that it is given."""
 
-    index = 0
+    index, is_one_of_several = 0, True
 
     @staticmethod
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -436,9 +497,10 @@ def _code(source: str) -> CodeType:
     return next(one for one in module.co_consts if isinstance(one, CodeType))
 
 
-def _function(source: str, known: dict[str, Any]) -> Any:
-    """The function that ``source`` defines, with these global names."""
-    return FunctionType(_code(source), {"__builtins__": __builtins__, **known})
+def _function(name: str, names: Sequence[str], lines: Sequence[str], known: dict[str, Any]) -> Any:
+    """The function of arguments of these names that does the lines, with these global names."""
+    source = "".join(f"    {line}\n" for line in lines)
+    return FunctionType(_code(f"def {name}({', '.join(names)}):\n{source}"), {"__builtins__": __builtins__, **known})
 
 
 def _expression(results: Any, names: Sequence[str]) -> str:
