@@ -118,7 +118,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 
 
 def programs(name: str) -> list[program.Program]:
-    return [one for several in OPERATORS[name].programs.values() for one in several]
+    return [one for several in OPERATORS[name].programs.by_shape.values() for one in several]
 
 
 def straight(one: program.Program) -> bool:
@@ -160,7 +160,7 @@ def test_a_call_that_differs_in_one_fact_gets_another_program(other: str, device
         "gradient": x.clone().requires_grad_(),
     }.get(other, x)
     w = None if other == "weight" else torch.nn.Parameter(w, requires_grad=False) if other == "kind" else w
-    assert RMS_NORM.known(spec, x, w, mode) is None
+    assert RMS_NORM.known(RMS_NORM.programs, spec, x, w, mode) is None
     found = RMS_NORM(spec, x, w, mode)
     assert len(programs("rms_norm")) == 2
     assert torch.equal(found, RMS_NORM._launched(spec, x, w, mode))
@@ -180,7 +180,7 @@ def recorded(device: str) -> tuple[Tensor, Tensor]:
             rms_norm(x, w)
         with torch.inference_mode():
             rms_norm(x, w)
-    assert RMS_NORM.known(LLAMA, x, w, None) is not None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x, w, None) is not None
     return x, w
 
 
@@ -203,15 +203,15 @@ def test_transforms_and_modes_do_not_meet_a_program(recorded: tuple[Tensor, Tens
 def test_unusual_tensors_do_not_meet_a_program(recorded: tuple[Tensor, Tensor], device: str) -> None:
     x, w = recorded
     negative = torch._neg_view(x)
-    assert RMS_NORM.known(LLAMA, negative, w, None) is None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, negative, w, None) is None
     assert torch.equal(rms_norm(negative, w), -rms_norm(x, w))
-    assert RMS_NORM.known(LLAMA, x.as_subclass(Subclass), w, None) is None
-    assert RMS_NORM.known(LLAMA, x.tolist(), w, None) is None
-    assert RMS_NORM.known(LLAMA, x, None, None) is None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x.as_subclass(Subclass), w, None) is None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x.tolist(), w, None) is None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x, None, None) is None
     with torch.inference_mode():
         inside = rms_norm(x, w)
         assert inside.is_inference()
-        assert RMS_NORM.known(LLAMA, inside, w, None) is None
+        assert RMS_NORM.known(RMS_NORM.programs, LLAMA, inside, w, None) is None
     with torch.autocast(device, dtype=BF16):
         assert torch.equal(rms_norm(x, w), rms_norm(x, w))
 
@@ -258,6 +258,20 @@ def test_rows_at_any_address_and_copied_rows(device: str) -> None:
         (dx,) = torch.autograd.grad(rms_norm(x, w).sum(), x)
         (expected,) = torch.autograd.grad(rms_norm(x.contiguous(), w).sum(), x)
         assert torch.equal(dx, expected)
+
+
+def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(
+    recorded: tuple[Tensor, Tensor],
+) -> None:
+    """A rotation, say, may round in other places than the public function that was called with tensors like these."""
+    x, w = recorded
+    own = program.Programs()
+    assert RMS_NORM.known(own, LLAMA, x, w, None) is None
+    found = RMS_NORM.kept_among(own, LLAMA, x, w, None)
+    assert torch.equal(RMS_NORM.known(own, LLAMA, x, w, None), found)
+    assert RMS_NORM.known(own, GEMMA, x, w, None) is None
+    program.forget_all()
+    assert RMS_NORM.known(own, LLAMA, x, w, None) is None
 
 
 def test_launch_hooks_and_observers_see_every_call(
@@ -314,7 +328,7 @@ def test_programs_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytes
             for stride in (1, 2, 3):
                 y = rms_norm(x, w)
                 y.backward(torch.ones(length, 16 * stride, device=device, dtype=y.dtype)[:, :16])
-    assert len(RMS_NORM.programs) <= 3
+    assert len(RMS_NORM.programs.by_shape) <= 3
     assert all(len(one.backwards) <= 2 for one in programs("rms_norm"))
     assert len(programs("rms_norm")) <= 6
     kept = weakref.ref(x)
@@ -377,8 +391,8 @@ def test_without_parts_of_pytorch_that_are_not_public(
     expected = step(lambda *a: RMS_NORM._launched(LLAMA, *a), (x, w, None), (True,))
     for _ in range(3):
         assert_same(step(lambda *a: RMS_NORM(LLAMA, *a), (x, w, None), (True,)), expected)
-    assert RMS_NORM.known(LLAMA, x, w, None) is not None
-    assert RMS_NORM.known(LLAMA, x.detach(), w, None) is None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x, w, None) is not None
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x.detach(), w, None) is None
 
 
 class Compiled:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.operator import BackwardCall, Operator
+from fused_norm.kernels.program import Programs
 from fused_norm.patcher import fused_block
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.spec import NormSpec
@@ -212,7 +213,7 @@ def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> contextlib
     def none(*_: Any) -> None:
         return None
 
-    return mock.patch.multiple(operator, programs={}, _recorded=none, **methods)
+    return mock.patch.multiple(operator, programs=Programs(), _recorded=none, **methods)
 
 
 def _copy(one: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
 from .observation import Observation
-from .program import Program, new_programs, recorded, remember, with_one_more
+from .program import Program, Programs, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import launches
@@ -141,7 +141,9 @@ class Operator(ABC):
             )
         OPERATORS[self.name] = self
         self.function, programmed = _autograd_functions(self)
-        self.programs = new_programs()
+        self.programs = Programs()
+        self.programs_as_stock = Programs()
+        """Those of calls that a patched module's code has found to be for kernels."""
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
@@ -215,7 +217,7 @@ class Operator(ABC):
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind: checked, and computed by the reference where kernels do not run."""
-        outputs = self.known(spec, *arguments)
+        outputs = self.known(self.programs, spec, *arguments)
         if outputs is not None:
             return outputs
         self.check(spec, *arguments)
@@ -223,12 +225,12 @@ class Operator(ABC):
             return self.reference(spec, *arguments)
         return self(spec, *arguments)
 
-    def known(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs of a call like one that has a program; None for all others, which nobody has checked."""
+    def known(self, among: Programs, spec: Spec, *arguments: Any) -> Any:
+        """The outputs of a call that has a program among these; None for all others, which nobody has checked."""
         if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
         try:
-            programs = self.programs.get(arguments[0].shape, ())
+            programs = among.by_shape.get(arguments[0].shape, ())
         except (AttributeError, TypeError):  # no tensor, or one of symbolic sizes
             return None
         if Observation.active and (launches.observer is not None or calls.observer is not None):
@@ -240,6 +242,16 @@ class Operator(ABC):
             if outputs is not None:
                 return outputs
         return None
+
+    def kept_among(self, programs: Programs | None, spec: Spec, *arguments: Any) -> Any:
+        """The outputs as of ``self(spec, *arguments)``; ``programs`` know such calls from now on."""
+        outputs = self(spec, *arguments)
+        if programs is not None and not is_dynamo_compiling() and _is_plain(arguments[: self.tensor_count]):
+            shape = arguments[0].shape
+            for one in self.programs.of(shape):
+                if one.is_recorded and one.fits(spec, *arguments) and one not in programs.of(shape):
+                    programs.remember(shape, one)
+        return outputs
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
@@ -258,7 +270,7 @@ class Operator(ABC):
         """The outputs of a call that is not traced, whoever observes it."""
         tensors = arguments[: self.tensor_count]
         if _is_plain(tensors) and launches.observer is None:
-            like = (one for one in self.programs.get(tensors[0].shape, ()) if one.fits(spec, *arguments))
+            like = (one for one in self.programs.of(tensors[0].shape) if one.fits(spec, *arguments))
             program = next(like, None) or self._recorded(spec, arguments)
             outputs = None if program is None else program.call(spec, *arguments)
             if outputs is not None:
@@ -281,7 +293,7 @@ class Operator(ABC):
         further = (spec, *arguments[self.tensor_count :])
         program = recorded(tensors, further, forward, apply=self._apply_program if trained else None)
         if program is not None:
-            remember(self.programs, tensors[0].shape, program)
+            self.programs.remember(tensors[0].shape, program)
         return program
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:

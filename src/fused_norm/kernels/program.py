@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -216,29 +217,31 @@ def _nothing(*_: Any) -> None:
     """The results of a call that could not be recorded."""
 
 
-Programs = dict[Any, tuple[Program, ...]]
-"""The programs of one function, found by the shape of its first tensor and confirmed by their guards."""
+class Programs:
+    """The programs of calls, found by the shape of their first tensor and confirmed by their guards."""
 
-_all: list[Programs] = []
+    def __init__(self) -> None:
+        self.by_shape: dict[Any, tuple[Program, ...]] = {}
+        _all.add(self)
+
+    def of(self, shape: Any) -> tuple[Program, ...]:
+        """Those of calls whose first tensor has this shape."""
+        return self.by_shape.get(shape, ())
+
+    def remember(self, shape: Any, program: Program) -> None:
+        """Remember a program of calls whose first tensor has this shape."""
+        if shape not in self.by_shape and len(self.by_shape) >= SHAPES:
+            self.by_shape.clear()
+        self.by_shape[shape] = with_one_more(self.of(shape), program)
 
 
-def new_programs() -> Programs:
-    """No programs yet; ``forget_all`` empties it."""
-    _all.append({})
-    return _all[-1]
-
-
-def remember(programs: Programs, shape: Any, program: Program) -> None:
-    """Remember a program of calls whose first tensor has this shape."""
-    if shape not in programs and len(programs) >= SHAPES:
-        programs.clear()
-    programs[shape] = with_one_more(programs.get(shape, ()), program)
+_all: weakref.WeakSet[Programs] = weakref.WeakSet()
 
 
 def forget_all() -> None:
     """Forget every program."""
-    for programs in _all:
-        programs.clear()
+    for programs in list(_all):
+        programs.by_shape.clear()
 
 
 when_plans_change.append(forget_all)

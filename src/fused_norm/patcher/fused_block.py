@@ -73,11 +73,12 @@ class FusedBlock(nn.Module):
             return residual + dropout(inner(branch))
         if may_be_bypassed(inner):
             weight, spec = weight_of(inner), spec_of(inner)
-            found = NORM_ADD.known(spec, branch, residual, weight) if may_be_known(spec, branch, residual) else None
+            known = NORM_ADD.programs_as_stock
+            found = NORM_ADD.known(known, spec, branch, residual, weight) if may_be_known(spec) else None
             if found is not None:
                 return found
             if obstacle(branch, weight, residual, spec) is None:
-                return NORM_ADD(spec, branch, residual, weight)
+                return NORM_ADD.kept_among(known, spec, branch, residual, weight)
         return residual + inner(branch)
 
     def fused_norm_may_postpone(self, q_norm: Any, k_norm: Any) -> bool:
@@ -92,10 +93,14 @@ class FusedBlock(nn.Module):
         """``q_norm(q), k_norm(k)``; q and k themselves where their norms were not postponed."""
         if not postponed:
             return q, k
-        weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
-        if _qk_obstacle(q, k, *weights, spec) is not None:
+        arguments = spec_of(q_norm), q, k, weight_of(q_norm), weight_of(k_norm), None, None, 1
+        known = QK_NORM.programs_as_stock
+        found = QK_NORM.known(known, *arguments) if may_be_known(arguments[0]) else None
+        if found is not None:
+            return found
+        if _qk_obstacle(*arguments[1:5], arguments[0]) is not None:
             return q_norm(q), k_norm(k)
-        return QK_NORM(spec, q, k, *weights, None, None, 1)
+        return QK_NORM.kept_among(known, *arguments)
 
     def fused_norm_rotated(
         self, postponed: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
@@ -104,16 +109,22 @@ class FusedBlock(nn.Module):
         if not postponed:
             return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
+        heads_dim = named.get("unsqueeze_dim", 1)
+        rotations = [
+            one
+            for one in self.fused_norm_rotations
+            if one.angles is of_each_element and not one.tokens_first and one.is_now(rotate)
+        ]
+        for rotation in rotations if may_be_known(spec) else ():
+            found = QK_NORM.known(rotation.programs_with_norms, spec, q, k, *weights, cos, sin, heads_dim)
+            if found is not None:
+                return found
         if _qk_obstacle(q, k, *weights, spec) is not None:
             return rotate(q_norm(q), k_norm(k), cos, sin, **named)
-        heads_dim = named.get("unsqueeze_dim", 1)
-        for rotation in self.fused_norm_rotations:
-            if (
-                rotation.is_now(rotate)
-                and (rotation.angles, rotation.tokens_first) == (of_each_element, False)
-                and _kernel_rotates_alike(rotation.dtypes, rotation, q, k, *weights, cos, sin, heads_dim)
-            ):
-                return QK_NORM(spec, q, k, *weights, cos, sin, heads_dim)
+        for rotation in rotations:
+            if _kernel_rotates_alike(rotation.dtypes, rotation, q, k, *weights, cos, sin, heads_dim):
+                known = rotation.programs_with_norms
+                return QK_NORM.kept_among(known, spec, q, k, *weights, cos, sin, heads_dim)
         q, k = QK_NORM(spec, q, k, *weights, None, None, 1)
         return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
 
@@ -142,6 +153,12 @@ class FusedBlock(nn.Module):
     def _rotated_as(
         self, rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, further: tuple[Any, ...], heads_dim: Any
     ) -> tuple[Tensor, Tensor | None] | None:
+        as_it_is = rotation.angles is of_each_element and not rotation.tokens_first and not further
+        if as_it_is and may_be_known(None):
+            for single_rounding in (False, True):
+                found = ROPE.known(rotation.programs, None, q, k, cos, sin, heads_dim, single_rounding)
+                if found is not None:
+                    return found
         reason = obstacle(q, None, None, None) if k is None else _pair_obstacle("q and k", q, k)
         if reason is None and k is not None and q.shape[-1] != k.shape[-1]:
             reason = "q and k differ in width"
@@ -154,7 +171,8 @@ class FusedBlock(nn.Module):
                 cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
             for dtypes, single_rounding in ((rotation.dtypes, False), (rotation.single_rounding_dtypes, True)):
                 if _kernel_rotates_alike(dtypes, rotation, *heads, None, None, cos, sin, heads_dim):
-                    q_out, k_out = ROPE(None, *heads, cos, sin, heads_dim, single_rounding)
+                    known = rotation.programs if as_it_is else None
+                    q_out, k_out = ROPE.kept_among(known, None, *heads, cos, sin, heads_dim, single_rounding)
                     return _as_given(q_out, q), None if k is None else _as_given(k_out, k)
             reason = f"{name_of(rotation.function)} is called with other shapes or dtypes than the kernel takes"
         if reason:
@@ -172,15 +190,14 @@ class FusedBlock(nn.Module):
         """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
         if activation is None:
             return gate * up
-        if may_be_known(None, gate, up) and gate.dtype == up.dtype:
-            found = GLU.known(None, gate, up, activation)
-            if found is not None:
-                return found
+        found = GLU.known(GLU.programs_as_stock, None, gate, up, activation) if may_be_known(None) else None
+        if found is not None:
+            return found
         reason = _pair_obstacle("gate and up", gate, up, elementwise=True)
         if reason is None and gate.shape != up.shape:
             reason = "gate and up differ in shape"
         if reason is None:
-            return GLU(None, gate, up, activation)
+            return GLU.kept_among(GLU.programs_as_stock, None, gate, up, activation)
         if reason:
             explain(self.fused_norm_origin, reason)
         return act(gate) * up
@@ -189,11 +206,15 @@ class FusedBlock(nn.Module):
         """``act(gate) * up`` of the two halves of a tensor."""
         activation = self.fused_norm_activation(act)
         if activation is not None:
+            known = GLU.programs_as_stock
+            found = GLU.known(known, None, packed, None, activation) if may_be_known(None) else None
+            if found is not None:
+                return found
             reason = obstacle(packed, None, None, None)
             if reason is None and packed.shape[-1] % 2:
                 reason = f"the rows of {packed.shape[-1]} have no two halves"
             if reason is None:
-                return GLU(None, packed, None, activation)
+                return GLU.kept_among(known, None, packed, None, activation)
             if reason:
                 explain(self.fused_norm_origin, reason)
         gate, up = packed.chunk(2, dim=-1)
@@ -214,13 +235,13 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
     weight, inner_weight, spec = weight_of(norm), weight_of(inner), spec_of(norm)
-    if may_be_known(spec, x, residual):
-        found = NORM_ADD_NORM.known(spec, x, residual, inner_weight, weight)
-        if found is not None:
-            return found
+    known = NORM_ADD_NORM.programs_as_stock
+    found = NORM_ADD_NORM.known(known, spec, x, residual, inner_weight, weight) if may_be_known(spec) else None
+    if found is not None:
+        return found
     if obstacle(x, weight, residual, spec) is not None or obstacle(x, inner_weight, None, spec) is not None:
         return None
-    return NORM_ADD_NORM(spec, x, residual, inner_weight, weight)
+    return NORM_ADD_NORM.kept_among(known, spec, x, residual, inner_weight, weight)
 
 
 def _with_batch(x: Any, without: int) -> Any:

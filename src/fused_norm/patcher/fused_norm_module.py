@@ -87,18 +87,19 @@ class FusedNorm(nn.Module):
             (x,) = named.values()
         spec = spec_of(self)
         weight = weight_of(self)
-        if may_be_known(spec, x, residual):
+        if may_be_known(spec):
             if residual is None:
-                found = RMS_NORM.known(spec, x, weight, None)
+                found = RMS_NORM.known(RMS_NORM.programs_as_stock, spec, x, weight, None)
             else:
-                found = ADD_RMS_NORM.known(spec, x, residual, weight, None, scale)
+                found = ADD_RMS_NORM.known(ADD_RMS_NORM.programs_as_stock, spec, x, residual, weight, None, scale)
             if found is not None:
                 return found
         reason = obstacle(x, weight, residual, spec)
         if reason is None:
             if residual is None:
-                return RMS_NORM(spec, x, weight, None)
-            return ADD_RMS_NORM(spec, x, residual, weight, None, scale)
+                return RMS_NORM.kept_among(RMS_NORM.programs_as_stock, spec, x, weight, None)
+            known = ADD_RMS_NORM.programs_as_stock
+            return ADD_RMS_NORM.kept_among(known, spec, x, residual, weight, None, scale)
         if residual is not None and obstacle(x, weight, None, spec) is None:
             explain(self.fused_norm_origin, reason, "PyTorch's add")
             total = residual + scaled(x, scale)
@@ -130,11 +131,16 @@ class FusedGatedNorm(FusedNorm):
             return self.fused_norm_origin.forward(self, x)
         spec = self.fused_norm_spec
         weight = weight_of(self)
+        how = spec.activation, spec.norm_before_gate, spec.groups
+        plain = norm_spec(spec.casting, spec.zero_centered, getattr(self, self.fused_norm_eps_name))
+        known = GATED_RMS_NORM.programs_as_stock
+        if not spec.width and may_be_known(plain):
+            found = GATED_RMS_NORM.known(known, plain, x, gate, weight, *how)
+            if found is not None:
+                return found
         reason = gated_obstacle(x, gate, weight, spec)
         if reason is None:
-            how = spec.activation, spec.norm_before_gate, spec.groups
-            plain = norm_spec(spec.casting, spec.zero_centered, getattr(self, self.fused_norm_eps_name))
-            return GATED_RMS_NORM(plain, x, gate, weight, *how)
+            return GATED_RMS_NORM.kept_among(known, plain, x, gate, weight, *how)
         if reason:
             explain(self.fused_norm_origin, reason)
         return self.fused_norm_origin.forward(self, x, gate)
@@ -196,14 +202,9 @@ def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
     return a.casting == b.casting and a.zero_centered == b.zero_centered and a.eps == b.eps
 
 
-def may_be_known(spec: NormSpec | None, x: Any, residual: Any = None) -> bool:
-    """Return whether a call that an operator knows needs no ``obstacle``: nothing that its program does not see."""
-    return (
-        type(x) is Tensor
-        and not (_disabled_depth or torch.compiler._is_exporting_flag)
-        and (spec is None or spec.casting != "none")
-        and (residual is None or (type(residual) is Tensor and x.is_contiguous() and residual.is_contiguous()))
-    )
+def may_be_known(spec: NormSpec | None) -> bool:
+    """Return whether programs see all that ``obstacle`` asks; not those of an uncast norm, which see no autocast."""
+    return not _disabled_depth and (spec is None or spec.casting != "none")
 
 
 def obstacle(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
+from ..kernels.program import Programs
 from .fused_norm_module import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
 from .reached_code import reached_by
@@ -40,6 +41,8 @@ class Rotation:
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
         angles: the form of its cos and sin.
+        programs: of the calls of ``ROPE`` that are known to rotate as it does.
+        programs_with_norms: those of ``QK_NORM``.
     """
 
     function: Any
@@ -49,6 +52,8 @@ class Rotation:
     partial: bool
     tokens_first: bool
     angles: AngleForm
+    programs: Programs = field(default_factory=Programs, init=False, compare=False, repr=False)
+    programs_with_norms: Programs = field(default_factory=Programs, init=False, compare=False, repr=False)
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
