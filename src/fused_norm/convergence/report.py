@@ -25,7 +25,7 @@ def exit_code(results: Sequence[ComparisonResult]) -> int:
 
 
 def summary(results: Iterable[ComparisonResult]) -> str:
-    """One line: how many comparisons came out how."""
+    """The number of comparisons that are green, red and invalid, in one line."""
     counts = Counter(result.verdict.status for result in results)
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing compared"
 

@@ -117,7 +117,7 @@ def train(
 
 
 class _Prepared(NamedTuple):
-    """What accelerate has prepared for a training loop."""
+    """The model, optimizer and batches that accelerate has prepared for a training loop."""
 
     model: Any
     optimizer: Any

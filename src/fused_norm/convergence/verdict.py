@@ -39,7 +39,7 @@ NOISE_CAPS: Mapping[str, Mapping[str, float]] = {
 comparisons on an H200 it was 4e-6 and 3e-5 at most in fp32, .007 and .013 in the others."""
 
 MULTIPLE = 3.0
-"""The multiple of the noise floor that a fused run may be off: what was measured, 2.9 at most, and no more."""
+"""The multiple of the noise floor that a fused run may be off; 2.9 at most was measured."""
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ class BlockSurvey:
                 yield _kept(replace(self._own_row("mlp", already=False), activation=formula), reason)
 
     def _called(self, act: Called) -> Any:
-        """What is called for a factor of a product."""
+        """The module or function that a match may take for an activation."""
         return global_of(self._origin, act.name) if act.is_function else self._member(act.name)
 
     def _both(self, option: Kind, heads: Heads, already: bool) -> Site:

@@ -42,7 +42,7 @@ class Site:
 
     @property
     def what(self) -> str:
-        """What runs at a fused site, in words."""
+        """The norm or activation that runs at a fused site, in words."""
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "no norm"
@@ -94,7 +94,7 @@ class PatchReport:
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
-        """One line: what was fused, how much was kept, and how many layers recompute."""
+        """One line with the numbers of sites fused and kept, and of layers that recompute."""
         fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
         name = f"{self.model} ({self.model_type})" if self.model_type else self.model
         recompute = ""

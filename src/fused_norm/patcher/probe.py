@@ -36,7 +36,7 @@ class Outcomes(Generic[T]):
         self._found: dict[Any, tuple[T | None, str]] = {}
 
     def of(self, key: Any, find: Callable[[], T]) -> T:
-        """What ``find`` returns, or has returned for an equal key; it is asked each time where the key is None.
+        """The result of ``find``, or that of an earlier call with an equal key; under None nothing is remembered.
 
         Raises:
             UnrecognisedError: as ``find``, or as it has.

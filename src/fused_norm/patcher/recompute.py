@@ -75,7 +75,7 @@ def _explain(reason: str) -> None:
 
 
 class _Register:
-    """What autograd saves while a layer runs; it knows the outputs that can be recomputed, and does not hold them."""
+    """The hook on tensors that autograd saves while a layer runs; it knows the recomputable outputs, and holds none."""
 
     __slots__ = ("_outputs", "_own_call")
 
@@ -102,7 +102,7 @@ class _Register:
         return results
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd saves for a tensor: how to recompute it, or the tensor and its version."""
+        """The value to save for a tensor: how to recompute it, or the tensor and its version."""
         if tensor.is_leaf:  # itself, not an alias: whoever shards a parameter gives it other memory meanwhile
             return tensor, tensor._version
         if self._outputs and not self._own_call and type(tensor) is Tensor and tensor.layout is torch.strided:
@@ -140,7 +140,7 @@ class _Output:
 
 
 class _View(NamedTuple):
-    """What autograd saves for an output, or for a view of it."""
+    """The value that autograd saves in place of an output, or of a view of it."""
 
     recomputed: _Recomputed
     place: int

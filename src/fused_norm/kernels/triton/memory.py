@@ -71,7 +71,7 @@ def contiguous(weight: Tensor | None) -> Tensor | None:
 
 
 def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    """The tensors' dtypes, None where there is no tensor: what a compiled kernel depends on besides its constants."""
+    """The tensors' dtypes, None where there is no tensor; a compiled kernel depends on them and its constants."""
     return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 

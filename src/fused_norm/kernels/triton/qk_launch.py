@@ -31,7 +31,7 @@ Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | Non
 None; k is None only where one tensor is rotated without a norm."""
 
 NormedInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The same, where k is not None."""
+"""``Inputs`` with a k."""
 
 Sides = tuple[Tensor | None, Tensor | None]
 """A tensor of q's side and one of k's."""
@@ -227,7 +227,7 @@ def _known(layout: _Layout | None) -> _Layout:
 
 
 def _backward_layouts(inputs: NormedInputs, incoming: Sides, dx: Sides, unsqueeze_dim: int) -> list[_Layout]:
-    """The layouts of q's and of k's side: what comes in, its gradient, and the gradient that is written."""
+    """The layouts of q's and of k's side, each for the input, the incoming gradient, and the gradient to write."""
     heads_dim = _heads_dim(inputs, unsqueeze_dim)
     return [
         _absent(3) if d is None else _known(_layout((x, d, empty_rows_like(x) if grad is None else grad), heads_dim))

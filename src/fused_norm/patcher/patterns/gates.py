@@ -52,7 +52,7 @@ _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
 
 @dataclass(frozen=True)
 class Called:
-    """What may be an activation: the attribute that is called, or, if ``is_function``, a function's global name."""
+    """A name that may be an activation's: an attribute of the module or, if ``is_function``, a global function."""
 
     name: str
     is_function: bool
@@ -215,7 +215,7 @@ def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, 
 
 
 def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
-    """What is called, where that is ``self.<name>(argument)``, or ``<function>(argument)`` by an activation's name."""
+    """The name called in ``self.<name>(argument)``, or in ``<function>(argument)`` by a known name; else None."""
     call = call_of_own(node, flow.own)
     if call is not None:
         return Called(called(call), False)

@@ -52,7 +52,7 @@ class RotationCall:
 
     @property
     def arguments(self) -> int:
-        """How many arguments it is called with by position; 0 where it takes others than can be fused."""
+        """The number of its positional arguments; 0 where it takes others than can be fused."""
         plain = not any(isinstance(argument, ast.Starred) for argument in self.call.args)
         plain = plain and all(keyword.arg == "unsqueeze_dim" for keyword in self.call.keywords)
         return len(self.call.args) if plain and len(self.call.args) in _ARGUMENTS else 0
