@@ -1,6 +1,7 @@
 """The casts to FP8 and back in plain PyTorch: the truth in tests, and the path of tensors that no kernel runs on.
 
-``lines`` are what scales are shared along, [L, K]: the rows of a tensor, its columns, or all of it as one.
+``grouped`` are a tensor's numbers [L, G, K]: its rows, its columns, or all of it as one line, and of each line groups
+of K that share a scale, the last of them filled up with zeros.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from .formats import INPUT_GROUP, FP8Format, check_format, empty_scale, format_of
+from .formats import FORMATS, FP8Format, check_format, empty_scale, format_of
 from .quantized import Quantized, placeholder_of
-
-_BIAS = 127
-"""Of the exponents of fp32 and E8M0."""
 
 
 def quantize(y: Tensor, fp8_format: str | FP8Format, transposed: bool = False) -> Quantized:
@@ -47,51 +45,56 @@ def quantize(y: Tensor, fp8_format: str | FP8Format, transposed: bool = False) -
 
 def dequantize(codes: Quantized) -> Tensor:
     """The numbers that codes and scales stand for: fp32, contiguous, in the shape of ``codes.q``; no gradient."""
-    fp8_format, q = codes.fp8_format, codes.q.detach()
-    values = q.to(torch.float32)
-    if fp8_format.whole:
-        return (values * codes.scale).contiguous()
-    lines = values.t() if fp8_format.over_rows else values.reshape(math.prod(q.shape[:-1]), q.shape[-1])
-    group = fp8_format.group or lines.shape[1]
-    groups = -(-lines.shape[1] // group) if fp8_format.group else 1
+    fp8_format, scale = codes.fp8_format, codes.scale.detach()
+    grouped = _grouped(codes.q.detach().to(torch.float32), fp8_format)
+    lines, groups, _ = grouped.shape
     if fp8_format.swizzled:
-        scale = _unswizzled(codes.scale, lines.shape[0], groups).to(torch.float32)
-    else:
-        scale = codes.scale.t() if fp8_format.over_rows else codes.scale.reshape(lines.shape[0], groups)
-    lines = lines * scale.repeat_interleave(group, dim=1)[:, : lines.shape[1]]
-    return lines.t().contiguous() if fp8_format.over_rows else lines.reshape(q.shape)
+        scale = _unswizzled(scale, lines, groups)
+    scale = scale.t() if fp8_format.over_rows and not fp8_format.swizzled else scale.reshape(lines, groups)
+    return _ungrouped(grouped * scale.to(torch.float32)[..., None], codes.q.shape, fp8_format).contiguous()
 
 
 def numbers_of(codes: Tensor, scale: Tensor) -> Tensor:
-    """The products of codes [..., N] and their scales [..., N / 16], in fp32."""
-    grouped = codes.detach().to(torch.float32).unflatten(-1, (-1, INPUT_GROUP))
-    return (grouped * scale.detach().to(torch.float32).unsqueeze(-1)).flatten(-2)
+    """The products of a norm's input codes [..., N] and their scales [..., N / 16], in fp32."""
+    return dequantize(Quantized(codes, scale, FORMATS["coat_input"]))
 
 
 def cast(y: Tensor, fp8_format: FP8Format, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and, if asked for, transposed codes of good arguments."""
-    rows, width = math.prod(y.shape[:-1]), y.shape[-1]
-    lines = y.reshape(rows, width)
-    if fp8_format.over_rows:
-        lines = lines.t()
-    elif fp8_format.whole:
-        lines = y.reshape(1, -1)
-    count, length = lines.shape
-    group = fp8_format.group or length
-    groups = -(-length // group) if fp8_format.group else 1
-    padded = torch.nn.functional.pad(lines, (0, groups * group - length))
-    grouped = padded.reshape(count, groups, group)
+    grouped = _grouped(y, fp8_format)
     # The largest magnitudes; 0 of nothing, NaN where there is one.
-    amax = grouped.abs().amax(-1, keepdim=True) if group else grouped.new_zeros(count, groups, 1)
-    q, scales = cast_groups(grouped, amax, fp8_format)
-    q, scales = q.reshape(count, groups * group)[:, :length].contiguous(), scales.squeeze(-1)
-    scale = empty_scale(y, y.shape[:-1], width, fp8_format)
+    amax = grouped.abs().amax(-1, keepdim=True) if grouped.shape[-1] else grouped.new_zeros(*grouped.shape[:-1], 1)
+    grouped, scales = cast_groups(grouped, amax, fp8_format)
+    scales = scales.squeeze(-1)
     if fp8_format.swizzled:
         scale = swizzled(scales)
     else:
+        scale = empty_scale(y, y.shape[:-1], y.shape[-1], fp8_format)
         scale.copy_(scales.t() if fp8_format.over_rows else scales.reshape(scale.shape))
-    q = q.t() if fp8_format.over_rows else q.reshape(y.shape)
-    return q, scale, q.reshape(rows, width).t().contiguous() if transposed else None
+    q = _ungrouped(grouped, y.shape, fp8_format)
+    return q, scale, _matrix(q).t().contiguous() if transposed else None
+
+
+def _grouped(values: Tensor, fp8_format: FP8Format) -> Tensor:
+    lines = values.reshape(1, -1) if fp8_format.whole else _matrix(values)
+    if fp8_format.over_rows:
+        lines = lines.t()
+    count, length = lines.shape
+    group = fp8_format.group or length
+    groups = -(-length // group) if fp8_format.group else 1
+    return torch.nn.functional.pad(lines, (0, groups * group - length)).reshape(count, groups, group)
+
+
+def _ungrouped(grouped: Tensor, shape: torch.Size, fp8_format: FP8Format) -> Tensor:
+    """What ``_grouped`` has made of a tensor of this shape, as the tensor: [M, N] where scales are shared over rows."""
+    lines = grouped.flatten(1)
+    if fp8_format.over_rows:
+        return lines[:, : math.prod(shape[:-1])].contiguous().t()
+    return lines.reshape(shape)
+
+
+def _matrix(values: Tensor) -> Tensor:
+    return values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -125,25 +128,18 @@ def cast_groups(values: Tensor, amax: Tensor, fp8_format: FP8Format) -> tuple[Te
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         scaled = values * (1.0 / scale) if formula == "reciprocal" else values / scale
     else:
-        exponent, factor = _power_of_2(amax, fp8_format)
-        scaled, scale = values * factor, exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+        if formula == "floor":
+            exponent = ((amax.view(torch.int32) >> 23) - fp8_format.top_exponent).clamp(min=0).to(torch.float32)
+            smallest, nan = 2.0**126, 0.0
+        else:
+            scale = _quotient(amax, top)
+            exponent = torch.where(scale.isinf(), 127.0, torch.ceil(torch.log2(scale)).clamp(-127, 127)) + 127
+            smallest, nan = 1.0, math.nan
+        factor = torch.where(exponent == 0, smallest, torch.exp2(127 - exponent))
+        scaled = values * torch.where(amax.isnan(), nan, factor)
+        scale = torch.where(amax.isnan(), 255.0, exponent).to(torch.uint8).view(torch.float8_e8m0fnu)
     # A cast by itself saturates in some releases of PyTorch, and makes NaN in others.
     return scaled.clamp(-top, top).to(fp8_format.dtype), scale
-
-
-def _power_of_2(amax: Tensor, fp8_format: FP8Format) -> tuple[Tensor, Tensor]:
-    """The biased exponents of E8M0 scales, 255 for NaN, and what values are multiplied by."""
-    if fp8_format.formula == "floor":
-        exponent = ((amax.view(torch.int32) >> 23) - fp8_format.top_exponent).clamp(min=0)
-        # The factor of the smallest scale, a subnormal, is that of the next; zeros alone have it, and less than top.
-        factor = torch.exp2(_BIAS - exponent.clamp(min=1).to(torch.float32))
-        exponent = torch.where(amax.isnan(), 255, exponent)
-        return exponent, torch.where(amax.isnan(), 0.0, factor)
-    scale = _quotient(amax, fp8_format.top)
-    exponent = torch.ceil(torch.log2(scale)).clamp(-_BIAS, _BIAS) + _BIAS
-    exponent = torch.where(amax.isnan(), 255.0, torch.where(scale.isinf(), 254.0, exponent))
-    factor = torch.where(exponent == 0, 1.0, torch.exp2(_BIAS - exponent))
-    return exponent, torch.where(amax.isnan(), amax, factor)
 
 
 def _quotient(values: Tensor, divisor: float) -> Tensor:

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from ..triton.devices import runs_kernels_on
 from ..triton.language import interpreted
-from .formats import INPUT_GROUP, FP8Format
+from .formats import FP8Format
 
 CODES_OF_KERNELS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The dtypes of codes that kernels read and write."""
 
 logger = logging.getLogger("fused_norm")
-
-_input_group = tl.constexpr(INPUT_GROUP)
 
 
 def runs_fp8_kernels_on(fp8_format: FP8Format, *tensors: Tensor | None) -> bool:
@@ -45,11 +43,6 @@ def _casts_to_fp8(device: torch.device) -> bool:
     if not torch.compiler.is_compiling():
         logger.warning("norms give FP8 by PyTorch's operators on %s, where Triton is not known to cast to it", device)
     return False
-
-
-def in_bytes(scales: Tensor) -> Tensor:
-    """E8M0 scales as the bytes that kernels write."""
-    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 @triton.jit
@@ -78,46 +71,36 @@ def _power_beside(value, UP: tl.constexpr, FORMAT: tl.constexpr, Y: tl.constexpr
 
 
 @triton.jit
-def _floor_scale(bits, FORMAT: tl.constexpr):
-    """The scale under formula ``floor``, as the biased exponent that E8M0 stores, and the factor."""
-    exponent = tl.maximum((bits >> 23) - FORMAT.top_exponent, 0)
-    # The smallest scale is a subnormal; its factor is that of the next.
-    factor = ((254 - tl.maximum(exponent, 1)) << 23).to(tl.float32, bitcast=True)
-    nan = bits > 0x7F800000
-    return tl.where(nan, 255, exponent), tl.where(nan, 0.0, factor)
-
-
-@triton.jit
-def _rceil_scale(amax, FORMAT: tl.constexpr, Y: tl.constexpr):
-    """The scale under formula ``rceil``, as the biased exponent that E8M0 stores, and the factor."""
-    scale = tl.div_rn(amax, tl.zeros_like(amax) + FORMAT.top)
-    exponent = tl.minimum(_power_beside(scale, True, FORMAT, Y).to(tl.int32, bitcast=True) >> 23, 254)
-    # The smallest scale, 2^-127, is a subnormal number in fp32.
-    exponent = tl.where(scale.to(tl.int32, bitcast=True) > 0x400000, exponent, 0)
-    factor = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
-    factor = tl.where(exponent == 0, 1.0, factor)
-    return tl.where(amax == amax, exponent, 255), tl.where(amax == amax, factor, amax)
-
-
-@triton.jit
 def scale_of(bits, FORMAT: tl.constexpr, Y: tl.constexpr):
-    """The scale of what has the largest magnitude ``bits``, and the factor or, under ``quotient``, the scale again."""
+    """The scale of what has the largest magnitude ``bits``, and the factor or, under ``quotient``, the scale again.
+
+    An E8M0 scale is the biased exponent that is stored of it.
+    """
     amax = bits.to(tl.float32, bitcast=True)
+    top = tl.zeros_like(amax) + FORMAT.top
     if FORMAT.formula == "multiplier":
         small = amax < FORMAT.fp32_floor
-        factor = tl.div_rn(tl.zeros_like(amax) + FORMAT.top, tl.where(small, 1.0, amax))
-        factor = tl.where(small, FORMAT.largest_multiplier, factor)
+        factor = tl.where(small, FORMAT.top / FORMAT.floor, tl.div_rn(top, tl.where(small, 1.0, amax)))
         if FORMAT.power_of_2:
             factor = _power_beside(factor, False, FORMAT, Y)
         scale = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
-    elif FORMAT.formula == "floor":
-        scale, factor = _floor_scale(bits, FORMAT)
-    elif FORMAT.formula == "rceil":
-        scale, factor = _rceil_scale(amax, FORMAT, Y)
+    elif FORMAT.swizzled:
+        floors: tl.constexpr = FORMAT.formula == "floor"
+        if floors:
+            scale = tl.maximum((bits >> 23) - FORMAT.top_exponent, 0)
+        else:
+            quotient = tl.div_rn(amax, top)
+            scale = tl.minimum(_power_beside(quotient, True, FORMAT, Y).to(tl.int32, bitcast=True) >> 23, 254)
+            # The smallest scale, 2^-127, is a subnormal number in fp32.
+            scale = tl.where(quotient.to(tl.int32, bitcast=True) > 0x400000, scale, 0)
+        factor = tl.where(scale == 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
+        factor = tl.where(scale == 0, 2.0**126 if floors else 1.0, factor)
+        nan = bits > 0x7F800000
+        scale = tl.where(nan, 255, scale)
+        factor = tl.where(nan, 0.0 if floors else float("nan"), factor)
     else:
         floor: tl.constexpr = FORMAT.fp32_floor
-        amax = tl.where(amax < floor, floor, amax) if FORMAT.formula == "reciprocal" else amax + floor
-        scale = tl.div_rn(amax, tl.zeros_like(amax) + FORMAT.top)
+        scale = tl.div_rn(tl.where(amax < floor, floor, amax) if FORMAT.formula == "reciprocal" else amax + floor, top)
         if FORMAT.power_of_2:
             scale = _power_beside(scale, True, FORMAT, Y)
         factor = tl.div_rn(tl.zeros_like(scale) + 1.0, scale) if FORMAT.formula == "reciprocal" else scale
@@ -152,73 +135,18 @@ def _rounded_by_instruction(values, dtype: tl.constexpr):
 
 @triton.jit
 def _rounded_by_hand(values, dtype: tl.constexpr, TOP: tl.constexpr):
-    """Values rounded to codes by integer arithmetic, for Triton's interpreter, whose own cast to FP8 rounds wrongly.
+    """The nearest codes, of two equally near ones the even one, by a sum whose last place counts steps between codes.
 
-    To the nearest code, of two equally near ones to the even one; beyond TOP, the largest code, to that.
-    """
-    values = tl.where(values > TOP, TOP, tl.where(values < -TOP, -TOP, values))
-    MANTISSA: tl.constexpr = dtype.fp_mantissa_width
-    BIAS: tl.constexpr = dtype.exponent_bias
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    rounded = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT
-    normal = rounded - ((127 - BIAS) << MANTISSA)
-    # A subnormal code counts steps of one size: an fp32 sum with that size in its last place rounds to them.
-    ANCHOR: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
-    anchor = (tl.zeros_like(bits) + ANCHOR).to(tl.float32, bitcast=True)
-    subnormal = (tl.abs(values) + anchor).to(tl.int32, bitcast=True) - ANCHOR
-    code = tl.where(magnitude < (128 - BIAS) << 23, subnormal, normal)
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8).to(dtype, bitcast=True)
-
-
-@triton.jit
-def values_of(codes, dtype: tl.constexpr):
-    """The fp32 numbers that codes stand for."""
-    return _decoded_by_hand(codes, dtype) if interpreted else codes.to(tl.float32)
-
-
-@triton.jit
-def _decoded_by_hand(codes, dtype: tl.constexpr):
-    """The fp32 numbers of codes by integer arithmetic, for Triton's interpreter.
-
-    Its own cast from FP8 knows no subnormal codes and no NaN.
+    For Triton's interpreter, whose own cast to FP8 rounds wrongly.
     """
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
-    BIAS: tl.constexpr = dtype.exponent_bias
-    code = codes.to(tl.uint8, bitcast=True).to(tl.int32)
-    magnitude = code & 0x7F
-    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    STEP: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
-    value = tl.where(magnitude < 1 << MANTISSA, magnitude.to(tl.float32) * STEP, normal)
-    if MANTISSA == 3:
-        value = tl.where(magnitude == 0x7F, float("nan"), value)
-    else:
-        value = tl.where(magnitude > 0x7C, float("nan"), tl.where(magnitude == 0x7C, float("inf"), value))
-    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_input(memory, scales, row, col, block, M, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of a norm's input as fp32: of x itself or, where there are ``scales``, of codes times scales.
-
-    ``block``: the number of the tile among those of its rows, from the left.
-    """
-    live = (row < M)[:, None] & (col < N)[None, :]
-    ptr, stride = memory
-    scale_ptr, scale_stride = scales
-    x = tl.load(ptr + row[:, None] * stride + col[None, :], mask=live, other=0.0)
-    if scale_ptr is None:
-        values = x.to(tl.float32)
-    else:
-        GROUPS: tl.constexpr = BLOCK // _input_group
-        group = block * GROUPS + tl.arange(0, GROUPS)
-        inside = (row < M)[:, None] & (group < N // _input_group)[None, :]
-        scale = tl.load(scale_ptr + row[:, None] * scale_stride + group[None, :], mask=inside, other=0.0)
-        grouped = tl.reshape(values_of(x, ptr.dtype.element_ty), [ROWS, GROUPS, _input_group])
-        values = tl.reshape(grouped * scale.to(tl.float32)[:, :, None], [ROWS, BLOCK])
-    return values
+    SUBNORMAL: tl.constexpr = 128 - dtype.exponent_bias
+    magnitude = tl.minimum(tl.abs(values), TOP)
+    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, SUBNORMAL)
+    anchor = (exponent + (23 - MANTISSA)) << 23
+    steps = (magnitude + anchor.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - anchor
+    code = tl.where(values == values, steps + ((exponent - SUBNORMAL) << MANTISSA), 0x7F)
+    return (code | ((values.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8).to(dtype, bitcast=True)
 
 
 @triton.jit

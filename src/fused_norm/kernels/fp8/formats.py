@@ -12,8 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..triton.language import codes_group
+
 Formula = Literal["multiplier", "reciprocal", "quotient", "floor", "rceil"]
 ScaleLayout = Literal["rows", "columns", "deepgemm", "swizzled"]
+
+INPUT_GROUP: int = codes_group.value
+"""Columns that share a scale where a norm reads codes."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -112,11 +117,6 @@ class FP8Format:
         return float(floor)
 
     @property
-    def largest_multiplier(self) -> float:
-        """The fp32 multiplier of an amax below the floor."""
-        return float(np.float32(self.top / self.floor))
-
-    @property
     def options(self) -> tuple[Any, ...]:
         """The format as an operator's options, see ``FORMAT_OPTIONS``; ``format_from`` makes it of them again."""
         return (
@@ -146,22 +146,16 @@ FORMATS: dict[str, FP8Format] = {
     "mxfp8": FP8Format(1, 32, formula="floor", floor=0.0, scale_layout="swizzled"),
     # COAT's: what linears read, and what norms read and keep
     "coat": FP8Format(0, 0, formula="quotient", floor=1e-10),
-    "coat_input": FP8Format(1, 16, formula="quotient", floor=1e-10),
+    "coat_input": FP8Format(1, INPUT_GROUP, formula="quotient", floor=1e-10),
 }
 """The formats that have a name; ``dataclasses.replace`` makes others of them, such as one with another dtype."""
 
-INPUT_GROUP = FORMATS["coat_input"].group
-"""Columns that share a scale where a norm reads codes."""
+_kept_format = lru_cache(maxsize=256)(FP8Format)
 
 
 def format_from(options: Sequence[Any]) -> FP8Format:
     """The format with these ``options``; equal ones give the same object."""
     return FP8Format(*options) if torch.compiler.is_compiling() else _kept_format(*options)
-
-
-@lru_cache(maxsize=256)
-def _kept_format(*options: Any) -> FP8Format:
-    return FP8Format(*options)
 
 
 def format_of(fp8_format: str | FP8Format) -> FP8Format:

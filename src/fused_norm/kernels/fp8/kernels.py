@@ -9,7 +9,7 @@ column or for groups of rows. ``language`` and ``codes`` have the names that ker
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,12 +19,22 @@ from torch import Tensor
 from ...spec import NormSpec
 from ..plans import forward_plan, next_power_of_2
 from ..triton.devices import device_facts
-from ..triton.language import columns_of, load_gamma, load_tile, normalised, round_to, rows_of, rstd_of, store_tile
+from ..triton.language import (
+    columns_of,
+    load_gamma,
+    load_input,
+    load_tile,
+    normalised,
+    round_to,
+    rows_of,
+    rstd_of,
+    store_tile,
+)
 from ..triton.launch import launch
 from ..triton.memory import INT32_LIMIT, contiguous, norm_dtype, promoted, same_rows
 from ..triton.norm_forward import add_rounded
 from .cast import cast
-from .codes import codes_of, in_bytes, load_input, magnitude_bits, scale_of, store_scales
+from .codes import codes_of, magnitude_bits, scale_of, store_scales
 from .formats import FP8Format, empty_scale
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -57,7 +67,7 @@ def _rows_kernel(
     col = columns_of(BLOCK, S)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
-    total = load_input((x_ptr, x_stride), (x_scale_ptr, x_scale_stride), row, col, 0, M, N, ROWS, BLOCK)
+    total = load_input((x_ptr, x_stride), (x_scale_ptr, x_scale_stride), row, col, live, 0, M, N)
     if r_ptr is not None:
         total = add_rounded(total, load_tile((r_ptr, r_stride), row, col, live), scale, x_ptr.dtype.element_ty, S)
         store_tile((s_ptr, s_stride), row, col, live, total)
@@ -114,7 +124,8 @@ def _tiles_kernel(
     # Beyond the last row that row is read again, which leaves the largest magnitudes what they are; zeros would not,
     # as an infinite weight makes NaN of them.
     read = row if FORMAT.whole else tl.minimum(row, M - 1)
-    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), read, col, program % BLOCKS, M, N, ROWS, BLOCK)
+    live = (read < M)[:, None] & in_row[None, :]
+    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), read, col, live, program % BLOCKS, M, N)
     rstd = tl.load(rstd_ptr + read, mask=read < M, other=0.0)[:, None]
     y = normalised(s, rstd, w_ptr, S, SPEC)
     if w_ptr is not None:
@@ -157,33 +168,16 @@ def _tiles_kernel(
                 tl.store(scale_ptr + place, scale, mask=place < N)
 
 
-class FP8Outputs(NamedTuple):
-    """The tensors that a forward of a norm in FP8 writes, in the order in which the operator returns them.
-
-    Attributes:
-        q: the codes, in x's shape.
-        scale: their scales, laid out as the format says.
-        transposed: the codes as [N, M], None unless asked for.
-        placeholder: the result's place in autograd's graph, one NaN in x's shape (see ``Quantized``).
-        s: the sum of x and the residual, None without a residual.
-        rstd: fp32 [..., 1], for the backward.
-    """
-
-    q: Tensor
-    scale: Tensor
-    transposed: Tensor | None
-    placeholder: Tensor
-    s: Tensor | None
-    rstd: Tensor
-
-
 def empty_norm_fp8(
     spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, fp8_format: FP8Format, transposed: bool
-) -> FP8Outputs:
-    """The outputs, not yet written; rows are counted, and lie, in the order of x's dimensions."""
+) -> tuple[Any, ...]:
+    """The operator's outputs, not yet written; rows are counted, and lie, in the order of x's dimensions.
+
+    Codes in x's shape, their scales, the codes as [N, M] or None, the placeholder, the sum or None, rstd fp32 [..., 1].
+    """
     *leading, width = x.shape
     s = None if residual is None else x.new_empty(x.shape, dtype=promoted(x.dtype, residual.dtype))
-    return FP8Outputs(
+    return (
         x.new_empty(x.shape, dtype=fp8_format.dtype),
         empty_scale(x, leading, width, fp8_format),
         x.new_empty((width, math.prod(leading)), dtype=fp8_format.dtype) if transposed else None,
@@ -194,7 +188,11 @@ def empty_norm_fp8(
 
 
 def launch_norm_fp8(
-    spec: NormSpec, tensors: tuple[Tensor | None, ...], fp8_format: FP8Format, outputs: FP8Outputs, scale: float = 1.0
+    spec: NormSpec,
+    tensors: tuple[Tensor | None, ...],
+    fp8_format: FP8Format,
+    outputs: tuple[Any, ...],
+    scale: float = 1.0,
 ) -> None:
     """Write the ``outputs`` of ``empty_norm_fp8``, for rows of up to ``plans.WIDEST_FORWARD`` elements.
 
@@ -218,7 +216,7 @@ def launch_norm_fp8(
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
     used = torch.empty_like(rstd) if fp8_format.whole and spec.casting == "none" else None
-    written = (None, None) if fp8_format.whole else (q, in_bytes(scales))
+    written = (None, None) if fp8_format.whole else (q, _in_bytes(scales))
     scale_strides = scales.stride()[-2:] if scales.dim() > 1 else (1, 1)
     padded = 128 * -(-rows // 128) if fp8_format.swizzled else rows
     # As in the 16-bit norm, fp32 squares are rounded before they are added.
@@ -258,7 +256,7 @@ def launch_columns_fp8(
     amax = None if fp8_format.group else x.new_zeros((width,), dtype=torch.int32)
     if amax is not None:
         _launch_tiles((*read, amax, None, None, None), strides, spec, fp8_format, dtypes)
-    _launch_tiles((*read, amax, None, q, in_bytes(scale)), strides, spec, fp8_format, dtypes)
+    _launch_tiles((*read, amax, None, q, _in_bytes(scale)), strides, spec, fp8_format, dtypes)
 
 
 _TILE_ELEMENTS = 2048
@@ -295,6 +293,11 @@ def _launch_tiles(
     }  # fmt: skip
     grid, numbers = (-(-rows // tile) * blocks, 1), (rows, *strides, width, rows)
     launch(_tiles_kernel, grid, tensors, numbers, constants, warps=device_facts(s.device).warps(warps))
+
+
+def _in_bytes(scales: Tensor) -> Tensor:
+    """E8M0 scales as the bytes that kernels write."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def _constants(

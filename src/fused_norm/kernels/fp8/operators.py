@@ -12,11 +12,11 @@ from ...spec import Casting, NormSpec
 from .. import reference
 from ..add_rms_norm import ADD_RMS_NORM
 from ..arguments import KERNEL_DTYPES, check_norm, check_residual, check_scale
-from ..norm_from_rstd import NORM_FROM_RSTD
+from ..norm_from_rstd import NormFromRstd
 from ..operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
-from ..plans import WIDEST_FORWARD
-from ..triton.memory import empty_weight_grad
-from .backward_kernel import launch_backward_from_codes
+from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
+from ..triton.memory import empty_rows_like, empty_weight_grad
+from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .cast import cast, numbers_of
 from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
 from .formats import FORMAT_OPTIONS, INPUT_GROUP, FP8Format, check_format, format_from, format_of
@@ -106,10 +106,13 @@ class NormFP8(Operator):
         """Launch the backward of a norm of codes; that of other tensors is ``add_rms_norm``'s."""
         codes, codes_scale, weight, rstd = call.saved
         need_dx, _, need_dw = call.needed
-        dx = codes.new_empty(codes.shape, dtype=call.facts[0]) if need_dx else None
+        dx = empty_rows_like(codes, call.facts[0]) if need_dx else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_backward_from_codes(spec, call.incoming[3], codes, codes_scale, weight, rstd, dx, dw)
+            if codes.shape[-1] > WIDEST_BACKWARD:
+                codes, codes_scale = numbers_of(codes, codes_scale), None
+            saved = NormSaved(call.incoming[3], None, codes, weight, rstd, s_scale=codes_scale)
+            launch_norm_backward(spec, saved, NormGradients(dx, None, dw))
         return dx, None, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -118,20 +121,17 @@ class NormFP8(Operator):
         return dx.to(call.facts[0]), None, dw
 
 
-class RMSNormColumnsFP8(Operator):
+class RMSNormColumnsFP8(NormFromRstd):
     """``rms_norm_columns_fp8`` as an operator, which has no gradients; it gives codes as [N, M]."""
 
     name = "rms_norm_columns_fp8"
-    tensors = NORM_FROM_RSTD.tensors
     options = FORMAT_OPTIONS
     outputs = ("q", "scale")
     not_differentiable = outputs
-    saved = ""
-    gradients = ()
 
     def check(self, spec: NormSpec, *arguments: Any) -> None:
+        super().check(spec, *arguments[:3])
         fp8_format = format_from(arguments[3:])
-        NORM_FROM_RSTD.check(spec, *arguments[:3])
         check_format(self.name, fp8_format, arguments[0].shape[-1])
         if not fp8_format.over_rows:
             raise ValueError(f"{self.name}: scales must be shared over rows; one of the tensor is the forward's")
@@ -140,7 +140,7 @@ class RMSNormColumnsFP8(Operator):
         return runs_fp8_kernels_on(format_from(arguments[3:]), *arguments[:3])
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
-        q, scale, _ = cast(NORM_FROM_RSTD.reference(spec, *arguments[:3]), format_from(arguments[3:]))
+        q, scale, _ = cast(super().reference(spec, *arguments[:3]), format_from(arguments[3:]))
         return q.t(), scale
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
@@ -150,9 +150,6 @@ class RMSNormColumnsFP8(Operator):
         if launch:
             launch_columns_fp8(spec, x, weight, rstd, fp8_format, *outputs)
         return outputs
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        return (), ()
 
 
 NORM_FP8 = NormFP8()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan, sandwich_backward_plan
 from .devices import device_facts
-from .language import input_grad, let_next_begin, load_gamma, load_tile, rows_of, store_tile
+from .language import input_grad, let_next_begin, load_gamma, load_input, load_tile, rows_of, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, contiguous, empty_rows_like, same_rows
 from .weight_grad import sum_shares
@@ -60,7 +60,8 @@ def _store_share(shares_ptr, program, dw, col, N: tl.constexpr):
 def _backward_kernel(
     dy_ptr,  # [M, N]
     ds_ptr,  # [M, N] or None: what else flows into the sum
-    s_ptr,  # [M, N]
+    s_ptr,  # [M, N], or its FP8 codes
+    s_scale_ptr,  # [M, N / 16] where there are codes
     x_ptr,  # [M, N] where a norm comes in front of the add
     inner_ptr,  # [N] or None
     w_ptr,  # [N] or None
@@ -70,7 +71,7 @@ def _backward_kernel(
     dr_ptr,  # [M, N] or None
     shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dinner, then of dw
     M,
-    dy_stride, ds_stride, s_stride, x_stride, dx_stride, dr_stride,
+    dy_stride, ds_stride, s_stride, s_scale_stride, x_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
     RELOAD: tl.constexpr, HAS_DINNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
@@ -101,7 +102,7 @@ def _backward_kernel(
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, ROWS, LONG)
         live = in_row[None, :] if ALONE else (row < M)[:, None] & in_row[None, :]
-        s = load_tile((s_ptr, s_stride), row, col, live)
+        s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, 0, M, N)
         dy = load_tile((dy_ptr, dy_stride), row, col, live)
         rstd = _load_rstd(rstd_ptr, row, M, ALONE)
         if HAS_DW:
@@ -227,13 +228,14 @@ class NormSaved(NamedTuple):
     Attributes:
         dy: [..., N], the gradient of the norm.
         ds: what else flows into s, or None.
-        s: what was normalised.
+        s: what was normalised, or its FP8 codes, whose rows are at most ``plans.WIDEST_BACKWARD`` wide.
         weight: [N] or None.
         rstd: [..., 1] fp32.
         x: what was normalised in front of the add, or None.
         inner_weight: [N] or None, of that norm.
         inner_rstd: [..., 1] fp32, of that norm.
         scale: what the branch was multiplied by.
+        s_scale: [..., N / 16] where s are codes; nothing but the norm's gradient flows into these.
     """
 
     dy: Tensor
@@ -245,6 +247,7 @@ class NormSaved(NamedTuple):
     inner_weight: Tensor | None = None
     inner_rstd: Tensor | None = None
     scale: float = 1.0
+    s_scale: Tensor | None = None
 
 
 class NormGradients(NamedTuple):
@@ -276,15 +279,18 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         _launch_one_norm_at_a_time(spec, saved, gradients)
         return
     rows, device = size // width, device_facts(saved.s.device)
-    arranged, spacing = same_rows(saved.s, saved.dy, saved.ds, saved.x, dx, dr, saved.rstd, saved.inner_rstd)
-    s, dy, ds, x, dx, dr, rstd, inner_rstd = arranged
+    arranged, spacing = same_rows(
+        saved.s, saved.dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
+    )
+    s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
     read = dy, ds, s, x, inner_weight, weight
     column_bytes = sum(tensor.element_size() for tensor in read if tensor is not None)
     if inner:
         plan = sandwich_backward_plan(width, column_bytes, device)
     else:
-        plan = backward_plan(width, column_bytes, device, summed=ds is not None)
+        # Scales of codes are one more tensor in flight, as a residual's gradient is.
+        plan = backward_plan(width, column_bytes, device, summed=ds is not None or s_scale is not None)
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dinner is None else (dinner, dw)
@@ -295,7 +301,8 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
-    strides = *spacing[1:3], spacing[0], spacing[3] if inner else None, *spacing[4:6]
+    scale_stride, x_stride = (spacing[6], None) if s_scale is not None else (None, spacing[3] if inner else None)
+    strides = *spacing[1:3], spacing[0], scale_stride, x_stride, *spacing[4:6]
     scale = None if saved.scale == 1.0 else float(saved.scale)
     tensors: tuple[Tensor | None, ...]
     numbers: tuple[float | None, ...]
@@ -306,13 +313,13 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
             wider = {"N": width, "BLOCK": 4 * plan.block, "SPEC": constants["SPEC"]}
             launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
         tensors = dy, ds, s, weight, rstd, correction, dx, dr, shares
-        numbers = rows, *strides[:3], *strides[4:], scale
+        numbers = rows, *strides[:3], *strides[5:], scale
         grid = blocks, min(programs, _GRID_LIMIT)
         launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
-        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload}
+        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
         constants |= {"HAS_DINNER": dinner is not None, "HAS_DW": dw is not None}
-        tensors = *read, inner_rstd, rstd, dx, dr, shares
+        tensors = *read[:3], s_scale, *read[3:], inner_rstd, rstd, dx, dr, shares
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if shares is not None:
         sum_shares(shares, first, second, programs, most, device)
