@@ -88,13 +88,15 @@ def scale_of(bits, FORMAT: tl.constexpr, Y: tl.constexpr):
         floors: tl.constexpr = FORMAT.formula == "floor"
         if floors:
             scale = tl.maximum((bits >> 23) - FORMAT.top_exponent, 0)
+            # The smallest scale is a subnormal; its factor is that of the next.
+            factor = ((254 - tl.maximum(scale, 1)) << 23).to(tl.float32, bitcast=True)
         else:
             quotient = tl.div_rn(amax, top)
             scale = tl.minimum(_power_beside(quotient, True, FORMAT, Y).to(tl.int32, bitcast=True) >> 23, 254)
             # The smallest scale, 2^-127, is a subnormal number in fp32.
             scale = tl.where(quotient.to(tl.int32, bitcast=True) > 0x400000, scale, 0)
-        factor = tl.where(scale == 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-        factor = tl.where(scale == 0, 2.0**126 if floors else 1.0, factor)
+            factor = tl.where(scale == 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
+            factor = tl.where(scale == 0, 1.0, factor)
         nan = bits > 0x7F800000
         scale = tl.where(nan, 255, scale)
         factor = tl.where(nan, 0.0 if floors else float("nan"), factor)
