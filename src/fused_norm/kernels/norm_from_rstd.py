@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class NormFromRstd(Operator):
 
     name = "norm_from_rstd"
     tensors = "Tensor x, Tensor? weight, Tensor rstd"
-    outputs = ("y",)
+    outputs: ClassVar[tuple[str, ...]] = ("y",)
     saved = ""
     gradients = ()
 
@@ -37,7 +37,7 @@ class NormFromRstd(Operator):
         if spec.casting == "none":
             raise ValueError(f"{self.name}: under casting 'none' the forward uses another rstd than it keeps")
 
-    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
+    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
         x, weight, _ = arguments
         return reference.rms_norm(spec, x, weight)
 

@@ -208,14 +208,14 @@ def launch_norm_fp8(
     dtypes = (x if s is None else s).dtype, placeholder.dtype
     # What a placeholder stands for is in its codes.
     arranged, spacing = same_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
-    _, x, codes_scale, residual, s, rstd = arranged  # type: ignore[assignment]
+    _, x, codes_scale, residual, s, rstd = arranged
     weight = contiguous(weight)
     long = max(rows, 128) * max(spacing) >= INT32_LIMIT
     # The plan of the 16-bit norm, whose rows are summed in the same order.
     plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
-    used = torch.empty_like(rstd) if fp8_format.whole and spec.casting == "none" else None
+    used = q.new_empty((rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
     written = (None, None) if fp8_format.whole else (q, _in_bytes(scales))
     scale_strides = scales.stride()[-2:] if scales.dim() > 1 else (1, 1)
     padded = 128 * -(-rows // 128) if fp8_format.swizzled else rows
