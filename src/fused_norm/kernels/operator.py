@@ -143,7 +143,7 @@ class Operator(ABC):
         self.function, programmed = _autograd_functions(self)
         self.programs = Programs()
         self.programs_as_stock = Programs()
-        """Those of calls that a patched module's code has found to be for kernels."""
+        """The programs of calls that a patched module has checked: kernels may do them in place of its stock code."""
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
@@ -244,7 +244,7 @@ class Operator(ABC):
         return None
 
     def kept_among(self, programs: Programs | None, spec: Spec, *arguments: Any) -> Any:
-        """The outputs as of ``self(spec, *arguments)``; ``programs`` know such calls from now on."""
+        """The outputs of a call, whose program ``programs`` has from now on, so that ``known`` finds it there."""
         outputs = self(spec, *arguments)
         if programs is not None and not is_dynamo_compiling() and _is_plain(arguments[: self.tensor_count]):
             shape = arguments[0].shape

@@ -172,7 +172,7 @@ class Program:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the call could be recorded."""
+        """The call could be recorded."""
         return self._steps is not None
 
     def _repeat(self, *given: Any) -> Any:
@@ -200,7 +200,7 @@ class Program:
         return outputs
 
     def _straighten(self, steps: _Steps, performed: list[tuple[Launch, Any]]) -> None:
-        """Do without this class from now on, if the machine is known."""
+        """Put straight-line code in the place of ``_repeat``, if it is known how to launch on this machine."""
         machine = _machine(steps.device)
         if machine is None:
             return
@@ -225,7 +225,7 @@ class Programs:
         _all.add(self)
 
     def of(self, shape: Any) -> tuple[Program, ...]:
-        """Those of calls whose first tensor has this shape."""
+        """The programs of calls whose first tensor has this shape."""
         return self.by_shape.get(shape, ())
 
     def remember(self, shape: Any, program: Program) -> None:

@@ -203,7 +203,7 @@ def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
 
 
 def may_be_known(spec: NormSpec | None) -> bool:
-    """Return whether programs see all that ``obstacle`` asks; not those of an uncast norm, which see no autocast."""
+    """Return whether a call may go by a program that has passed ``obstacle`` before; programs do not see autocast."""
     return not _disabled_depth and (spec is None or spec.casting != "none")
 
 
