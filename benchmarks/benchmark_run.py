@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from .results import Result, Results
-from .samples import Timing
+from .samples import Timing, in_turns
 from .timing import copy_sampler, own_stream
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LARGE_COPY = 2**29
 """Bytes moved by the copy at both ends of a run, far beyond any L2 cache. In a graph, an H200 copies a gigabyte at
@@ -28,8 +32,7 @@ class BenchmarkRun:
     Attributes:
         device: where everything is measured.
         results: what was measured so far.
-        path: the JSON file, written after each row.
-        say: prints a line of progress.
+        path: the JSON file, written after each row; None where another process writes it.
         budget: seconds after which nothing new is started; None is no limit.
         quick: take as few samples as possible; the times mean nothing.
         began: when the run began, by ``time.perf_counter``.
@@ -37,8 +40,7 @@ class BenchmarkRun:
 
     device: torch.device
     results: Results
-    path: Path
-    say: Callable[[str], None]
+    path: Path | None
     budget: float | None = None
     quick: bool = False
     began: float = field(default_factory=time.perf_counter)
@@ -69,7 +71,30 @@ class BenchmarkRun:
 
     def save(self) -> None:
         """Write the results so far."""
-        self.results.save(self.path)
+        if self.path is not None:
+            self.results.save(self.path)
+
+    def say(self, text: str) -> None:
+        """Print a line of progress."""
+        if self.path is not None:
+            sys.stderr.write(f"[{time.perf_counter() - self.began:6.1f} s] {text}\n")
+
+    def take_turns(
+        self, found: dict[str, Result], samplers: Mapping[str, Callable[[], T]], rounds: tuple[int, int], seconds: float
+    ) -> dict[str, list[T]]:
+        """Samples of all that never raised, taken in turns; the results in ``found`` of others become failures.
+
+        Args:
+            found: by name; the others are not touched.
+            samplers: take one sample each.
+            rounds: the fewest and the most.
+            seconds: after which no round is begun beyond the fewest.
+        """
+
+        def failed(name: str, error: Exception) -> None:
+            found[name] = with_failure(found[name], error)
+
+        return in_turns(samplers, rounds=self.rounds(*rounds), seconds=self.seconds(seconds), failed=failed)
 
     def measure_copy(self, moved_bytes: int | None = None) -> None:
         """Measure a copy that moves so many bytes, once for each size; without a size the large copy, at every call."""

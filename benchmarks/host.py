@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .benchmark_run import BenchmarkRun, attempt, with_failure
+from .benchmark_run import BenchmarkRun, attempt
 from .kernels import repeatable_backwards
 from .operator_cases import HOST, OperatorCase
-from .providers import IDENTITY, Provider
+from .providers import Provider
 from .results import Result
-from .samples import Timing, in_turns
+from .samples import Timing
 from .timing import host_and_step_time
 
 CHAIN = 32
@@ -38,7 +38,7 @@ def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
         for case in HOST:
             present = [
                 provider
-                for provider in (*providers, *((IDENTITY,) if case.operator == "rms_norm" else ()))
+                for provider in providers
                 if not run.passes_over(f"host time of {case.name} by {provider.name}", provider.missing(run.device))
             ]
             for chain, repeats in lengths:
@@ -58,9 +58,6 @@ def _measure(
         runs[provider.name] = _chain(case, provider, run.device, kind, chain)
         return result
 
-    def failed(name: str, error: Exception) -> None:
-        found[name] = with_failure(found[name], error)
-
     for provider in providers:
         found[provider.name] = attempt(Result("host", row, provider.name, kind), partial(prepare, provider))
 
@@ -69,8 +66,7 @@ def _measure(
         return host_and_step_time(one, repeats, run.device)[0] / chain
 
     takes = {name: partial(sample, one) for name, one in runs.items()}
-    seconds = run.seconds(_SECONDS * len(takes))
-    for name, samples in in_turns(takes, rounds=run.rounds(*_ROUNDS), seconds=seconds, failed=failed).items():
+    for name, samples in run.take_turns(found, takes, _ROUNDS, _SECONDS * len(takes)).items():
         found[name] = replace(found[name], timing=Timing.of(samples, "wall"))
     run.results.rows += found.values()
     times = (f"{name} {1e6 * one.seconds:.1f}" for name, one in found.items() if one.seconds)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_norm.kernels.fp8 import Quantized
 
-from .benchmark_run import BenchmarkRun, attempt, name_of, with_failure
+from .benchmark_run import BenchmarkRun, attempt, name_of
 from .operator_cases import (
     DIRECTIONS,
     Direction,
@@ -27,9 +27,9 @@ from .operator_cases import (
     worst_error,
 )
 from .providers import Provider
-from .results import Part, Result
-from .samples import Timing, in_turns
-from .timing import Sampler, input_sets, leaves_cache, memory_over, own_stream, profiled_time, sampler
+from .results import Result
+from .samples import Timing
+from .timing import Sampler, input_sets, leaves_cache, memory_over, own_stream, sampler
 
 OperatorCall = Callable[[], Sequence[Tensor]]
 
@@ -39,22 +39,17 @@ _ROUNDS = (5, 100)
 
 def measure(
     run: BenchmarkRun,
-    part: Part,
     cases: Sequence[OperatorCase],
     dtypes: Sequence[torch.dtype],
     providers: Sequence[Provider],
-    *,
-    profile: bool = True,
 ) -> None:
     """Measure every case, dtype, direction and provider, as far as time allows.
 
     Args:
         run: gives the device and the time left, and takes the results.
-        part: the part of the benchmarks that the results belong to.
         cases: in the order of measuring.
         dtypes: of activations and weights.
         providers: those that cannot be measured here are noted as left out.
-        profile: take torch.profiler's time as well.
     """
     why = {provider.name: provider.missing(run.device) for provider in providers}
     for name, reason in why.items():
@@ -65,7 +60,7 @@ def measure(
         for dtype in dtypes:
             for case in cases:
                 if not run.passes_over(f"{case.name} {name_of(dtype)}"):
-                    _measure_case(run, part, case, dtype, present, profile)
+                    _measure_case(run, case, dtype, present)
                     run.save()
 
 
@@ -100,13 +95,10 @@ class _Ready(NamedTuple):
 
     provider: Provider
     function: OperatorFunction
-    calls: Sequence[OperatorCall]
     sampler: Sampler
 
 
-def _measure_case(
-    run: BenchmarkRun, part: Part, case: OperatorCase, dtype: torch.dtype, providers: Sequence[Provider], profile: bool
-) -> None:
+def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, providers: Sequence[Provider]) -> None:
     count = input_sets(case.bytes("forward", dtype), run.device)
     sets = [case.inputs(dtype, run.device, seed=seed) for seed in range(count)]
     exact = dict(zip(DIRECTIONS, float64_results(case, sets[0]), strict=True))
@@ -114,7 +106,7 @@ def _measure_case(
         moved = case.bytes(direction, dtype)
         run.measure_copy(moved)
         cold = leaves_cache(moved * len(sets), run.device)
-        empty = Result(part, case.name, "", direction, name_of(dtype), bytes=moved, cold=cold)
+        empty = Result("kernels", case.name, "", direction, name_of(dtype), bytes=moved, cold=cold)
         ready: dict[str, _Ready] = {}
         with torch.set_grad_enabled(direction == "backward"):
             found = {
@@ -123,9 +115,11 @@ def _measure_case(
                 )
                 for one in providers
             }
-            _time(run, found, ready)
-            for name, right in ready.items():
-                found[name] = attempt(found[name], partial(_beside_time, case, right, sets[0], profile))
+            takes = {name: one.sampler.take for name, one in ready.items()}
+            for name, samples in run.take_turns(found, takes, _ROUNDS, _SECONDS * len(takes)).items():
+                right = ready[name]
+                found[name] = replace(found[name], timing=Timing.of(samples, right.sampler.method))
+                found[name] = attempt(found[name], partial(_with_memory, case, right, sets[0]))
         ready.clear()
         run.results.rows += found.values()
         times = (
@@ -153,30 +147,16 @@ def _prepare(
     if not error <= (allowed := tolerance(dtype, case)):
         detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
         return replace(result, verdict="wrong", detail=detail)
-    ready[provider.name] = _Ready(provider, function, calls, sampler(calls, device))
+    ready[provider.name] = _Ready(provider, function, sampler(calls, device))
     return result
 
 
-def _time(run: BenchmarkRun, found: dict[str, Result], ready: dict[str, _Ready]) -> None:
-    """Take samples of all in turns, and write the times into their results."""
-
-    def failed(name: str, error: Exception) -> None:
-        found[name] = with_failure(found[name], error)
-        del ready[name]
-
-    takes = {name: one.sampler.take for name, one in ready.items()}
-    seconds = run.seconds(_SECONDS * len(takes))
-    for name, samples in in_turns(takes, rounds=run.rounds(*_ROUNDS), seconds=seconds, failed=failed).items():
-        found[name] = replace(found[name], timing=Timing.of(samples, ready[name].sampler.method))
-
-
-def _beside_time(case: OperatorCase, ready: _Ready, inputs: OperatorInputs, profile: bool, result: Result) -> Result:
-    """Measure memory, and the time by torch.profiler."""
-    device = inputs.arguments[0].device
-    if case.operator not in ready.provider.overwrites_arguments:  # The copies that it gets would count.
-        extra = extra_memory(ready.function, _direction(result), inputs, device)
-        result = replace(result, extra_bytes=extra)
-    return replace(result, profiled=profiled_time(ready.calls, device)) if profile else result
+def _with_memory(case: OperatorCase, ready: _Ready, inputs: OperatorInputs, result: Result) -> Result:
+    """The result with its peak of memory; without for those that get copies of their arguments, which would count."""
+    if case.operator in ready.provider.overwrites_arguments:
+        return result
+    extra = extra_memory(ready.function, _direction(result), inputs, inputs.arguments[0].device)
+    return replace(result, extra_bytes=extra)
 
 
 def _direction(result: Result) -> Direction:

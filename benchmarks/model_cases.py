@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fused_norm.model_configs import FAMILIES, tiny_config
@@ -23,16 +24,9 @@ StepKind = Literal[
     "packed",
     "generate",
     "generate static",
-    "cold start",
     "fsdp2",
 ]
-"""``body``: forward and backward without a head, from a fixed gradient of the last hidden state. ``image``: ``body`` of
-a model that sees an image, whose tokens are the first of each sequence. ``train``: with head,
-loss and fused AdamW. ``autocast``: ``body`` with fp32 weights under autocast. ``checkpointing``: ``body`` with gradient
-checkpointing. ``lora``: ``body`` with adapters on every linear layer and all else frozen. ``packed``: ``body`` of
-sequences packed one behind the other into a row, with positions that start again. ``generate``: greedy generation with
-a dynamic cache, ``generate static`` with a static one. ``cold start``: the first ``body`` step of a new process with
-empty caches. ``fsdp2``: ``body`` of a model sharded over two GPUs."""
+"""What each of them is, is said under *Steps* in ``docs/measuring.md``; ``body`` is the one that has no name there."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +84,6 @@ class ModelCase:
         """Return whether the step generates tokens; others train."""
         return self.step in ("generate", "generate static")
 
-    @property
-    def in_processes_of_its_own(self) -> bool:
-        """Return whether the step is measured in new processes: a cold start, or several GPUs."""
-        return self.step in ("cold start", "fsdp2")
-
     def config(self) -> PreTrainedConfig:
         """The config of the model."""
         if self.shape is None:
@@ -102,7 +91,7 @@ class ModelCase:
         from transformers import AutoConfig
 
         if self.shape in OTHERS:
-            return AutoConfig.for_model(self.model_type, **OTHERS[self.shape])
+            return AutoConfig.for_model(**OTHERS[self.shape])
         (shape,) = (shape for shape in FAMILIES[self.model_type].shapes if shape.name == self.shape)
         sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
         if self.layers is not None:
@@ -110,55 +99,16 @@ class ModelCase:
         return AutoConfig.for_model(self.model_type, **sizes)
 
 
-_TEXT_3B = {
-    "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2,
-    "num_hidden_layers": 8, "vocab_size": 151936,
-}  # fmt: skip
-OTHERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    "Qwen/Qwen2.5-VL-3B (8 and 8 layers)": {
-        "text_config": _TEXT_3B,
-        "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048, "depth": 8, "fullatt_block_indexes": [3, 7]},
-    },
-    "zai-org/GLM-4.1V-9B (4 and 8 layers)": {
-        "text_config": {
-            "num_hidden_layers": 4,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-                "mrope_section": [8, 12, 12],
-            },
-        },
-        "vision_config": {"depth": 8},
-    },
-    "Qwen/Qwen3-Next (4 layers, 16 experts)": {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
-    "Qwen/Qwen3.5-9B (4 layers)": {"num_hidden_layers": 4},
-    "LiquidAI/LFM2-1.2B": {
-        "hidden_size": 2048, "num_hidden_layers": 16, "block_auto_adjust_ff_dim": True,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    },
-    "mistralai/Mamba-Codestral-7B (8 layers)": {"num_hidden_layers": 8, "n_groups": 8},
-    "ibm-fms/Bamba-9B (4 layers)": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
-    "google/flan-t5-large": {
-        "d_model": 1024, "d_ff": 2816, "d_kv": 64, "num_layers": 24, "num_heads": 16, "feed_forward_proj": "gated-gelu",
-        "dropout_rate": 0.0,
-    },
-})  # fmt: skip
+OTHERS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("further_models.json").read_text(encoding="utf-8")
+)
 """Config arguments of models of further families, some cut to a few layers; the rest is their config's default."""
 
-_FURTHER = {
-    "qwen2_5_vl": "Qwen/Qwen2.5-VL-3B (8 and 8 layers)",
-    "glm4v": "zai-org/GLM-4.1V-9B (4 and 8 layers)",
-    "qwen3_next": "Qwen/Qwen3-Next (4 layers, 16 experts)",
-    "qwen3_5_text": "Qwen/Qwen3.5-9B (4 layers)",
-    "lfm2": "LiquidAI/LFM2-1.2B",
-    "mamba2": "mistralai/Mamba-Codestral-7B (8 layers)",
-    "bamba": "ibm-fms/Bamba-9B (4 layers)",
-    "t5": "google/flan-t5-large",
-}
 _MODELS: Mapping[str, tuple[str, str]] = {
     name.partition("/")[2]: (family, name)
     for family, name in (
         *((family, shape.name) for family, model in FAMILIES.items() for shape in model.shapes),
-        *_FURTHER.items(),
+        *((model["model_type"], name) for name, model in OTHERS.items()),
     )
 }
 """Family and full name of every published model, by its name without the organisation."""
@@ -181,7 +131,6 @@ CASES: tuple[ModelCase, ...] = (
     *_cases(("Qwen3-8B (8 layers)", "Llama-3.1-8B (8 layers)"), "4x4096"),
     *_cases(_SMALL, "train 4x4096", "autocast 4x4096", "checkpointing 4x4096", "lora 4x4096", "packed 1x16384"),
     *_cases(_SMALL[:1], *(f"{kind} {batch}x32" for kind in ("generate", "generate static") for batch in (1, 32))),
-    *_cases(_SMALL[:1], "cold start 4x4096"),
     *_cases(_SMALL[:2], "fsdp2 4x4096"),
     *_cases(("Qwen2.5-VL-3B (8 and 8 layers)", "GLM-4.1V-9B (4 and 8 layers)"), "image 1x4096"),
     *_cases(("Qwen3-Next (4 layers, 16 experts)", "Qwen3.5-9B (4 layers)"), "2x2048"),
@@ -192,15 +141,3 @@ CASES: tuple[ModelCase, ...] = (
 
 FEATURES = (*_cases(_SMALL, "4x4096", "1x512"), ModelCase.named("Qwen3-0.6B generate 1x32"))
 """The rows on which options are compared."""
-
-QUICK = tuple(_cases(["tiny-qwen3", "tiny-gemma3_text"], "1x16"))
-"""Tiny models, which show on a CPU that the measurements run."""
-
-QUICK_BY_NAME = tuple(
-    ModelCase.named(f"tiny-qwen3 {step} {2 if step == 'generate static' else 1}x{2 if 'generate' in step else 16}")
-    for step in get_args(StepKind)
-    if step not in ("body", "image")
-)
-"""A tiny model for every other kind of step."""
-
-QUICK_FEATURES = (ModelCase.named("tiny-gemma3_text 1x8"), ModelCase.named("tiny-qwen3 generate 1x2"))

@@ -255,8 +255,7 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     gradient = torch.randn(
         (case.batch, 1 if with_head else length, config.hidden_size), generator=generator, device=device
     ).to(dtype)
-    # A first step is cold only if nothing was patched before it.
-    norms = {} if case.step == "cold start" else randomize_norm_weights(model, generator)
+    norms = randomize_norm_weights(model, generator)
     step = BenchmarkedModel(model, tokens, gradient, norms, [f"{path}.weight" for path in norms])
     if model.config.is_encoder_decoder:
         step = replace(step, inputs={"decoder_input_ids": tokens})

@@ -23,7 +23,6 @@ from .benchmark_run import RefusedError
 from .model_steps import BenchmarkedModel, Generation
 from .providers import PROVIDERS
 
-_SMALLER = 2.0**-10  # A power of two: dividing by it restores every weight exactly.
 _MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 
 Forward = Callable[[Tensor], Tensor]
@@ -85,8 +84,6 @@ def replaced_norms(make: Callable[[nn.Module, NormSpec], Forward]) -> Variant:
     """A variant in which every norm has the forward that ``make`` returns for it."""
 
     def variant(step: BenchmarkedModel) -> Patched:
-        if not step.norms:
-            raise RefusedError("the norms of this step are not known")
         for path, spec in step.norms.items():
             module = step.model.get_submodule(path)
             module.forward = make(module, spec)
@@ -229,34 +226,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """
 
 
-def _identity(step: BenchmarkedModel) -> Patched:
-    patched = replaced_norms(lambda module, spec: lambda x: x)(step)
-    embedding = body_of(step.model).get_input_embeddings().weight
-
-    # Without norms Gemma's activations overflow, and matrix products of NaN take another time than those of numbers.
-    @contextlib.contextmanager
-    def smaller_embeddings() -> Iterator[None]:
-        with torch.no_grad():
-            embedding.mul_(_SMALLER)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                embedding.div_(_SMALLER)
-
-    return replace(patched, running=smaller_embeddings)
-
-
-def _identity_unrotated(step: BenchmarkedModel) -> Patched:
-    patched = _identity(step)
-    modelling = sys.modules[type(body_of(step.model)).__module__]
-    return replace(patched, running=partial(_both, patched.running, [(modelling, "apply_rotary_pos_emb", _unrotated)]))
-
-
-def _unrotated(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return q, k
-
-
 def _liger_norm(module: nn.Module, spec: NormSpec) -> Forward:
     operators: Any = importlib.import_module("liger_kernel.ops")
     offset = float(spec.zero_centered)
@@ -301,27 +270,13 @@ VARIANTS: Mapping[str, Variant] = {
     "fused-compile": _compiled(_fused),
     "liger-norms": replaced_norms(_liger_norm),
     "torch": replaced_norms(_torch_norm),
-    "identity": _identity,
-    "identity-no-rope": _identity_unrotated,
     **{
         f"float8-{recipe}{name}": _in_float8(variant, recipe)
         for recipe in _FLOAT8_RECIPES
         for name, variant in _FLOAT8_STEPS.items()
     },
 }
-"""``stock``: as transformers has it. ``fused``: after ``apply_fused_norm``; ``fused again``: the same once more, a
-control, whose ratio shows the noise of the comparison; ``without OPTION``: with that option off, and what follows it:
-``without qk`` is without rope too, ``without residual`` without sandwich, and ``without norms`` leaves the norms of
-queries and keys, rotations and MLPs. ``fused-recompute``: with ``recompute``.
-``liger``: all that Liger has for the family: norms, rotary embedding, gate of the MLP and, where there is a head, loss;
-``liger-fused``: Liger's gate and loss, and all else fused. ``compile-layers``, ``fused-compile-layers``: ``stock`` and
-``fused`` with each decoder layer under torch.compile; ``compile-layers-max``: with max-autotune, without CUDA graphs.
-``compile`` and ``fused-compile``: the model as a whole under torch.compile, with the causal mask given as None, or a
-generation compiled by transformers. ``liger-norms`` and ``torch``: every norm is Liger's or ``F.rms_norm``, and nothing
-else is changed. ``identity``: norms left out, adds kept, the least that a step can take; ``identity-no-rope``: without
-the rotary embedding too. ``float8-tensorwise``, ``float8-rowwise``: the linears of all layers are torchao's, by the
-recipe of that name; ``-compile-layers``: each layer under torch.compile; ``-fused-compile-layers``: after
-``apply_fused_norm()`` too, whose norms leave the casts to compiled linears."""
+"""What each of them is, is said under *Steps* and *Features* in ``docs/measuring.md``."""
 
 FEATURES = ("fused", "fused again", *(f"without {option}" for option in _OPTIONS), "stock")
 """The variants that show what each option brings."""
@@ -332,8 +287,6 @@ DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile
 OURS = frozenset(name for name in VARIANTS if "fused" in name or name in FEATURES[:-1])
 COMPILED = frozenset(name for name in VARIANTS if "compile" in name)
 FLOAT8 = frozenset(name for name in VARIANTS if name.startswith("float8-"))
-UNLIKE_STOCK = frozenset({"identity", "identity-no-rope"})
-"""Variants that compute something else, as a bound of what is possible."""
 
 
 def float8_linears_alone(variant: str) -> str | None:

@@ -16,13 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import child_processes
-from .benchmark_run import BenchmarkRun, attempt, in_a_line, with_failure
+from .benchmark_run import BenchmarkRun, attempt, in_a_line
 from .model_cases import ModelCase
 from .model_steps import ALLOWED_ERROR, BenchmarkedModel, prepare, relative_error, release_memory
-from .model_variants import COMPILED, UNLIKE_STOCK, VARIANTS, Patched, float8_linears_alone, missing
+from .model_variants import COMPILED, VARIANTS, Patched, float8_linears_alone, missing
 from .results import Part, Result
-from .samples import PairedRatio, Timing, in_turns
+from .samples import PairedRatio, Timing
 from .timing import Call, host_and_step_time, peak_memory
 
 BASE = "fused"
@@ -76,21 +75,18 @@ def measure(
         part: ``models``, or ``features`` for ratios to ``BASE`` over more rounds.
     """
     for case in cases if variants else ():
-        if run.passes_over(f"{part}: {case.name} {', '.join(variants)}"):
+        alone = case.step == "fsdp2" and not torch.distributed.is_initialized()
+        why = "torchrun --nproc-per-node 2 -m benchmarks models measures it" if alone else None
+        if run.passes_over(f"{part}: {case.name} {', '.join(variants)}", why):
             continue
-        if case.in_processes_of_its_own:
-            child_processes.measure(run, case, variants, dtype)
-        else:
-            try:
-                measure_here(run, case, variants, dtype, part)
-            except Exception as failure:  # Of the stock model, such as too little memory: there is nothing to compare.
-                run.leave_out(case.name, in_a_line(failure))
+        try:
+            _measure_case(run, case, variants, dtype, part)
+        except Exception as failure:  # Of the stock model, such as too little memory: there is nothing to compare.
+            run.leave_out(case.name, in_a_line(failure))
         run.save()
 
 
-def measure_here(
-    run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: torch.dtype, part: Part = "models"
-) -> None:
+def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: torch.dtype, part: Part) -> None:
     """Measure one case in this process, which for a sharded model is one of several that do the same."""
     before = _allocated(run.device)
     step = prepare(case, dtype, run.device)
@@ -134,13 +130,12 @@ def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     of_others = _allocated(run.device) - (row.weights if row.step.shares_weights else 0)
     twin, patched = _made(result.by, row.step)
     with patched.running():
-        if result.by not in UNLIKE_STOCK:
-            error = relative_error(twin.outputs_and_gradients(patched.model), row.stock)
-            result = replace(result, error=error if math.isfinite(error) else None)
-            allowed = _allowed(result.by, error, row)
-            if not error <= allowed:
-                detail = f"relative error {error:.1e} to stock, and {allowed:.2g} is allowed"
-                return replace(result, verdict="wrong", detail=detail)
+        error = relative_error(twin.outputs_and_gradients(patched.model), row.stock)
+        result = replace(result, error=error if math.isfinite(error) else None)
+        allowed = _allowed(result.by, error, row)
+        if not error <= allowed:
+            detail = f"relative error {error:.1e} to stock, and {allowed:.2g} is allowed"
+            return replace(result, verdict="wrong", detail=detail)
         call = partial(twin.step, patched.model)
         peak = peak_memory(call, run.device)
     row.ready[result.by] = patched, call
@@ -178,22 +173,19 @@ def _take_turns(run: BenchmarkRun, row: _Row, part: Part) -> None:
     calls = 1
 
     def sample(patched: Patched, call: Call) -> tuple[float, float]:
+        step.drop_gradients()  # Of one that raised.
         with patched.running():
             call()  # Caches are warm and memory has its shape, whatever ran before.
             return host_and_step_time(call, calls, device)
 
-    def failed(variant: str, error: Exception) -> None:
-        step.drop_gradients()
-        row.found[variant] = with_failure(row.found[variant], error)
-
-    fewest, most = run.rounds(*ROUNDS[part])
+    fewest, most = ROUNDS[part]
     if step.shares_weights and not run.quick:
         _, once = sample(*next(iter(row.ready.values())))
         calls = min(max(int(_SAMPLE_SECONDS / once), 1), _MOST_CALLS)
     elif not step.shares_weights:  # Processes that share a model have to agree.
         most = fewest
     takes = {variant: partial(sample, *one) for variant, one in row.ready.items()}
-    samples = in_turns(takes, rounds=(fewest, most), seconds=run.seconds(CASE_SECONDS), failed=failed)
+    samples = run.take_turns(row.found, takes, (fewest, most), CASE_SECONDS)
     times = {name: list(zip(*pairs, strict=True)) for name, pairs in samples.items()}
     for variant, (host, whole) in times.items():
         timing, of_host = (Timing.of([one / step.parts for one in column], "wall") for column in (whole, host))

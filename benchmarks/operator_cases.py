@@ -47,7 +47,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class MeasuredOperator:
-    """One operator of this project, as the benchmarks call it.
+    """One operator of this project, as the benchmarks know it.
 
     Attributes:
         moved: tensors of the activations' size that must be read or written at least, forward and backward; of those
@@ -56,8 +56,7 @@ class MeasuredOperator:
         inputs: activations that it takes.
         outputs: activations that it returns.
         weights: norm weights that it takes.
-        fused: the operator itself, from a case's activations, weights and angles.
-        made_of: the same from parts.
+        made_of: the operator made of parts, from a case's activations, weights and angles.
         part: the part without which a peer has nothing of its own for it.
         options: the last words that a case's name may have; the first is the default.
     """
@@ -66,114 +65,44 @@ class MeasuredOperator:
     inputs: int
     outputs: int
     weights: int
-    fused: Callable[[OperatorCase], OperatorFunction]
     made_of: Callable[[Parts], OperatorFunction]
     part: str = "norm"
     options: tuple[str, ...] = ("", "gemma")
 
 
-def _norm(operator: Callable[..., Any], *, several: bool = False) -> Callable[[OperatorCase], OperatorFunction]:
-    """A call with the case's norm, whose result is wrapped in a tuple unless there are ``several``."""
-
-    def build(case: OperatorCase) -> OperatorFunction:
-        call = partial(operator, **case.semantics)
-        return call if several else lambda *arguments: (call(*arguments),)
-
-    return build
-
-
-def _qk_norm_rope(case: OperatorCase) -> OperatorFunction:
-    return lambda q, k, *rest: kernels.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *rest, **case.semantics)
-
-
-def _glu(case: OperatorCase) -> OperatorFunction:
-    activation: Any = case.option
-    return lambda gate, up: (kernels.glu(gate, up, activation),)
-
-
-def _columns(case: OperatorCase) -> OperatorFunction:
-    rstds: dict[int, Tensor] = {}
-
-    def kept(x: Tensor) -> Tensor:
-        """The rstd that a forward has kept, made before anything is timed."""
-        if x.data_ptr() not in rstds:
-            wide = x.detach().float()
-            rstds[x.data_ptr()] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.spec.eps)
-        return rstds[x.data_ptr()]
-
-    return lambda x, w: (fp8.rms_norm_columns_fp8(x, w, kept(x), fp8_format=case.option, **case.semantics),)
-
-
 _FORMATS = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
 
 OPERATORS: Mapping[str, MeasuredOperator] = {
-    "rms_norm": MeasuredOperator((2, 3), 1, 1, 1, _norm(kernels.rms_norm), lambda p: lambda x, w: (p.norm(x, w),)),
-    "add_rms_norm": MeasuredOperator(
-        (4, 4), 2, 2, 1, _norm(kernels.add_rms_norm, several=True), lambda p: p.add_norm
-    ),
-    "norm_add": MeasuredOperator(
-        (3, 3), 2, 1, 1, _norm(kernels.norm_add), lambda p: lambda x, r, w: (r + p.norm(x, w),)
-    ),
+    "rms_norm": MeasuredOperator((2, 3), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),)),
+    "add_rms_norm": MeasuredOperator((4, 4), 2, 2, 1, lambda p: p.add_norm),
+    "norm_add": MeasuredOperator((3, 3), 2, 1, 1, lambda p: lambda x, r, w: (r + p.norm(x, w),)),
     "norm_add_norm": MeasuredOperator(
-        (4, 6), 2, 2, 2,
-        _norm(kernels.norm_add_norm, several=True),
-        lambda p: lambda x, r, w1, w2: p.add_norm(p.norm(x, w1), r, w2),
+        (4, 6), 2, 2, 2, lambda p: lambda x, r, w1, w2: p.add_norm(p.norm(x, w1), r, w2)
     ),
     "qk_norm": MeasuredOperator(
-        (2, 3), 2, 2, 2,
-        _norm(kernels.qk_norm, several=True),
-        lambda p: lambda q, k, q_weight, k_weight: (p.norm(q, q_weight), p.norm(k, k_weight)),
+        (2, 3), 2, 2, 2, lambda p: lambda q, k, q_weight, k_weight: (p.norm(q, q_weight), p.norm(k, k_weight))
     ),
     "qk_norm_rope": MeasuredOperator(
         (2, 3), 2, 2, 2,
-        _qk_norm_rope,
         lambda p: lambda q, k, q_weight, k_weight, *angles: p.rotate(p.norm(q, q_weight), p.norm(k, k_weight), *angles),
     ),
-    "rope": MeasuredOperator(
-        (2, 2), 2, 2, 0,
-        lambda case: lambda q, k, *angles: kernels.rope(q.transpose(1, 2), k.transpose(1, 2), *angles),
-        lambda p: p.rotate,
-        part="rotate",
-        options=("",),
-    ),
+    "rope": MeasuredOperator((2, 2), 2, 2, 0, lambda p: p.rotate, part="rotate", options=("",)),
     "glu": MeasuredOperator(
-        (3, 5), 2, 1, 0,
-        _glu,
-        lambda p: lambda gate, up: (p.gate(gate, up),),
-        part="gate",
-        options=("silu", "gelu_tanh"),
+        (3, 5), 2, 1, 0, lambda p: lambda gate, up: (p.gate(gate, up),), part="gate", options=("silu", "gelu_tanh")
     ),
     "gated_rms_norm": MeasuredOperator(
-        (3, 5), 2, 1, 1,
-        lambda case: _norm(partial(kernels.gated_rms_norm, norm_before_gate=case.option != "gate-first"))(case),
-        lambda p: lambda x, gate, w: (p.gated_norm(x, gate, w),),
-        part="gated_norm",
+        (3, 5), 2, 1, 1, lambda p: lambda x, gate, w: (p.gated_norm(x, gate, w),), part="gated_norm",
         options=("", "gate-first"),
     ),
     "rms_norm_fp8": MeasuredOperator(
-        (1, 2), 1, 1, 1,
-        lambda case: _norm(partial(fp8.rms_norm_fp8, fp8_format=case.option))(case),
-        lambda p: lambda x, w: (p.norm(x, w),),
-        part="cast",
-        options=_FORMATS,
+        (1, 2), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS
     ),
-    "add_rms_norm_fp8": MeasuredOperator(
-        (3, 3), 2, 2, 1,
-        lambda case: _norm(partial(fp8.add_rms_norm_fp8, fp8_format=case.option), several=True)(case),
-        lambda p: p.add_norm,
-        part="cast",
-        options=_FORMATS,
-    ),
+    "add_rms_norm_fp8": MeasuredOperator((3, 3), 2, 2, 1, lambda p: p.add_norm, part="cast", options=_FORMATS),
     "rms_norm_columns_fp8": MeasuredOperator(
-        (1, 0), 1, 1, 1, _columns, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS[1:4]
+        (1, 0), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS[1:4]
     ),
 }  # fmt: skip
-"""By name, in the order of tables. ``rms_norm``: y = norm(x). ``add_rms_norm``: s = r + x, y = norm(s). ``norm_add``:
-y = r + norm(x). ``norm_add_norm``: s = r + norm1(x), y = norm2(s). ``qk_norm``: the norms of queries and keys.
-``qk_norm_rope``: these, and then the rotary embedding, from [1, rows, heads, width] to [1, heads, rows, width], the
-layout of attention. ``rope``: the rotary embedding alone, in the same layouts. ``glu``: y = silu(gate) * up, or the
-gelu by tanh. ``gated_rms_norm``: y = norm(x) * silu(gate), or norm(x * silu(gate)) with ``gate-first``. Those with
-``fp8``: the same in FP8 codes, in the format that is the option."""
+"""By name, in the order of tables. ``docs/measuring.md`` says what each computes."""
 
 _HEADS = ("qk_norm", "qk_norm_rope", "rope")
 
@@ -302,6 +231,36 @@ class OperatorInputs:
         return tuple(tensor.detach() for tensor in self.attached())
 
 
+def fused(case: OperatorCase) -> OperatorFunction:
+    """The operator of this project that a case is of."""
+    operator = OPERATORS[case.operator]
+    options = dict(case.semantics) if operator.weights else {}
+    if case.fp8_format:
+        options["fp8_format"] = case.option
+    elif case.operator == "glu":
+        options["activation"] = case.option
+    elif case.operator == "gated_rms_norm":
+        options["norm_before_gate"] = case.option != "gate-first"
+    call = partial(getattr(fp8 if case.fp8_format else kernels, case.operator), **options)
+    if case.operator == "rms_norm_columns_fp8":
+        return _with_kept_rstd(call, case.spec.eps)
+    if case.operator in ("qk_norm_rope", "rope"):
+        return lambda q, k, *rest: call(q.transpose(1, 2), k.transpose(1, 2), *rest)
+    return call if operator.outputs > 1 else lambda *arguments: (call(*arguments),)
+
+
+def _with_kept_rstd(call: Callable[..., Any], eps: float) -> OperatorFunction:
+    """A call that gets the rstd of x too, which a forward has kept: made before anything is timed."""
+    rstds: dict[int, Tensor] = {}
+
+    def run(x: Tensor, w: Tensor) -> tuple[Any]:
+        if x.data_ptr() not in rstds:
+            rstds[x.data_ptr()] = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + eps)
+        return (call(x, w, rstds[x.data_ptr()]),)
+
+    return run
+
+
 def eager_parts(case: OperatorCase) -> Parts:
     """The parts of a case in eager steps that each round, as modelling code has them."""
     eps, gate_first = case.spec.eps, case.option == "gate-first"
@@ -379,74 +338,43 @@ def tolerance(dtype: torch.dtype, case: OperatorCase | None = None) -> float:
     return max(4 * torch.finfo(dtype).eps, 1e-4)
 
 
-def _cases(operator: str, *shapes: str, option: str = "", backward: bool = True) -> list[OperatorCase]:
-    return [OperatorCase.named(f"{operator} {shape} {option}".rstrip(), backward=backward) for shape in shapes]
+def _cases(names: str, *, backward: bool = True) -> tuple[OperatorCase, ...]:
+    """The cases of names, which are separated by commas."""
+    return tuple(OperatorCase.named(" ".join(name.split()), backward=backward) for name in names.split(","))
 
 
 # In the order of measuring: a run that is cut short has measured the widths of common models.
-TRAINING: tuple[OperatorCase, ...] = (
-    *_cases("rms_norm", "8192x4096"),
-    *_cases("add_rms_norm", "8192x4096"),
-    *_cases("qk_norm", "16384x(32+8)x128"),
-    *_cases("qk_norm_rope", "16384x(32+8)x128"),
-    *_cases("glu", "16384x8192"),
-    *_cases("gated_rms_norm", "8192x4096", "8192x4096 gate-first", "524288x128", "8192x8192 gate-first"),
-    *_cases("rope", "16384x(32+8)x64"),
-    *_cases("rms_norm", "8192x2048"),
-    *_cases("add_rms_norm", "8192x2048"),
-    *_cases("rms_norm", "8192x2560", option="gemma"),
-    *_cases("norm_add_norm", "8192x2560", option="gemma"),
-    *_cases("rms_norm", "32768x1024"),
-    *_cases("add_rms_norm", "32768x1024"),
-    *_cases("qk_norm", "16384x(16+8)x128", "16384x(8+4)x256"),
-    *_cases("qk_norm_rope", "16384x(16+8)x128", "16384x(8+4)x256"),
-    *_cases("rms_norm", "8192x3840", option="gemma"),
-    *_cases("norm_add_norm", "8192x3840", "8192x5376", option="gemma"),
-    *_cases("norm_add", "8192x4096"),
-    *_cases("qk_norm", "4096x(32+8)x64"),
-    *_cases("qk_norm_rope", "4096x(32+8)x64"),
-    *_cases("rope", "16384x(32+8)x128", "16384x(8+4)x256"),
-    *_cases("glu", "16384x3072", "8192x14336", "16384x6912 gelu_tanh"),
-    *_cases("rms_norm", "8192x5120", "8192x8192"),
-    *_cases("add_rms_norm", "8192x8192"),
-    *_cases("rms_norm", "4096x16384"),
-    *_cases("add_rms_norm", "4096x16384"),
-    *_cases(
-        "rms_norm", "131072x128", "32768x128", "1048576x128", "131072x256", "32768x4096", "4096x32768", "2048x65536"
-    ),
-    *_cases("add_rms_norm", "2048x65536"),
-)
-_FEW_ROWS = [f"{rows}x{width}" for width in (4096, 8192) for rows in (1, 16, 64)]
-DECODING = tuple(
-    case for operator in ("rms_norm", "add_rms_norm") for case in _cases(operator, *_FEW_ROWS, backward=False)
-)
-TO_FP8 = (
-    *(
-        case
-        for width in (4096, 2048, 8192)
-        for case in _cases("rms_norm_fp8", *(f"8192x{width} {form}" for form in _FORMATS))
-    ),
-    *_cases("add_rms_norm_fp8", *(f"8192x4096 {form}" for form in _FORMATS)),
-    *_cases("rms_norm_columns_fp8", *(f"8192x4096 {form}" for form in _FORMATS[1:4])),
-)
-"""The backward of these is that of ``rms_norm`` and ``add_rms_norm``."""
-CASES = (*TRAINING, *DECODING, *TO_FP8)
-
-MODES = _cases(
-    "rms_norm", "8192x4096", "32768x1024", "131072x128", "8192x8192", "4096x16384", "2048x65536", backward=False
-)
-"""The cases on which the modes of the forward are compared."""
-QUICK_MODES = _cases("rms_norm", "8x64", backward=False)
-QUICK = tuple(
+TRAINING = _cases("""
+    rms_norm 8192x4096, add_rms_norm 8192x4096, qk_norm 16384x(32+8)x128, qk_norm_rope 16384x(32+8)x128, glu 16384x8192,
+    gated_rms_norm 8192x4096, gated_rms_norm 8192x4096 gate-first, gated_rms_norm 524288x128,
+    gated_rms_norm 8192x8192 gate-first, rope 16384x(32+8)x64, rms_norm 8192x2048, add_rms_norm 8192x2048,
+    rms_norm 8192x2560 gemma, norm_add_norm 8192x2560 gemma, rms_norm 32768x1024, add_rms_norm 32768x1024,
+    qk_norm 16384x(16+8)x128, qk_norm 16384x(8+4)x256, qk_norm_rope 16384x(16+8)x128, qk_norm_rope 16384x(8+4)x256,
+    rms_norm 8192x3840 gemma, norm_add_norm 8192x3840 gemma, norm_add_norm 8192x5376 gemma, norm_add 8192x4096,
+    qk_norm 4096x(32+8)x64, qk_norm_rope 4096x(32+8)x64, rope 16384x(32+8)x128, rope 16384x(8+4)x256, glu 16384x3072,
+    glu 8192x14336, glu 16384x6912 gelu_tanh, rms_norm 8192x5120, rms_norm 8192x8192, add_rms_norm 8192x8192,
+    rms_norm 4096x16384, add_rms_norm 4096x16384, rms_norm 131072x128, rms_norm 32768x128, rms_norm 1048576x128,
+    rms_norm 131072x256, rms_norm 32768x4096, rms_norm 4096x32768, rms_norm 2048x65536, add_rms_norm 2048x65536
+""")
+_DECODING = [
     case
-    for name, operator in OPERATORS.items()
-    for option in operator.options
-    for case in _cases(name, "4x(4+2)x64" if name in _HEADS else "128x128" if "fp8" in name else "8x64", option=option)
-)
-"""Tiny cases of every operator, for ``--quick``."""
-HOST = tuple(
-    OperatorCase.named(name)
-    for name in ("rms_norm 16x1024", "add_rms_norm 16x1024", "norm_add_norm 16x1024 gemma", "qk_norm 4x(4+2)x128",
-                 "qk_norm_rope 4x(4+2)x128", "glu 16x1024")
-)  # fmt: skip
+    for operator in ("rms_norm", "add_rms_norm")
+    for width in (4096, 8192)
+    for rows in (1, 16, 64)
+    for case in _cases(f"{operator} {rows}x{width}", backward=False)
+]
+_TO_FP8 = [
+    case
+    for name in ("rms_norm_fp8 8192x4096", "rms_norm_fp8 8192x2048", "rms_norm_fp8 8192x8192",
+                 "add_rms_norm_fp8 8192x4096", "rms_norm_columns_fp8 8192x4096")
+    for option in OPERATORS[name.split()[0]].options
+    for case in _cases(f"{name} {option}")
+]  # fmt: skip
+CASES = (*TRAINING, *_DECODING, *_TO_FP8)
+"""The backward of those in FP8 is that of ``rms_norm`` and ``add_rms_norm``, so it is not measured."""
+
+HOST = _cases("""
+    rms_norm 16x1024, add_rms_norm 16x1024, norm_add_norm 16x1024 gemma, qk_norm 4x(4+2)x128, qk_norm_rope 4x(4+2)x128,
+    glu 16x1024
+""")
 """Cases so small that the GPU is done long before the host is."""

@@ -18,7 +18,7 @@ from fused_norm import kernels
 from fused_norm.kernels import fp8
 
 from .benchmark_run import RefusedError
-from .operator_cases import OPERATORS, OperatorCase, OperatorFunction, eager_parts
+from .operator_cases import OPERATORS, OperatorCase, OperatorFunction, eager_parts, fused
 
 OwnParts = Mapping[str, Callable[..., Any]]
 """The parts that a peer has kernels for, by the names of ``Parts``."""
@@ -34,7 +34,6 @@ class Provider:
             raises ``RefusedError`` for a case that is not taken.
         package: the package that must be importable.
         on_cpu: it runs where there is no GPU.
-        compiles: it compiles for each case.
         overwrites_gradients: its backward writes into the gradient that it is given.
         overwrites_arguments: the operators in which it writes over its arguments, and gets copies of them.
     """
@@ -43,7 +42,6 @@ class Provider:
     build: Callable[[OperatorCase], OperatorFunction]
     package: str = "torch"
     on_cpu: bool = True
-    compiles: bool = False
     overwrites_gradients: bool = False
     overwrites_arguments: tuple[str, ...] = ()
 
@@ -219,18 +217,8 @@ def _in_mode(mode: str) -> Callable[[OperatorCase], OperatorFunction]:
     return build
 
 
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
-
-
-FUSED = Provider("fused", lambda case: OPERATORS[case.operator].fused(case), compiles=True)
-_ON_GPU = partial(Provider, on_cpu=False, compiles=True)
+FUSED = Provider("fused", fused)
+_ON_GPU = partial(Provider, on_cpu=False)
 PEERS = (
     Provider("stock", _peer(_stock)),
     Provider("torch", _peer(_torch)),
@@ -247,9 +235,10 @@ PEERS = (
 PROVIDERS = {provider.name: provider for provider in (*PEERS, FUSED)}
 """In the order of tables."""
 
-FUSED_MODES = (FUSED, *(Provider(mode, _in_mode(mode), compiles=True) for mode in kernels.MODES))
-IDENTITY = Provider("identity", lambda case: lambda x, w: (_Identity.apply(x),))
-"""A Python autograd function that does nothing in place of a norm, the floor of host times."""
+EVERY = PROVIDERS | {mode: Provider(mode, _in_mode(mode)) for mode in kernels.MODES}
+"""All that can be named: the modes of the forward of ``rms_norm`` too."""
+
+OURS = (FUSED.name, *kernels.MODES)
 
 PACKAGES = {"liger_kernel": "liger-kernel", "quack": "quack-kernels", "torchao": "torchao"}
 _LIGER_IMPLEMENTATION = "LIGER_KERNEL_IMPL"  # Liger reads it at its import and at calls: a choice for a whole run.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from .samples import PairedRatio, Timing
 
-Part = Literal["kernels", "modes", "host", "models", "features", "copy"]
+Part = Literal["kernels", "host", "models", "features", "copy"]
 Verdict = Literal["ok", "wrong", "refused", "failed"]
 """``wrong``: the result is further from the right one than allowed, so no time was taken. ``refused``: the
 implementation does not take this case. ``failed``: it raised any other error."""
@@ -24,9 +24,9 @@ class Result:
     """One thing that was measured: a cell of a table.
 
     Attributes:
-        part: ``kernels``: operators beside peers. ``modes``: the modes of the fused forward beside each other.
-            ``host``: the host's time for a call. ``models``: steps of whole models. ``features``: the same, and ratios
-            to everything on. ``copy``: a copy from device to device, whose bandwidth is the limit of every operator's.
+        part: ``kernels``: operators beside peers. ``host``: the host's time for a call. ``models``: steps of whole
+            models. ``features``: the same, and ratios to everything on. ``copy``: a copy from device to device, whose
+            bandwidth is the limit of every operator's.
         row: the case: an operator and its shape, or a model and its step; for a copy its size.
         by: the provider or the variant.
         kind: of operators ``forward``, which is without autograd, or ``backward``, all gradients; of host times
@@ -38,7 +38,6 @@ class Result:
             None where it is not finite.
         timing: of a call, a step, or a token of a generation; None unless the verdict is ``ok``.
         host: the part of a step's time until the host has launched everything.
-        profiled: seconds of a call by torch.profiler, where it was asked for.
         ratio: of the times of a step to those of the base, each to that of the same round.
         bytes: the least that a call must move.
         cold: the sets of inputs together are too large for the L2 cache.
@@ -58,7 +57,6 @@ class Result:
     error: float | None = None
     timing: Timing | None = None
     host: Timing | None = None
-    profiled: float | None = None
     ratio: PairedRatio | None = None
     bytes: int | None = None
     cold: bool | None = None
@@ -129,10 +127,12 @@ class Results:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            rows = [
-                Result(**{name: _VALUES[name](**value) if name in _VALUES else value for name, value in row.items()})
-                for row in data.pop("rows")
-            ]
-            return cls(**data, rows=rows)
+            return cls(rows=list(map(_result, data.pop("rows"))), **data)
         except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} holds no results of the benchmarks: {error!r}") from error
+
+
+def _result(row: dict[str, Any]) -> Result:
+    """The result of a line; what only former runs have measured is left out."""
+    known = {name: value for name, value in row.items() if name in Result.__dataclass_fields__}
+    return Result(**{name: _VALUES[name](**value) if name in _VALUES else value for name, value in known.items()})

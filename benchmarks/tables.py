@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .model_variants import UNLIKE_STOCK
 from .providers import FUSED
 from .results import Result, Results
 from .samples import Timing
@@ -27,7 +26,7 @@ def describe(results: Results) -> str:
     parts.append("\n".join(f"{key}: {value}" for key, value in results.environment.items()))
     if results.copy_bandwidth:
         parts.append(_bandwidth_line(results, results.copy_bandwidth))
-        for dtype in dict.fromkeys(row.dtype for row in results.of("kernels", "modes")):
+        for dtype in dict.fromkeys(row.dtype for row in results.of("kernels")):
             parts += _operator_tables(results, dtype, results.copy_bandwidth)
     host = results.of("host")
     if host:
@@ -38,7 +37,7 @@ def describe(results: Results) -> str:
     if bad:
         lines = (f"  {r.by}, {' '.join(filter(None, (r.row, r.dtype, r.kind)))}: {r.verdict}, {r.detail}" for r in bad)
         parts.append("Not timed:\n" + "\n".join(lines))
-    timings = [row.timing for row in results.of("kernels", "modes") if row.timing]
+    timings = [row.timing for row in results.of("kernels") if row.timing]
     if timings:
         spreads = [(timing.high - timing.low) / timing.median for timing in timings]
         middle, most = statistics.median(spreads), max(spreads)
@@ -91,29 +90,19 @@ def _bandwidth_line(results: Results, copy: float) -> str:
 
 
 def _operator_tables(results: Results, dtype: str, copy: float) -> list[str]:
-    """The tables of kernels and modes in one dtype: by each way of timing, and memory."""
+    """The tables of operators in one dtype: time and memory."""
     copies = {one.bytes: one.bandwidth for one in results.of("copy")}
 
     def of_copy(result: Result, _: Sequence[Result]) -> str:
         bandwidth = copies.get(result.bytes)
         return _fraction(bandwidth / copy) if bandwidth else ""
 
-    kernels, modes = ([row for row in results.of(part) if row.dtype == dtype] for part in ("kernels", "modes"))
-    parts = []
-    for title, seconds in (("CUDA graph", lambda row: row.seconds), ("torch.profiler", lambda row: row.profiled)):
-        text, lead = _speed(seconds, copy), _lead(seconds)
-        if any(map(seconds, kernels)):
-            parts.append(
-                f"Fraction of the fastest copy's bandwidth, forward / backward, {dtype}, by {title}; microseconds "
-                "where a copy takes less than three; * is the fastest; copy: of the same bytes, by CUDA graph; last: "
-                f"how many times as fast\n{pivot(kernels, text, {'copy': of_copy, 'fused/best peer': lead})}"
-            )
-        if any(map(seconds, modes)):
-            parts.append(
-                f"Modes of the fused forward, fraction of the fastest copy's bandwidth, {dtype}, by {title}; fused: as "
-                "it chooses by itself; -: the mode does not take the shape; last: the fastest mode's time over that of "
-                f"fused\n{pivot(modes, text, {'best mode/fused': lead})}"
-            )
+    kernels = [row for row in results.of("kernels") if row.dtype == dtype]
+    table = pivot(kernels, _speed(copy), {"copy": of_copy, "fused/best peer": _lead})
+    parts = [
+        f"Fraction of the fastest copy's bandwidth, forward / backward, {dtype}; microseconds where a copy takes less "
+        f"than three; * is the fastest; copy: of the same bytes; last: how many times as fast\n{table}"
+    ]
     if any(row.extra_bytes is not None for row in kernels):
         table = pivot(kernels, lambda row, _: "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}")
         parts.append(
@@ -123,29 +112,24 @@ def _operator_tables(results: Results, dtype: str, copy: float) -> list[str]:
     return parts
 
 
-def _speed(seconds: Callable[[Result], float | None], copy: float) -> Text:
+def _speed(copy: float) -> Text:
     """The share of a copy's bandwidth that a result has, or its microseconds where it is small."""
 
     def text(result: Result, rivals: Sequence[Result]) -> str:
-        time = seconds(result)
-        if time is None or result.bytes is None:
+        if result.seconds is None or result.bytes is None:
             return result.verdict if result.bad else "-"
-        mark = "*" if time == min(filter(None, map(seconds, rivals))) else ""
+        mark = "*" if result.seconds == min(row.seconds for row in rivals if row.seconds) else ""
         small = result.bytes / copy < _SMALL
-        return f"{mark}{f'{1e6 * time:.1f} us' if small else _fraction(result.bytes / time / copy)}"
+        return f"{mark}{f'{1e6 * result.seconds:.1f} us' if small else _fraction(result.bytes / result.seconds / copy)}"
 
     return text
 
 
-def _lead(seconds: Callable[[Result], float | None]) -> Text:
+def _lead(_: Result, rivals: Sequence[Result]) -> str:
     """The time of the fastest of the others over that of fused."""
-
-    def text(_: Result, rivals: Sequence[Result]) -> str:
-        ours = [seconds(row) for row in rivals if row.by == FUSED.name]
-        others = [time for row in rivals if row.by != FUSED.name and (time := seconds(row))]
-        return f"{min(others) / ours[0]:.2f}" if others and ours and ours[0] else ""
-
-    return text
+    ours = [row.seconds for row in rivals if row.by == FUSED.name]
+    others = [row.seconds for row in rivals if row.by != FUSED.name and row.seconds]
+    return f"{min(others) / ours[0]:.2f}" if others and ours and ours[0] else ""
 
 
 def _step_table(steps: Sequence[Result]) -> str | None:
@@ -208,8 +192,8 @@ def steps_in_markdown(results: Results) -> str | None:
 
 
 def _clearly_best(steps: Sequence[Result]) -> Result | None:
-    """The fastest of the steps of a row, if its quartiles are apart from those of every other; bounds do not count."""
-    timed = [(one.timing, one) for one in steps if one.timing and one.timing.samples > 1 and one.by not in UNLIKE_STOCK]
+    """The fastest of the steps of a row, if its quartiles are apart from those of every other."""
+    timed = [(one.timing, one) for one in steps if one.timing and one.timing.samples > 1]
     timed.sort(key=lambda pair: pair[0].median)
     if len(timed) < 2:
         return None

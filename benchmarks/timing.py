@@ -1,10 +1,9 @@
 """The time of a call on the GPU and on the host, and its peak of GPU memory.
 
-GPU times are taken in two ways, which can disagree: replays of a CUDA graph that holds nothing but the calls (launch
-gaps included, as in a captured training step), and the kernels' own times from torch.profiler (gaps left out). Both go
-through several sets of inputs in turn, so that a call does not find its inputs in the L2 cache.
+GPU times are those of replays of a CUDA graph that holds nothing but the calls (launch gaps included, as in a captured
+training step). They go through several sets of inputs in turn, so that a call does not find its inputs in the L2 cache.
 
-On a CPU both are the wall clock: they show that the code runs, and nothing else.
+On a CPU it is the wall clock, which shows that the code runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.autograd import DeviceType
 
 from .samples import Method
 
@@ -36,9 +34,6 @@ ROTATED_BYTES = 256 * 2**20
 _FEWEST_SETS, _MOST_SETS = 3, 64
 _GRAPH_CALLS = 24  # So many in one graph that the gap to the next replay, a microsecond or two, does not count.
 _GRAPH_SECONDS = 0.01  # Slow calls need no such care.
-_PROFILED_CALLS = 16
-_SYNCHRONIZATIONS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
-"""Not work, but on the GPU's track in torch.profiler."""
 
 
 @contextlib.contextmanager
@@ -111,30 +106,6 @@ def sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
         torch.cuda.synchronize(device)
         return Sampler(lambda: _between_events(partial(_run, calls)) / len(calls), "events")
     return Sampler(lambda: _between_events(graph.replay) / (rounds * len(calls)), "graph")
-
-
-def profiled_time(calls: Sequence[Call], device: torch.device) -> float:
-    """The time of one call as torch.profiler sees it: the sum of its kernels, copies and fills, in seconds.
-
-    Raises:
-        RuntimeError: it saw none.
-    """
-    calls = calls[:_PROFILED_CALLS]
-    if device.type == "cpu":
-        return _wall(calls) / len(calls)
-    _run(calls)
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        _run(calls)
-        torch.cuda.synchronize(device)
-    microseconds = sum(
-        event.time_range.elapsed_us()
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and event.name not in _SYNCHRONIZATIONS
-    )
-    if not microseconds:
-        raise RuntimeError("torch.profiler recorded no kernel")
-    return microseconds * 1e-6 / len(calls)
 
 
 def copy_sampler(moved_bytes: int, device: torch.device) -> Sampler:

@@ -13,6 +13,4 @@ from benchmarks.results import Results
 
 @pytest.fixture
 def run(tmp_path: Path, device: str) -> BenchmarkRun:
-    return BenchmarkRun(
-        torch.device(device), Results({}, meaningless=True), tmp_path / "results.json", lambda text: None, quick=True
-    )
+    return BenchmarkRun(torch.device(device), Results({}, meaningless=True), tmp_path / "results.json", quick=True)

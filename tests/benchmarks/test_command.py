@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import command, features, kernels, model_variants, models, plots, providers
+from benchmarks import command, kernels, model_cases, model_variants, models, plots, providers
 from benchmarks.command import main
 from benchmarks.results import Results
 
 ROOT = Path(__file__).parents[2]
+SHARDED = ["Qwen3-0.6B fsdp2 4x4096", "Llama-3.2-1B fsdp2 4x4096"]
 
 
 @pytest.mark.slow
@@ -49,7 +50,7 @@ def test_without_a_gpu_nothing_is_timed(part, tmp_path, capsys):
         (["--variants", "eager"], "no variant 'eager'; there are stock, fused"),
         (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
         (["kernels", "--rows", "rms_norm *,conv *"], "--rows 'conv *' is no operator and shape, and no model"),
-        (["modes", "--rows", "add_rms_norm 8x64"], "--rows 'add_rms_norm 8x64' is no"),
+        (["models", "--rows", "add_rms_norm 8x64"], "--rows 'add_rms_norm 8x64' is no"),
         (["--widths", "128"], "--widths belongs to tune"),
         (["plots"], "plots, and nothing else, takes the results.json"),
         (["host", "results.json"], "plots, and nothing else, takes the results.json"),
@@ -75,7 +76,7 @@ def test_a_quick_run_leaves_results_tables_and_pictures(tmp_path, capsys):
 
 def _quick_runs(tmp_path, capsys):
     out = tmp_path / "first"
-    chosen = ["--providers", "stock,torch", "--variants", "stock,torch", "--jobs", "0"]
+    chosen = ["--providers", "stock,torch", "--variants", "stock,torch"]
     for part, rows in (("kernels", "rms_norm 8x64"), ("models", "tiny-llama 1x4")):
         assert main([part, "--quick", "--rows", rows, *chosen, "--out", str(out / part)]) == 0
         printed = capsys.readouterr()
@@ -87,7 +88,6 @@ def _quick_runs(tmp_path, capsys):
         ("rms_norm 8x64", "stock", "ok"),
         ("rms_norm 8x64", "torch", "ok"),
     }
-    assert all(row.profiled for row in results.of("kernels"))
     assert torch.__version__.startswith(results.environment["torch"])
     assert len(results.of("copy")) == 4, "one at each end, and one for each direction"
     assert "rows ['rms_norm 8x64']" in results.environment["options"]
@@ -105,11 +105,11 @@ def _quick_runs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("part", "arguments", "rows", "variants"),
     [
-        ("models", [], ["tiny-qwen3 1x16", "tiny-gemma3_text 1x16"], list(model_variants.DEFAULT)),
-        ("models", ["--rows", "* lora *,* generate 1*"], ["tiny-qwen3 lora 1x16", "tiny-qwen3 generate 1x2"], None),
+        ("models", [], [case.name for case in model_cases.DEFAULT], list(model_variants.DEFAULT)),
+        ("models", ["--rows", "L* lora *,* fsdp2 *"], ["Llama-3.2-1B lora 4x4096", *SHARDED], None),
         ("models", ["--rows", "tiny-llama train 2x8"], ["tiny-llama train 2x8"], None),
         ("models", ["--variants", "fused-compile,stock"], None, ["stock", "fused-compile"]),
-        ("features", [], ["tiny-gemma3_text 1x8", "tiny-qwen3 generate 1x2"], list(features.VARIANTS)),
+        ("features", [], [case.name for case in model_cases.FEATURES], list(model_variants.FEATURES)),
         ("features", ["--variants", "stock"], None, ["fused", "stock"]),
     ],
 )
@@ -121,21 +121,23 @@ def test_of_models_most_rows_and_variants_are_measured_by_name_alone(part, argum
     assert list(found) == (variants or list(model_variants.DEFAULT))
 
 
-def test_any_shape_can_be_measured_and_the_profiler_left_out(tmp_path):
+def test_any_shape_can_be_measured(tmp_path):
     with mock.patch.object(kernels, "measure") as measure:
-        for part, rows in (("kernels", "add_rms_norm 3x40,qk_norm 2x(3+1)x8"), ("modes", "rms_norm 3x40 gemma")):
-            assert main([part, "--quick", "--rows", rows, "--no-profiler", "--out", str(tmp_path)]) == 0
-    cases = [case for call in measure.call_args_list for case in call.args[2]]
-    assert [case.name for case in cases] == ["add_rms_norm 3x40", "qk_norm 2x(3+1)x8", "rms_norm 3x40 gemma"]
-    assert [case.backward for case in cases] == [True, True, False]
-    assert [call.kwargs for call in measure.call_args_list] == [{"profile": False}] * 2
+        rows = "add_rms_norm 3x40,qk_norm 2x(3+1)x8"
+        assert main(["kernels", "--quick", "--rows", rows, "--out", str(tmp_path)]) == 0
+    assert [case.name for case in measure.call_args.args[1]] == ["add_rms_norm 3x40", "qk_norm 2x(3+1)x8"]
 
 
 def test_after_the_budget_nothing_is_started(tmp_path, capsys):
     assert main(["--quick", "--budget-seconds", "0", "--out", str(tmp_path)]) == 0
     results = Results.load(tmp_path / "results.json")
     assert {row.part for row in results.rows} == {"copy"}
-    for part in ("host time of rms_norm 16x1024 by stock", "models: tiny-qwen3 1x16", "features: ", "rms_norm 8x64 bf"):
+    for part in (
+        "host time of rms_norm 16x1024 by stock",
+        "models: Qwen3-0.6B 4x4096",
+        "features: ",
+        "rms_norm 8192x4096 bf",
+    ):
         assert any(line.startswith(part) and line.endswith("after 0 s") for line in results.left_out)
     assert "Left out:" in capsys.readouterr().out
 
@@ -143,6 +145,16 @@ def test_after_the_budget_nothing_is_started(tmp_path, capsys):
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):
     stock = providers.PROVIDERS["stock"].build
     wrong = replace(providers.FUSED, build=lambda case: lambda *given: tuple(1.1 * y for y in stock(case)(*given)))
-    with mock.patch.dict(providers.PROVIDERS, fused=wrong):
+    with mock.patch.dict(providers.EVERY, fused=wrong):
         arguments = ["kernels", "--quick", "--providers", "fused", "--rows", "rms_norm 8x64", "--out", str(tmp_path)]
         assert main(arguments) == 1
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_measure_a_sharded_model_together(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks"]
+    options = ["--rows", "tiny-llama fsdp2 1x8", "--variants", "stock,fused", "--dtype", "float32", "--quick"]
+    subprocess.run([*launcher, "models", *options, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=300)
+    rows = Results.load(tmp_path / "results.json").of("models")
+    assert [(row.by, row.verdict, row.timing.samples) for row in rows] == [("stock", "ok", 1), ("fused", "ok", 1)]
+    assert all(row.error < 1e-5 for row in rows)

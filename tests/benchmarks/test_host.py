@@ -20,7 +20,6 @@ def test_host_time_is_measured_alone_and_in_a_chain(run, provider):
     found = {(row.row, row.kind): row for row in run.results.of("host") if row.by == provider.name}
     rows = [name for case in HOST for name in (case.name, f"{case.name} in a chain of 2")]
     assert set(found) == {(row, kind) for row in rows for kind in ("forward", "training")}
-    assert {row.row for row in run.results.rows if row.by == "identity"} == set(rows[:2])
     assert all(row.seconds > 0 for row in found.values())
 
 
@@ -68,4 +67,4 @@ def test_host_time_is_of_one_call_of_the_operator(run):
     assert {(row.row, row.seconds) for row in counted} == {
         ("rms_norm 16x1024", 32.0), ("rms_norm 16x1024 in a chain of 32", 1.0),
     }  # fmt: skip
-    assert set(divided) == {20, host.CHAIN, 0}, "identity calls nothing"
+    assert set(divided) == {20, host.CHAIN}

@@ -13,7 +13,7 @@ import torch
 from benchmarks import kernels
 from benchmarks.benchmark_run import RefusedError
 from benchmarks.operator_cases import OPERATORS, OperatorCase, eager_parts
-from benchmarks.providers import FUSED, FUSED_MODES, PROVIDERS, Provider
+from benchmarks.providers import EVERY, FUSED, OURS, PROVIDERS, Provider
 from benchmarks.results import Results
 from benchmarks.timing import Sampler
 from fused_norm.kernels.plans import backward_plan
@@ -24,7 +24,7 @@ STOCK = PROVIDERS["stock"]
 
 
 def measured(run, *providers, case=CASE):
-    kernels.measure(run, "kernels", [case], [torch.float32], providers)
+    kernels.measure(run, [case], [torch.float32], providers)
     return {(row.by, row.kind): row for row in run.results.of("kernels")}
 
 
@@ -54,13 +54,13 @@ class _InPlaceBackward(_WrongBackward):
         return dy.zero_()
 
 
-def test_right_results_are_timed_in_both_ways(run):
+def test_right_results_are_timed(run):
     found = measured(run, STOCK, FUSED)
     assert set(found) == {(name, direction) for name in ("stock", "fused") for direction in ("forward", "backward")}
     copies = {row.bytes for row in run.results.of("copy")}
     for row in found.values():
         assert row.verdict == "ok"
-        assert None not in (row.timing, row.profiled)
+        assert row.timing is not None
         assert row.extra_bytes >= 0
         assert 0 < row.error < 1e-4
         assert row.bytes in copies
@@ -78,7 +78,7 @@ def test_right_results_are_timed_in_both_ways(run):
 def test_wrong_results_are_not_timed_and_fit_into_json(change, wrong_in, error, run):
     found = measured(run, provider("wrong", change), STOCK)
     row = found["wrong", wrong_in]
-    assert (row.verdict, row.timing, row.profiled, row.error) == ("wrong", None, None, error)
+    assert (row.verdict, row.timing, row.error) == ("wrong", None, error)
     assert found["stock", wrong_in].verdict == "ok"
     assert found["wrong", "forward"].verdict == ("wrong" if wrong_in == "forward" else "ok")
     assert Results.load(run.path) == run.results
@@ -131,10 +131,10 @@ def test_after_the_budget_nothing_is_measured(run):
 
 def test_modes_are_measured_side_by_side(run):
     cases = [replace(CASE, backward=False)]
-    kernels.measure(run, "modes", cases, [torch.float32], FUSED_MODES, profile=False)
-    rows = run.results.of("modes")
+    kernels.measure(run, cases, [torch.float32], [EVERY[name] for name in OURS])
+    rows = run.results.of("kernels")
     assert [row.by for row in rows] == ["fused", "static_persistent", "multi_wave_cached", "multi_wave_reload"]
-    assert {(row.kind, row.verdict, row.profiled) for row in rows} == {("forward", "ok", None)}
+    assert {(row.kind, row.verdict) for row in rows} == {("forward", "ok")}
 
 
 def test_calls_go_through_all_sets_of_inputs(run):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from benchmarks.model_cases import CASES, DEFAULT, FEATURES, OTHERS, QUICK, QUICK_BY_NAME, ModelCase, StepKind
+from benchmarks.model_cases import CASES, DEFAULT, FEATURES, OTHERS, ModelCase
 from fused_norm.model_configs import FAMILIES
+
+from .tiny_cases import MODEL_CASES
 
 
 def test_rows_have_the_sizes_of_published_models():
@@ -28,12 +28,11 @@ def test_models_of_other_families_have_their_arguments_beside_the_defaults_of_th
 
 
 def test_a_name_stands_for_its_case_and_no_other():
-    every = (*CASES, *QUICK, *QUICK_BY_NAME, *FEATURES)
+    every = (*CASES, *MODEL_CASES, *FEATURES)
     assert all(ModelCase.named(case.name) == case for case in every)
-    assert len({case.name for case in (*CASES, *QUICK, *QUICK_BY_NAME)}) == len((*CASES, *QUICK, *QUICK_BY_NAME))
+    assert len({case.name for case in CASES}) == len(CASES)
     assert set(DEFAULT) < set(CASES)
     assert ModelCase.named("Qwen3-8B (3 layers) lora 2x7").config().num_hidden_layers == 3
-    assert {case.step for case in (*QUICK, *QUICK_BY_NAME)} == set(get_args(StepKind)) - {"image"}
 
 
 @pytest.mark.parametrize("name", ["Qwen3-5B 1x1", "Qwen3-0.6B", "Qwen3-0.6B dance 1x1", "tiny-gpt 1x1"])

@@ -50,7 +50,7 @@ T5 = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dr
 @pytest.mark.parametrize(("model_type", "sizes", "step"), [("qwen2_5_vl", SEES, "image"), ("t5", T5, "body")])
 def test_models_with_images_and_encoders_take_their_own_inputs(model_type, sizes, step, monkeypatch):
     pytest.importorskip("transformers", "5.0")
-    monkeypatch.setattr(model_cases, "OTHERS", {"others/small": sizes})
+    monkeypatch.setattr(model_cases, "OTHERS", {"others/small": {"model_type": model_type, **sizes}})
     made = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
     stock = made.outputs_and_gradients()
     if step == "image":
@@ -67,11 +67,6 @@ def test_norm_weights_are_away_from_their_initial_values():
     for path in step.norms:
         assert step.model.get_submodule(path).weight.std() > 0.1
     assert list(step.watched) == [f"{path}.weight" for path in step.norms]
-
-
-def test_before_a_cold_start_nothing_is_patched(monkeypatch):
-    monkeypatch.setattr("benchmarks.model_steps.apply_fused_norm", None)
-    assert prepared("cold start").norms == {}
 
 
 def test_a_whole_step_optimizes_and_leaves_the_weights_as_they_are():

@@ -34,7 +34,7 @@ def modelling(step):
     return sys.modules[type(step.model).__module__]
 
 
-@pytest.mark.parametrize("variant", ["fused", "torch", "identity", "identity-no-rope"])
+@pytest.mark.parametrize("variant", ["fused", "torch"])
 def test_a_variant_changes_its_twin_and_nothing_else(variant):
     step = prepared()
     before = {name: (type(module), dict(vars(module))) for name, module in step.model.named_modules()}
@@ -52,25 +52,6 @@ def test_a_variant_changes_its_twin_and_nothing_else(variant):
         assert vars(module).keys() == before[name][1].keys()
     assert all(torch.equal(weight, weights[name]) for name, weight in step.model.state_dict().items())
     assert vars(modelling(step)) == names
-
-
-def test_without_rope_nothing_is_rotated_while_it_runs():
-    step = prepared()
-    stock = modelling(step).apply_rotary_pos_emb
-    patched = VARIANTS["identity-no-rope"](step)
-    assert modelling(step).apply_rotary_pos_emb is stock
-    with patched.running():
-        q, k = torch.randn(2, 1, 2, 3, 4)
-        assert modelling(step).apply_rotary_pos_emb(q, k, None, None, unsqueeze_dim=1) == (q, k)
-        first = step.forward_backward()
-        step.model.rotary_emb.forward = lambda x, *_: (torch.full((1, 16, 16), float("nan")),) * 2
-        assert torch.equal(step.forward_backward(), first), "the angles have no part in it"
-    assert modelling(step).apply_rotary_pos_emb is stock
-
-
-def test_a_variant_of_norms_that_are_not_known_is_refused():
-    with pytest.raises(RefusedError, match="not known"):
-        VARIANTS["torch"](prepared(step="cold start"))
 
 
 def test_recompute_is_asked_for_by_its_keyword_and_has_no_meaning_without_a_backward(monkeypatch):

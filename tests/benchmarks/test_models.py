@@ -11,15 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import features, models
+from benchmarks import models
 from benchmarks.benchmark_run import RefusedError
-from benchmarks.model_cases import QUICK, QUICK_BY_NAME, QUICK_FEATURES, ModelCase
+from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import ALLOWED_ERROR, BenchmarkedModel
 from benchmarks.model_variants import (
     COMPILED,
     FEATURES,
     FLOAT8,
-    UNLIKE_STOCK,
     VARIANTS,
     Patched,
     float8_linears_alone,
@@ -29,6 +28,8 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.results import Results
 from benchmarks.samples import PairedRatio
 from benchmarks.timing import PeakMemory
+
+from .tiny_cases import MODEL_CASES
 
 TINY = ModelCase("llama", None, 1, 4)
 IN_FEATURES = frozenset(FEATURES) - {"stock", "fused"}
@@ -73,11 +74,7 @@ def results_of(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [QUICK[1], *(case for case in QUICK_BY_NAME if not case.in_processes_of_its_own)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", [case for case in MODEL_CASES if case.step != "fsdp2"], ids=lambda case: case.name)
 def test_every_variant_that_is_here_is_right_and_timed(case, run):
     autocast = case.step == "autocast"
     models.measure(run, [case], OF_MODELS, torch.bfloat16 if autocast else torch.float32)
@@ -91,11 +88,10 @@ def test_every_variant_that_is_here_is_right_and_timed(case, run):
         assert (result.verdict, result.detail) == ("ok", None)
         assert result.timing is not None
         assert 0 < result.host.median <= result.timing.median
-        if result.by not in UNLIKE_STOCK:
-            alone = results_of(run).get(float8_linears_alone(result.by) or "")
-            assert result.error < (1.25 * alone.error if alone else 0.1 if autocast else 1e-3)
+        alone = results_of(run).get(float8_linears_alone(result.by) or "")
+        assert result.error < (1.25 * alone.error if alone else 0.1 if autocast else 1e-3)
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in run.results.left_out}
-    assert {"stock", "fused", "fused-recompute", "torch", "identity", "identity-no-rope"} <= set(results_of(run))
+    assert {"stock", "fused", "fused-recompute", "torch"} <= set(results_of(run))
     assert set(results_of(run)) | left_out == set(OF_MODELS)
 
 
@@ -137,8 +133,9 @@ def test_a_variant_that_raises_is_reported_and_one_that_there_is_not_is_refused(
         raise RefusedError("there is no such patch")
 
     monkeypatch.setitem(VARIANTS, "torch", replaced_norms(broken))
-    monkeypatch.setitem(VARIANTS, "identity", refused)
-    models.measure(run, [TINY], ["torch", "identity", "stock"], torch.float32)
+    monkeypatch.setitem(VARIANTS, "liger", refused)
+    monkeypatch.setattr(models, "missing", lambda variant, device: None)
+    models.measure(run, [TINY], ["torch", "liger", "stock"], torch.float32)
     assert [(row.verdict, row.detail) for row in run.results.of("models")] == [
         ("failed", "RuntimeError: no such kernel"),
         ("refused", "there is no such patch"),
@@ -146,9 +143,10 @@ def test_a_variant_that_raises_is_reported_and_one_that_there_is_not_is_refused(
     ]
 
 
-def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock):
+def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock, monkeypatch):
     run.quick = False
-    models.measure(run, [TINY], ["stock", "torch", "identity"], torch.float32)
+    monkeypatch.setitem(VARIANTS, "fused", VARIANTS["stock"])
+    models.measure(run, [TINY], ["stock", "torch", "fused"], torch.float32)
     rounds = clock[1:]  # The first says how many calls a sample has.
     assert {calls for _, calls in rounds} == {1}
     turns = [tuple(id(model) for model, _ in rounds[start : start + 3]) for start in range(0, len(rounds), 3)]
@@ -202,17 +200,17 @@ def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, monkeypatch):
     taken = Counter()
 
     def host_and_step_time(call, calls, device):
-        identity = "forward" in vars(call.args[0].norm)
-        taken[identity] += 1
-        if identity:
+        replaced = "forward" in vars(call.args[0].norm)
+        taken[replaced] += 1
+        if replaced:
             raise RuntimeError("out of memory")
         return 0.5, 1.0
 
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
-    models.measure(run, [TINY], ["stock", "identity"], torch.float32)
+    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
     results = results_of(run)
-    assert (results["identity"].verdict, results["identity"].detail) == ("failed", "RuntimeError: out of memory")
-    assert results["identity"].timing is None
+    assert (results["torch"].verdict, results["torch"].detail) == ("failed", "RuntimeError: out of memory")
+    assert results["torch"].timing is None
     assert results["stock"].timing.samples == 1
     assert taken == {True: 1, False: 1}
 
@@ -304,7 +302,7 @@ def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeyp
     monkeypatch.setattr(models, "CASE_SECONDS", 0.0)
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
     with mock.patch.dict(VARIANTS, changed):
-        features.measure(run, [TINY], ["without rope", "without sandwich"], torch.float32)
+        models.measure(run, [TINY], ["fused", "without rope", "without sandwich"], torch.float32, "features")
     rows = {row.by: row for row in run.results.of("features")}
     assert list(rows) == ["fused", "without rope", "without sandwich"]
     assert (rows["without rope"].ratio, rows["fused"].ratio) == (PairedRatio(1.5, 1.5, 1.5, 8), PairedRatio(1, 1, 1, 8))
@@ -313,9 +311,9 @@ def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", QUICK_FEATURES, ids=lambda case: case.name)
-def test_every_option_can_be_left_out(case, run):
-    features.measure(run, [case], list(features.VARIANTS), torch.float32)
+@pytest.mark.parametrize("name", ["tiny-gemma3_text 1x8", "tiny-qwen3 generate 1x2"])
+def test_every_option_can_be_left_out(name, run):
+    models.measure(run, [ModelCase.named(name)], FEATURES, torch.float32, "features")
     assert {row.verdict for row in run.results.of("features") if row.by != "without sandwich"} == {"ok"}
 
 
@@ -333,12 +331,10 @@ def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measu
     assert run.results.left_out == ["tiny-llama 1x32: RuntimeError: out of memory"]
 
 
-def test_rows_in_processes_of_their_own_are_left_to_them(run, monkeypatch):
-    handed = []
-    monkeypatch.setattr(models.child_processes, "measure", lambda *given: handed.append(given))
-    case = replace(TINY, step="cold start")
-    models.measure(run, [case], ["stock"], torch.float32)
-    assert handed == [(run, case, ["stock"], torch.float32)]
+def test_a_sharded_model_is_left_to_torchrun(run):
+    models.measure(run, [replace(TINY, step="fsdp2")], ["stock"], torch.float32)
+    assert run.results.rows == []
+    assert "torchrun --nproc-per-node 2" in run.results.left_out[0]
 
 
 @pytest.mark.slow
@@ -360,7 +356,7 @@ def test_taking_turns_compiles_nothing_again(run, monkeypatch):
     )
     monkeypatch.setitem(PROVIDERS, "compile", replace(PROVIDERS["compile"], on_cpu=True))
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
-    variants = ["stock", "fused", *sorted(COMPILED), "identity-no-rope"]
+    variants = ["stock", "fused", *sorted(COMPILED)]
     models.measure(run, [ModelCase("qwen3", None, 1, 16)], variants, torch.float32)
     assert [(row.by, row.detail) for row in run.results.of("models")] == [(variant, None) for variant in variants]
     assert len(while_timed) == len(variants)

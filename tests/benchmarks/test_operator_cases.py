@@ -10,7 +10,6 @@ from benchmarks.operator_cases import (
     CASES,
     HOST,
     OPERATORS,
-    QUICK,
     OperatorCase,
     Parts,
     eager_parts,
@@ -19,6 +18,8 @@ from benchmarks.operator_cases import (
     worst_error,
 )
 from fused_norm.kernels import operator
+
+from .tiny_cases import OPERATOR_CASES
 
 named = OperatorCase.named
 
@@ -43,10 +44,10 @@ def test_least_bytes_count_each_activation_once(name, elements, forward, backwar
 
 
 @pytest.mark.parametrize(
-    ("recipe", "scales"), [("tensorwise", 4), ("rowwise", 64 * 4), ("block128", 64 * 2 * 4), ("mxfp8", 64 * 8)]
+    ("fp8_format", "scales"), [("tensorwise", 4), ("rowwise", 64 * 4), ("block128", 64 * 2 * 4), ("mxfp8", 64 * 8)]
 )
-def test_codes_are_bytes_and_scales_count(recipe, scales):
-    norm, add = (named(f"{name} 64x256 {recipe}") for name in ("rms_norm_fp8", "add_rms_norm_fp8"))
+def test_codes_are_bytes_and_scales_count(fp8_format, scales):
+    norm, add = (named(f"{name} 64x256 {fp8_format}") for name in ("rms_norm_fp8", "add_rms_norm_fp8"))
     assert norm.bytes("forward", torch.bfloat16) == 64 * 256 * 3 + scales
     assert add.bytes("forward", torch.bfloat16) == 64 * 256 * 7 + scales
     columns = named("rms_norm_columns_fp8 64x256 rowwise")
@@ -59,7 +60,7 @@ def test_every_operator_of_the_project_is_measured():
 
 
 def test_inputs_repeat_and_differ_between_seeds():
-    one, same, other = (QUICK[0].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
+    one, same, other = (OPERATOR_CASES[0].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one.arguments, same.arguments, strict=True))
     assert not torch.equal(one.arguments[0], other.arguments[0])
     assert not any(tensor.requires_grad for tensor in one.detached())
@@ -74,7 +75,7 @@ def test_rotations_take_what_a_projection_makes_and_return_what_attention_takes(
     assert len(inputs.detached()) == 6
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=lambda case: case.name)
 def test_truth_is_the_formula_in_float64(case):
     inputs = case.inputs(torch.float32, torch.device("cpu"), seed=0)
     arguments = [tensor.detach().double().requires_grad_() for tensor in inputs.arguments]
@@ -115,7 +116,7 @@ def test_one_wrong_row_one_wrong_element_and_nan_show():
 
 
 def test_a_name_stands_for_its_case_and_no_other():
-    every = [*CASES, *QUICK, *HOST]
+    every = [*CASES, *OPERATOR_CASES, *HOST]
     assert all(named(case.name, backward=case.backward) == case for case in every)
     assert len({case.name for case in CASES}) == len(CASES)
 

@@ -13,15 +13,16 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from benchmarks import providers
 from benchmarks.benchmark_run import RefusedError
 from benchmarks.kernels import operator_calls, repeatable_backwards
-from benchmarks.operator_cases import QUICK, OperatorCase, float64_results, tolerance, worst_error
-from benchmarks.providers import FUSED_MODES, PROVIDERS, Provider
+from benchmarks.operator_cases import OperatorCase, float64_results, tolerance, worst_error
+from benchmarks.providers import EVERY, PROVIDERS, Provider
 from benchmarks.timing import own_stream
 
-EVERY = PROVIDERS | {provider.name: provider for provider in FUSED_MODES}
+from .tiny_cases import OPERATOR_CASES
+
 MEASURED = [
     pytest.param(name, case, marks=() if name == "fused" or not case.fp8_format else pytest.mark.slow)
     for name in EVERY
-    for case in QUICK
+    for case in OPERATOR_CASES
     if name in PROVIDERS or case.operator == "rms_norm"
 ]
 named = OperatorCase.named
@@ -79,7 +80,7 @@ def test_stock_rotates_as_modelling_code_does(device):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in QUICK if case.fp8_format], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.fp8_format], ids=lambda case: case.name)
 def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     inputs = case.inputs(torch.bfloat16, torch.device(device), seed=0).detached()
     if case.option == "coat":

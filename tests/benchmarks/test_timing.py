@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from benchmarks import timing
 from benchmarks.timing import Sampler
@@ -127,38 +126,6 @@ def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
     assert "not permitted" in caplog.text
 
 
-def test_the_profiler_counts_kernels_and_nothing_else(gpu, monkeypatch):
-    def event(name, device_type, microseconds, annotation=False):
-        span = types.SimpleNamespace(elapsed_us=lambda: microseconds)
-        return types.SimpleNamespace(name=name, device_type=device_type, is_user_annotation=annotation, time_range=span)
-
-    class Profile:
-        def __init__(self, activities) -> None:
-            assert activities == [torch.profiler.ProfilerActivity.CUDA]
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception) -> None:
-            pass
-
-        def events(self):
-            return recorded
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    recorded = [
-        event("kernel", DeviceType.CUDA, 30.0),
-        event("Memset (Device)", DeviceType.CUDA, 6.0),
-        event("Context Sync", DeviceType.CUDA, 1e6),
-        event("## Call CompiledFxGraph", DeviceType.CUDA, 1e6, annotation=True),
-        event("cudaLaunchKernel", DeviceType.CPU, 1e6),
-    ]
-    assert timing.profiled_time([lambda: None] * 3, GPU) == pytest.approx(12e-6)
-    recorded = recorded[2:]
-    with pytest.raises(RuntimeError, match="no kernel"):
-        timing.profiled_time([lambda: None] * 3, GPU)
-
-
 def test_sets_of_inputs_exceed_the_cache_where_that_is_possible(gpu):
     assert timing.input_sets(800_000_000, GPU) == 3
     assert timing.input_sets(67_000_000, GPU) == 5
@@ -223,13 +190,10 @@ def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests would use the GPU at the same time")
 @pytest.mark.parametrize("moved", [2**28, 2**30])
-def test_on_a_gpu_graph_and_profiler_agree_on_a_kernel(moved):
+def test_on_a_gpu_a_graph_is_replayed_at_a_speed_that_memory_has(moved):
     device = torch.device("cuda")
     with timing.own_stream(device):
         pairs = [[torch.randn(moved // 8, device=device) for _ in range(2)] for _ in range(3)]
-        calls = [partial(torch.neg, source, out=target) for source, target in pairs]
-        replayed, profiled = timing.sampler(calls, device), timing.profiled_time(calls, device)
+        replayed = timing.sampler([partial(torch.neg, source, out=target) for source, target in pairs], device)
     assert replayed.method == "graph"
-    seconds = replayed.take()
-    assert moved / seconds > 1e11, "slower than any GPU's memory"
-    assert profiled == pytest.approx(seconds, rel=0.15)
+    assert 1e11 < moved / replayed.take() < 1e13

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -101,9 +101,7 @@ def _source(module: ModuleType) -> str:
         return ""
 
 
-def small_configs(
-    config: Any, *, sections: bool, divisors: Sequence[int] = (4, 2, 1)
-) -> Iterator[tuple[int, int, Any]]:
+def small_configs(config: Any, *, sections: bool) -> Iterator[tuple[int, int, Any]]:
     """Configs like this one with fewer layers, narrower, and with few tokens and experts; the smallest first.
 
     Every width is divided by the same number, so that what fits together in the config fits in these too.
@@ -111,12 +109,11 @@ def small_configs(
     Args:
         config: that of the whole model.
         sections: the model rotates in sections.
-        divisors: of the widths, the first choice first.
 
     Yields:
         The number of layers, the divisor of widths, and the config.
     """
-    for divisor in divisors:
+    for divisor in (4, 2, 1):
         for layers in (2, 3, 4, 6, 8, MOST_LAYERS):
             values = _shrunk(config.to_dict(), layers, divisor, {})
             if sections:

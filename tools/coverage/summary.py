@@ -18,7 +18,8 @@ KINDS = {
     "rope": "half rotations",
     "mlp": "gated products",
 }
-"""The kinds that are counted, and their names in a table."""
+"""The kinds that are counted, and their names in a table: norms without a gate, norms with one, those without that are
+called q or k norms, adds that feed a norm in the same forward, attentions that rotate by halves, gated products."""
 
 PART = "a part of other models"
 """The reason why no model is built of a type that no auto class knows."""
@@ -67,16 +68,8 @@ class Summary:
 
     @classmethod
     def load(cls, path: Path) -> Summary:
-        """Read a summary.
-
-        Raises:
-            OSError, ValueError: there is none in this file.
-        """
-        values = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"{path} holds no summary of a sweep") from error
+        """Read a summary that ``save`` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def summarise(release: str, results: Mapping[str, Mapping[str, Any]]) -> Summary:

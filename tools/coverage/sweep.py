@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import re
 import resource
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -16,66 +17,55 @@ from typing import Any
 SHOWN = 160
 """Characters of an error or a reason that are kept."""
 
-Job = Callable[[str], Mapping[str, Any]]
-"""A function that is run for a model type, and returns what can be written as JSON."""
-
 _GIGABYTE = 2**30
 _POLL = 0.05
 
 
 def sweep(
-    job: Job,
+    job: Callable[[str], Mapping[str, Any]],
     model_types: Sequence[str],
-    folder: Path,
     *,
     jobs: int = 2,
     seconds: float = 120,
     gigabytes: float = 12,
-    done: Callable[[str, Mapping[str, Any]], None] = lambda name, result: None,
-) -> dict[str, dict[str, Any]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Do a job for each model type.
 
     Args:
-        job: what is done, in a fork of this process.
+        job: what is done, in a fork of this process; it returns what can be written as JSON.
         model_types: their names.
-        folder: where each result is written, to ``TYPE.json``; a type that has a result there is not done again.
         jobs: processes at the same time.
         seconds: after which a process is stopped.
         gigabytes: the most memory of a process, besides what this one has.
-        done: is called with each type and its result.
 
-    Returns:
-        The results by type. Of a job that failed, ran too long or died it is ``{"failed": ...}``.
+    Yields:
+        Each type with its result, as they end. Of a job that failed, ran too long or died it is ``{"failed": ...}``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    waiting = [name for name in model_types if not (folder / f"{name}.json").exists()]
     forks = multiprocessing.get_context("fork")
     running: dict[str, tuple[ForkProcess, float]] = {}
-    waiting.reverse()
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            name = waiting.pop()
-            process = forks.Process(target=_do, args=(job, name, folder, gigabytes))
-            process.start()
-            running[name] = process, time.monotonic()
-        for name, (process, began) in list(running.items()):
-            if process.is_alive() and time.monotonic() - began < seconds:
-                continue
-            late = process.is_alive()
-            if late:
+    waiting = list(reversed(model_types))
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name = waiting.pop()
+                process = forks.Process(target=_do, args=(job, name, Path(folder, name), gigabytes))
+                process.start()
+                running[name] = process, time.monotonic()
+            for name, (process, began) in list(running.items()):
+                late = time.monotonic() - began >= seconds
+                if process.is_alive() and not late:
+                    continue
                 process.kill()
-            process.join()
-            path = folder / f"{name}.json"
-            if not path.exists():
+                process.join()
+                path = Path(folder, name)
                 why = f"not done after {seconds:g} s" if late else f"the process ended with code {process.exitcode}"
-                _write(path, {"failed": why})
-            del running[name]
-            done(name, _read(path))
-        time.sleep(_POLL)
-    return {name: _read(folder / f"{name}.json") for name in model_types}
+                del running[name]
+                yield name, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"failed": why}
+            time.sleep(_POLL)
 
 
-def _do(job: Job, name: str, folder: Path, gigabytes: float) -> None:
+def _do(job: Callable[[str], Mapping[str, Any]], name: str, path: Path, gigabytes: float) -> None:
+    """Do a job with a limit of memory, saying nothing, and write its result to ``path``."""
     import torch
 
     torch.set_num_threads(1)
@@ -89,18 +79,9 @@ def _do(job: Job, name: str, folder: Path, gigabytes: float) -> None:
         result = job(name)
     except Exception as error:  # of whatever kind a foreign model raises
         result = {"failed": in_a_line(error)}
-    _write(folder / f"{name}.json", result)
-
-
-def _write(path: Path, result: Mapping[str, Any]) -> None:
-    part = path.with_suffix(".part")
+    part = path.with_name(f"{name}.part")
     part.write_text(json.dumps(result), encoding="utf-8")
     part.replace(path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def in_a_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,17 +16,14 @@ from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 
 from .forward_hashes import forward_hash, name_of
 from .half_rotations import rotates
-from .inputs import Inputs, inputs_of
+from .inputs import inputs_of
 from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
 from .summary import PART
 from .sweep import SHOWN, in_a_line
 from .traced_sums import TracedSums
 
-KINDS = ("norm", "gated", "qk", "rope", "residual", "mlp")
-"""The kinds that are counted: norms without a gate, norms with one, those of the former that are called q or k norms,
-attentions that rotate by halves, adds that feed a norm in the same forward, products with a gate."""
-
+_MOST_PARAMETERS = 600_000_000  # Of a small model.
 _QK = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")
 
 
@@ -67,12 +64,11 @@ class TypeCount:
 
 @dataclass
 class SmallModel:
-    """A small model of a type, and the inputs with which it, or a part of it, runs."""
+    """A small model of a type, and what was seen while it ran."""
 
     model: nn.Module
     layers: int
     divisor: int
-    runs: list[tuple[str, Inputs]]
     traced: TracedSums
     norms: dict[str, nn.Module]
 
@@ -141,16 +137,12 @@ def parts_of(model: nn.Module) -> set[Any]:
     return places | {type(module).__name__ for module in modules.values()}
 
 
-def small_model(
-    whole: nn.Module, config: Any, *, most: int = 600_000_000, divisors: Sequence[int] = (4, 2, 1)
-) -> tuple[SmallModel | None, str | None]:
+def small_model(whole: nn.Module, config: Any) -> tuple[SmallModel | None, str | None]:
     """The smallest model that runs and consists of all that the whole model consists of.
 
     Args:
         whole: on the meta device.
         config: that of the whole model.
-        most: parameters that it may have.
-        divisors: of the widths, the first choice first.
 
     Returns:
         The model in which most norms ran, or None, and why some did not.
@@ -159,13 +151,13 @@ def small_model(
     why: str | None = "no smaller config builds"
     tried = set()
     model_class, wanted, sections = type(whole), parts_of(whole), rotates_in_sections(whole)
-    for layers, divisor, smaller in small_configs(config, sections=sections, divisors=divisors):
+    for layers, divisor, smaller in small_configs(config, sections=sections):
         try:
             empty = build(model_class, smaller, "meta")
         except Exception as error:  # of whatever kind a foreign model raises
             why = in_a_line(error) if best is None else why
             continue
-        if sum(one.numel() for one in empty.parameters()) > most:
+        if sum(one.numel() for one in empty.parameters()) > _MOST_PARAMETERS:
             why = "it is too large to run" if best is None else why
             continue
         if divisor in tried or (not wanted <= parts_of(empty) and layers < MOST_LAYERS):
@@ -201,8 +193,7 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
         model.set_experts_implementation("eager")  # the grouped product wants widths of its own
     norms = {path: module for path, module in model.named_modules() if normalises(module) == "rms"}
     traced = TracedSums(model, norms.keys())
-    runs: list[tuple[str, Inputs]] = []
-    why: str | None = None
+    why, ran = None, False
     seen: set[type] = set()
     for path, part in model.named_modules():
         if not isinstance(part, PreTrainedModel) or (path and type(part) in seen):
@@ -220,13 +211,12 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
             except Exception as error:  # of whatever kind a foreign model raises
                 why = why or in_a_line(error)
                 continue
-            if not path or len(traced.called) > before:
-                runs.append((path, given))
+            ran = ran or not path or len(traced.called) > before
             break
     traced.remove()
-    if runs and set(norms) <= traced.called:
+    if ran and set(norms) <= traced.called:
         why = None
-    return SmallModel(model, layers, divisor, runs, traced, norms), why
+    return SmallModel(model, layers, divisor, traced, norms), why
 
 
 def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 from pathlib import Path
@@ -10,10 +11,6 @@ import pytest
 
 from tools.coverage import command
 from tools.coverage.summary import PART, Summary, changes, gaps, page_with_tables, stored, summarise
-
-ROOT = Path(__file__).parents[3]
-STORED = ROOT / "benchmarks" / "coverage"
-PAGE = ROOT / "docs" / "supported.md"
 
 FOUND = {
     "found": {"norm": 5, "gated": 0, "qk": 0, "rope": 2, "residual": 2, "mlp": 0},
@@ -95,51 +92,55 @@ def test_tables_replace_what_stands_between_the_marks(summary: Summary) -> None:
 
 
 def test_the_page_shows_the_stored_summaries() -> None:
-    summaries = [Summary.load(path) for path in stored(STORED).values()]
-    page = PAGE.read_text(encoding="utf-8")
-    assert [one.transformers for one in summaries] == list(stored(STORED))
+    summaries = [Summary.load(path) for path in stored(command.STORED).values()]
+    page = command.PAGE.read_text(encoding="utf-8")
+    assert [one.transformers for one in summaries] == list(stored(command.STORED))
     assert page_with_tables(page, summaries) == page
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for summaries in place of the stored ones."""
+    monkeypatch.setattr(command, "STORED", tmp_path)
+    return tmp_path
+
+
 def test_the_command_compares_summaries_and_writes_the_page(
-    summary: Summary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    summary: Summary, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary.save(tmp_path / "transformers-5.9.0.json")
+    summary.save(folder / "transformers-5.9.0.json")
     summary.transformers = "5.10.0"
     summary.classes["one.OneNorm"] = "norm 44444444"
-    newer = tmp_path / "transformers-5.10.0.json"
-    summary.save(newer)
-    arguments = ["--stored", str(newer), "--out", str(tmp_path)]
-    assert command.main([*arguments, "--against"]) == 1
+    monkeypatch.setattr(command, "_sweep", lambda args: summary)
+    assert command.main(["--store", "--against"]) == 1
     said = capsys.readouterr().out
     assert "since transformers 5.9.0: 1 changes" in said
     assert "norm one.OneNorm: its forward is written otherwise" in said
-    assert command.main([*arguments, "--against", str(newer)]) == 0
+    assert command.main(["--against", "5.10.0"]) == 0, "what was stored before"
     assert "no changes" in capsys.readouterr().out
-    page = tmp_path / "page.md"
+    page = folder / "page.md"
     page.write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
-    assert command.main(["--table", str(page), "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(command, "PAGE", page)
+    assert command.main(["--table"]) == 0
     assert "| transformers 5.9.0 | transformers 5.10.0 |" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count = command._count
     monkeypatch.setattr(command, "_count", lambda name: os._exit(5) if name == "mistral" else count(name))
-    assert command.main(["mistral", "llama", "bert", "--out", str(tmp_path)]) == 0
-    (path,) = stored(tmp_path).values()
-    found = Summary.load(path)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    found = command._sweep(parser.parse_args(["mistral", "llama", "bert"]))
     assert found.types["llama"]["norm"] == [65, 65]
     assert found.without == ["bert"]
     assert found.unbuilt == {"mistral": "the process ended with code 5"}
-    before = tmp_path / "before.json"
     found.classes["llama.LlamaDecoderLayer"] = "layer 00000000"
     del found.classes["llama.LlamaRMSNorm"]
-    found.save(before)
-    capsys.readouterr()
-    assert command.main(["llama", "--against", str(before)]) == 1
+    found.save(folder / "transformers-4.0.0.json")
+    assert command.main(["llama", "--against", "4.0.0"]) == 1
     said = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
     assert said == [
         "  layer llama.LlamaDecoderLayer: its forward is written otherwise",
@@ -151,8 +152,8 @@ def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstrea
     ("arguments", "problem"),
     [
         (["no_such_type"], "no model type no_such_type"),
-        (["--stored", "nothing.json"], "no summary of a sweep can be read from nothing.json"),
-        (["--table", "page.md"], "--table needs --out"),
+        (["--store", "llama"], "--store is of all model types"),
+        (["--against", "3.0.0"], "transformers 3.0.0 is not stored; there are 4.57.6"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
