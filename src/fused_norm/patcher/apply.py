@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -126,12 +127,10 @@ def _check(model: nn.Module, report: PatchReport) -> None:
     """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
-    paths = {id(module): path for path, module in model.named_modules()}
     missing = [
-        f"{expected} ({kind}): {problem}"
-        for path, decoder, family in _known_decoders(model)
-        for expected, kind in _expected_sites(path, decoder, family)
-        if (problem := _problem(_first_path(model, expected, paths), kind, family, report)) is not None
+        f"{place} ({kind}): {problem}"
+        for place, path, kind, family, _ in _expected_sites(model)
+        if (problem := _problem(path, kind, family, report)) is not None
     ]
     if missing:
         more = f"\n  and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
@@ -143,52 +142,38 @@ def _check(model: nn.Module, report: PatchReport) -> None:
 
 def _sites_of_others(model: nn.Module, sites: list[Site]) -> Iterator[Site]:
     """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is found."""
+    found = {(site.kind, path) for site in sites for path in accumulate(site.path.split("."), "{}.{}".format)}
+    for _, path, kind, _, layers in _expected_sites(model):
+        if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
+            continue
+        found.add((kind, path))
+        origin = stock_class(model.get_submodule(path))
+        reason = class_forward_replaced(origin)
+        if reason is None and origin.__module__ != stock_class(layers[0]).__module__:
+            reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
+        if reason is not None:
+            yield Site(path, kind, origin.__name__, reason=reason, cause="overridden")
+
+
+def _expected_sites(model: nn.Module) -> Iterator[tuple[str, str | None, Kind, Family, nn.ModuleList]]:
+    """Every site that the decoders of known families in ``model`` should have: its place, path, kind, family, layers.
+
+    A module that is shared is reported at the first of its places, which is the path; it is None where no module is.
+    """
     paths = {id(module): path for path, module in model.named_modules()}
-    found = {(site.kind, path) for site in sites for path in _ancestors(site.path)}
-    for prefix, decoder, family in _known_decoders(model):
-        layer_class = stock_class(getattr(decoder, family.layers)[0])
-        for expected, kind in _expected_sites(prefix, decoder, family):
-            path = _first_path(model, expected, paths)
-            if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
-                continue
-            found.add((kind, path))
-            origin = stock_class(model.get_submodule(path))
-            reason = class_forward_replaced(origin)
-            if reason is None and origin.__module__ != layer_class.__module__:
-                reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
-            if reason is not None:
-                yield Site(path, kind, origin.__name__, reason=reason, cause="overridden")
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """A path and those of the modules around it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-
-
-def _known_decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
-    """The decoders of known families in ``model``, with their paths."""
-    for path, module in model.named_modules():
-        family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
-        if family is not None and isinstance(getattr(module, family.layers, None), nn.ModuleList):
-            yield path, module, family
-
-
-def _expected_sites(path: str, decoder: nn.Module, family: Family) -> Iterator[tuple[str, Kind]]:
-    """The path and kind of every site that a decoder of ``family``, found at ``path``, should have."""
-    prefix = f"{path}." if path else ""
-    for index in range(len(getattr(decoder, family.layers))):
-        yield from ((f"{prefix}{family.layers}.{index}.{name}", kind) for name, kind in family.layer_sites)
-    yield f"{prefix}{family.final_norm}", "norm"
-
-
-def _first_path(model: nn.Module, path: str, paths: dict[int, str]) -> str | None:
-    """The path under which the module at ``path`` is reported: the first one, where it is shared; None without one."""
-    try:
-        return paths[id(model.get_submodule(path))]
-    except AttributeError:
-        return None
+    for prefix, decoder in model.named_modules():
+        family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
+        layers = None if family is None else getattr(decoder, family.layers, None)
+        if family is None or not isinstance(layers, nn.ModuleList):
+            continue
+        numbered = [f"{family.layers}.{index}" for index in range(len(layers))]
+        sites = [(f"{layer}.{name}", kind) for layer in numbered for name, kind in family.layer_sites]
+        for name, kind in (*sites, (family.final_norm, "norm")):
+            try:
+                path = paths[id(decoder.get_submodule(name))]
+            except AttributeError:
+                path = None
+            yield f"{prefix}.{name}" if prefix else name, path, kind, family, layers
 
 
 def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) -> str | None:

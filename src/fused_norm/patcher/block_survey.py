@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import shorten
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -35,7 +36,7 @@ from .patterns.adds import Add, MissedAdd
 from .patterns.calls import Rewrite
 from .patterns.gates import ACTIVATION_FUNCTION, Called
 from .patterns.heads import QK_NAME, Heads
-from .patterns.rotations import ROTATION_NAME, RotationCall
+from .patterns.rotations import ROTATION_NAME
 from .probe import UnrecognisedError
 from .source import SourceError, WrappedError, global_of, names_in, returns_sum
 
@@ -61,9 +62,8 @@ class BlockSurvey:
         self._origin: Any = stock_class(self.module)
         self._owner = foreign_forward(self.module)
         self._fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
-        self._done: tuple[Rewrite, ...] = ()
-        if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
-            self._done = self.module.fused_norm_rewrites
+        fused = isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module))
+        self._done: tuple[Rewrite, ...] = self.module.fused_norm_rewrites if fused else ()
         self._rewrites: list[Rewrite] = []
 
     def rows(self) -> list[Site]:
@@ -85,45 +85,35 @@ class BlockSurvey:
             new = fused_block_class(self._origin, rewrites) if rewrites else self._origin
         except SourceError as error:
             new = self._origin
-            rows = [_kept(row, str(error)) for row in rows]
+            rows = [row.kept_for(str(error)) for row in rows]
         if new is not self._origin and (owner := fused_forward_replaced(new)):
-            return [_kept(row, owner, "overridden") for row in rows]
+            return [row.kept_for(owner, "overridden") for row in rows]
         self.changes = change_to(self.module, new)
         return rows
 
     def _without_patterns(self, reason: str | None, rows: Sequence[Site] = (), *, replaced: bool = False) -> list[Site]:
         """A row of each kind that ``rows`` has none of, for what other code has changed, and for an unreadable layer.
 
+        What a module had before follows from what it holds, what was fused in it, and the names in its forward.
         ``reason``: why the source cannot be read, None where it can; ``replaced``: that is another's doing.
         """
         owner = self._owner or class_forward_replaced(self._origin) or (reason if replaced else None)
         why = owner or reason
         if why is None:
             return []
-        kinds: list[Kind] = ["residual"] if self._is_layer else []
-        if owner:
-            kinds += self._kinds_of_what_was(wrapped=replaced)
-        elif _names_rotation(self._origin):
-            kinds.append("rope")
-        cause: Cause = "overridden" if owner else "unrecognised"
-        return [
-            Site(self.path, kind, self._origin.__name__, reason=why, cause=cause)
-            for kind in kinds
-            if not any(row.kind == kind for row in rows)
-        ]
-
-    def _kinds_of_what_was(self, *, wrapped: bool) -> Iterator[Kind]:
-        """The kinds of sites that a module had before other code changed its forward.
-
-        They follow from what the module holds, from what was fused in it, and from the names in a ``wrapped`` forward.
-        """
-        rewrites = self.module.fused_norm_rewrites if isinstance(self.module, FusedBlock) else ()
+        rewrites = self.module.fused_norm_rewrites if owner and isinstance(self.module, FusedBlock) else ()
         fused = {rewrite.pattern for rewrite in rewrites}
-        holds_heads = any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
-        if holds_heads or fused & {"heads", "rotations"} or (wrapped and _names_rotation(self._origin)):
-            yield "rope"
-        if "gates" in fused or (wrapped and _names_activation(self.module)):
-            yield "mlp"
+        heads = owner and any(self._holds_norm(name) for name in self.module._modules if QK_NAME.fullmatch(name))
+        own_names = replaced or not owner  # those of a forward that another has replaced tell nothing
+        kinds: dict[Kind, object] = {
+            "residual": self._is_layer,
+            "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(self._origin)),
+            "mlp": "gates" in fused or (replaced and _names_activation(self.module)),
+        }
+        known = {row.kind for row in rows}
+        row = partial(Site, self.path, module=self._origin.__name__, reason=why)
+        cause: Cause = "overridden" if owner else "unrecognised"
+        return [row(kind=kind, cause=cause) for kind, there in kinds.items() if there and kind not in known]
 
     def _parts_done(self, pattern: str, index: int) -> tuple[str, ...] | None:
         """The parts of a match that are fused now; None where it is not."""
@@ -138,14 +128,14 @@ class BlockSurvey:
         parts = []
         after = None
         if norm is not None and self._holds_norm(norm):
-            after = self._row(self._path_of(norm), "residual", "residual", "norm" in done)
+            after = self._row(norm, "residual", "residual", "norm" in done)
             parts += ["norm"] if after.reason is None else []
             yield after
         name = before if dropout else inner
         if name is not None and self._holds_norm(name):
-            row = self._row(self._path_of(name), "sandwich", "sandwich", "inner" in done)
-            if row.reason is None and after is not None and after.reason is None and not _alike(row, after):
-                row = _kept(row, "it differs from the norm after the add in more than the weight")
+            row = self._row(name, "sandwich", "sandwich", "inner" in done)
+            if after is not None and after.reason is None and not _alike(row, after):
+                row = row.kept_for("it differs from the norm after the add in more than the weight")
             if row.reason is None:
                 parts += ["inner", "dropout"] if dropout else ["inner"]
             yield row
@@ -161,8 +151,8 @@ class BlockSurvey:
         if missed.function is not None and not returns_sum(global_of(self._origin, missed.function)):
             return
         for norm in norms:
-            row = self._row(self._path_of(norm), "residual", "residual", already=False)
-            yield _kept(row, f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
+            row = self._row(norm, "residual", "residual", already=False)
+            yield row.kept_for(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
 
     def _named(self, norm: str) -> list[str]:
         """The norms that a ``MissedAdd`` may mean."""
@@ -174,51 +164,39 @@ class BlockSurvey:
 
     def _survey_rotations(self, patterns: Patterns) -> Iterator[Site]:
         """The rows of the rotations, each with the norms of queries and keys in front of it if there are any."""
-        with_norms: dict[int | None, Site] = {}
-        for index, heads in enumerate(patterns.heads):
-            row = self._survey_heads(index, heads)
-            if row is not None and row.reason is None:
-                with_norms[index] = row
+        with_norms = {index: self._survey_heads(index, heads) for index, heads in enumerate(patterns.heads)}
         for index, rotation in enumerate(patterns.rotations):
-            yield with_norms.get(rotation.heads) or self._survey_rotation(index, rotation)
+            row = None if rotation.heads is None else with_norms[rotation.heads]
+            if row is None:
+                row = self._own_row("rope", self._parts_done("rotations", index) is not None)
+                row = self._unless_unrecognised(row, rotation.rotate, rotation.arguments)
+                self._rewrites += [Rewrite("rotations", index)] if row.reason is None else []
+            yield row
 
     def _survey_heads(self, index: int, heads: Heads) -> Site | None:
-        """The row of the norms of queries and keys with the rotation after them; None without either."""
+        """The row of a rotation that is fused with the norms of queries and keys before it; None without one."""
         done = self._parts_done("heads", index)
-        if not all(self._holds_norm(name) for name in heads.names):
+        if not all(map(self._holds_norm, heads.names)) or self._both("qk", heads, done is not None).reason is not None:
             return None
-        together = self._both("qk", heads, done is not None)
-        rotated = None
+        row = None
         if heads.rotate is not None:
-            rotated = self._both("rope", heads, "rotation" in (done or ()))
-            if together.reason is not None:
-                rotated = together
-            elif rotated.reason is None:
-                rotated = self._recognised(rotated, heads.rotate)
-        if together.reason is None:
-            with_rotation = rotated is not None and rotated.reason is None
-            self._rewrites.append(Rewrite("heads", index, ("rotation",) if with_rotation else ()))
-        return rotated
+            row = self._unless_unrecognised(self._both("rope", heads, "rotation" in (done or ())), heads.rotate, 4)
+        fused = row is not None and row.reason is None
+        self._rewrites.append(Rewrite("heads", index, ("rotation",) if fused else ()))
+        return row if fused else None
 
-    def _survey_rotation(self, index: int, rotation: RotationCall) -> Site:
-        """The row of a rotation by itself."""
-        row = self._own_row("rope", self._parts_done("rotations", index) is not None)
-        if row.reason is None and not rotation.arguments:
-            return _kept(row, f"{rotation.rotate} takes other arguments than q, k, cos, sin")
-        if row.reason is None:
-            row = self._recognised(row, rotation.rotate, rotation.arguments)
-        if row.reason is None:
-            self._rewrites.append(Rewrite("rotations", index))
-        return row
-
-    def _recognised(self, row: Site, rotate: str, arguments: int = 4) -> Site:
-        """``row``, or one that says why the function called by this name cannot be fused."""
+    def _unless_unrecognised(self, row: Site, rotate: str, arguments: int) -> Site:
+        """``row``, or one that says why the function called by this name, with so many arguments, is not fused."""
+        if row.reason is not None:
+            return row
+        if not arguments:
+            return row.kept_for(f"{rotate} takes other arguments than q, k, cos, sin")
         try:
             rotation_of(self._origin, rotate, arguments)
         except UnrecognisedError as error:
             owner = _owner_of(global_of(self._origin, rotate), self._origin)
-            reason = str(error) if owner is None else f"{rotate} was replaced, by {owner}"
-            return _kept(row, reason, "unrecognised" if owner is None else "overridden")
+            row = row if owner is None else row.kept_for(f"{rotate} was replaced, by {owner}", "overridden")
+            return row.kept_for(str(error))
         return row
 
     def _survey_gates(self, patterns: Patterns) -> Iterator[Site]:
@@ -230,12 +208,12 @@ class BlockSurvey:
                 continue
             row, act = self._own_row("mlp", self._parts_done("gates", index) is not None), self._called(gate.act)
             if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
-                row = _kept(row, "hooks or other code stand on its activation", "overridden")
+                row = row.kept_for("hooks or other code stand on its activation", "overridden")
             try:
                 activation = recognise_activation(act)
             except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
                 if known is None and _looks_like_activation(gate.act.name, act):
-                    rows[gate.number] = _kept(row, str(error))
+                    rows[gate.number] = row.kept_for(str(error))
                 continue
             row = replace(row, activation=activation.formula)
             if row.reason is None:
@@ -246,7 +224,7 @@ class BlockSurvey:
             with suppress(UnrecognisedError):
                 formula = recognise_activation(self._called(missed.act)).formula
                 reason = f"its product, {shorten(missed.source, 80)}, is written in a way that is not rewritten"
-                yield _kept(replace(self._own_row("mlp", already=False), activation=formula), reason)
+                yield replace(self._own_row("mlp", already=False), activation=formula).kept_for(reason)
 
     def _called(self, act: Called) -> Any:
         """The module or function that a match may take for an activation."""
@@ -254,32 +232,34 @@ class BlockSurvey:
 
     def _both(self, option: Kind, heads: Heads, already: bool) -> Site:
         """The row of an attention, from the rows of its q norm and its k norm."""
-        rows = [self._row(self._path_of(name), "rope", option, already) for name in heads.names]
+        rows = [self._row(name, "rope", option, already) for name in heads.names]
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=self.path)
-        if row.reason is None and (not _alike(*rows) or _widths_differ(self.module, heads)):
-            return _kept(row, "its q and k norms differ in more than the weight")
+        if not _alike(*rows) or _widths_differ(self.module, heads):
+            return row.kept_for("its q and k norms differ in more than the weight")
         return row
 
-    def _row(self, path: str, kind: Kind, option: Kind, already: bool) -> Site:
-        """The row of a site that takes in the norm at ``path``: fused unless something prevents it.
+    def _row(self, name: str, kind: Kind, option: Kind, already: bool) -> Site:
+        """The row of a site that takes in the norm of this name: fused unless something prevents it.
 
-        ``option``: the kind of sites whose option decides; ``already``: it is fused now.
+        It has the first path of a norm that several modules share. ``option``: the kind of sites whose option decides;
+        ``already``: it is fused now.
 
         Raises:
             FusedNormError: where it is not to be fused any more and other code has built on the fused class.
         """
+        norm = self._member(name)
+        path = self.model.paths[id(norm)]
         row = Site(path, kind, self._origin.__name__)
         site = self.model.norm_sites.get(path)
-        norm = self.model.modules[path]
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
-            return _kept(row, reason, "overridden")
+            return row.kept_for(reason, "overridden")
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
-            return _kept(row, f"its norm is kept: {site.reason}", site.cause)
+            return row.kept_for(f"its norm is kept: {site.reason}", site.cause)
         called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
         if has_hooks(norm) or called_around:
-            return _kept(row, "hooks or other code stand on its norm", "overridden")
+            return row.kept_for("hooks or other code stand on its norm", "overridden")
         return self._unless_prevented(row, option, norm, already)
 
     def _own_row(self, kind: Kind, already: bool) -> Site:
@@ -294,23 +274,24 @@ class BlockSurvey:
         """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
         if self._fixed and not already:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
-            return _kept(row, reason, "overridden")
+            return row.kept_for(reason, "overridden")
         if self._owner is not None:
-            return _kept(row, self._owner, "overridden")
+            return row.kept_for(self._owner, "overridden")
         if unwanted := why_deselected(option, row.path, selected, self.model.options):
             if self._fixed:
                 change_to(self.module, self._origin)
-            return _kept(row, unwanted, "option")
+            return row.kept_for(unwanted, "option")
         return row
 
-    def _path_of(self, name: str) -> str:
-        """The path under which the norm is reported: its first one, where several modules share it."""
-        return self.model.paths[id(self._member(name))]
-
     def _holds_norm(self, name: str) -> bool:
-        """Return whether an attribute is a norm or wraps one; a LayerNorm, which is never fused, does not count."""
+        """Return whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside.
+
+        A LayerNorm, which is never fused, does not count.
+        """
         norm = self._member(name)
-        return id(norm) in self.model.paths and _is_norm(norm) and not subtracts_mean(norm)
+        if id(norm) not in self.model.paths or subtracts_mean(norm):
+            return False
+        return all(not part._parameters if part._modules else looks_like_norm(part) for part in norm.modules())
 
     def _member(self, name: str) -> Any:
         """An attribute, or with ``name.0`` a module in a list that is one; None where there is none."""
@@ -321,25 +302,10 @@ class BlockSurvey:
         return found
 
 
-def _is_norm(module: Any) -> bool:
-    """Return whether it is a norm, or a wrapper (PEFT's) with nothing but norms inside."""
-    return isinstance(module, nn.Module) and all(
-        not part._parameters if part._modules else looks_like_norm(part) for part in module.modules()
-    )
-
-
-def _kept(row: Site, reason: str, cause: Cause | None = "unrecognised") -> Site:
-    """``row`` as one that is kept for this reason, where it has none yet."""
-    return row if row.reason is not None else replace(row, reason=reason, cause=cause)
-
-
 def _alike(one: Site, other: Site) -> bool:
     """Return whether the norms of two sites compute the same but for their weights."""
-    return (
-        one.spec is not None
-        and other.spec is not None
-        and replace(one.spec, weighted=True) == replace(other.spec, weighted=True)
-    )
+    specs = [row.spec and replace(row.spec, weighted=True) for row in (one, other)]
+    return specs[0] is not None and specs[0] == specs[1]
 
 
 def _widths_differ(attention: nn.Module, heads: Heads) -> bool:
@@ -381,15 +347,13 @@ def _names_rotation(origin: Any) -> bool:
 
 def _names_activation(module: nn.Module) -> bool:
     """Return whether the forward of a module uses the name of an activation that it holds, or of a function."""
-    if any(ACTIVATION_FUNCTION.search(name) for name in names_in(stock_class(module))):
-        return True
+    names = names_in(stock_class(module))
     functions = (FunctionType, BuiltinFunctionType)
-    held: list[tuple[str, Any]] = [
-        (name, child) for name, child in vars(module).items() if isinstance(child, functions)
-    ]
-    held += [(name, child) for name, child in module._modules.items() if child is not None]
-    names = names_in(stock_class(module)) if held else ()
-    return any(name in names and _looks_like_activation(name, child) for name, child in held)
+    held: dict[str, Any] = {name: child for name, child in vars(module).items() if isinstance(child, functions)}
+    held |= {name: child for name, child in module._modules.items() if child is not None}
+    return any(map(ACTIVATION_FUNCTION.search, names)) or any(
+        name in names and _looks_like_activation(name, child) for name, child in held.items()
+    )
 
 
 def _looks_like_activation(name: str, act: Any) -> bool:

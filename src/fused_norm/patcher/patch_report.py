@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ..spec import KINDS, Casting, Kind, NormSpec
@@ -46,6 +46,10 @@ class Site:
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "no norm"
+
+    def kept_for(self, reason: str, cause: Cause | None = "unrecognised") -> Site:
+        """This row as one that is kept for this reason; itself where it has a reason already."""
+        return self if self.reason is not None else replace(self, reason=reason, cause=cause)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeGuard
 
 from torch import nn
 
@@ -35,20 +36,23 @@ def survey_layers(
         FusedNormError: where a layer is to stop and other code has built on its fused class.
     """
     planned = {id(change.module): change for change in changes}
-    rows, layers = [], _layers(model, sites) if recompute else {}
+    layers = _layers(model, sites) if recompute else {}
+    rows = []
     for path, layer in layers.items():
-        change = planned.get(id(layer))
-        reason = _reason(layer)
-        if reason is None and not _is_built_upon(layer):
-            new = _recomputing(change.new if change else _class_of(layer))
+        fused = isinstance(layer, FusedBlock)
+        current = fused_class(layer) if fused else type(layer)
+        reason = foreign_forward(layer)
+        if reason is None and not (fused and built_upon(layer)):
+            new = _recomputing(planned[id(layer)].new if id(layer) in planned else current)
             reason = fused_forward_replaced(new)
             if reason is None:
                 planned[id(layer)] = ClassChange(layer, new)
-        rows.append(RecomputingLayer(path, _class_of(layer).__name__, reason))
+        elif reason is None and not _recomputes(layer):
+            reason = "other code has built on its class since it was patched; remove_fused_norm before sharding"
+        rows.append(RecomputingLayer(path, current.__name__, reason))
     recomputing = {id(layers[row.path]) for row in rows if row.reason is None}
     for module in model.modules():
         if _recomputes(module) and id(module) not in recomputing and id(module) not in planned:
-            assert isinstance(module, FusedBlock)
             rewrites, origin = module.fused_norm_rewrites, module.fused_norm_origin
             for change in change_to(module, fused_block_class(origin, rewrites) if rewrites else origin):
                 planned[id(module)] = change
@@ -70,25 +74,8 @@ def _layers(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
     return found
 
 
-def _reason(layer: nn.Module) -> str | None:
-    """The reason why a layer cannot be made to recompute."""
-    if owner := foreign_forward(layer):
-        return owner
-    if _is_built_upon(layer) and not _recomputes(layer):
-        return "other code has built on its class since it was patched; remove_fused_norm before sharding"
-    return None
-
-
-def _is_built_upon(layer: nn.Module) -> bool:
-    return isinstance(layer, FusedBlock) and built_upon(layer)
-
-
-def _recomputes(module: nn.Module) -> bool:
+def _recomputes(module: nn.Module) -> TypeGuard[FusedBlock]:
     return isinstance(module, FusedBlock) and module.fused_norm_recompute
-
-
-def _class_of(layer: nn.Module) -> type[nn.Module]:
-    return fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
 
 
 def _recomputing(current: type[nn.Module]) -> type[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -47,29 +48,23 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in modules.items()
         if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
     }
+    none = f"selects none of the {len(norms)} norms of {type(model).__name__}"
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
         if not any(named.selects(path, module) for path, module in (norms | blocks).items()):
-            raise FusedNormError(
-                f"modules={pattern!r} selects none of the {len(norms)} norms of {type(model).__name__},"
-                " and no attention or MLP"
-            )
+            raise FusedNormError(f"modules={pattern!r} {none}, and no attention or MLP")
     for pattern in options.casting or ():
         if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
-            raise FusedNormError(
-                f"casting={{{pattern!r}: ...}} selects none of the {len(norms)} norms of {type(model).__name__}"
-            )
+            raise FusedNormError(f"casting={{{pattern!r}: ...}} {none}")
     changes: list[ClassChange] = []
     norm_sites = {}
     for path, module in norms.items():
         norm_sites[path], change = _survey_norm(path, module, options)
         changes += change
-        if options.casting_at(path) is not None and isinstance(norm_sites[path].spec, GatedNormSpec):
-            raise FusedNormError(f"casting gives {path} other rounding points, which a norm with a gate does not take")
-        if options.casting_at(path) is not None and norm_sites[path].reason is not None:
-            raise FusedNormError(
-                f"casting gives {path} other rounding points, but it stays stock: {norm_sites[path].reason}"
-            )
+        gated, reason = isinstance(norm_sites[path].spec, GatedNormSpec), norm_sites[path].reason
+        if options.casting_at(path) is not None and (gated or reason is not None):
+            why = "which a norm with a gate does not take" if gated else f"but it stays stock: {reason}"
+            raise FusedNormError(f"casting gives {path} other rounding points, {why}")
     rows = list(norm_sites.values())
     known = SurveyedModel(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
     holders = _holders(model, known)
@@ -86,26 +81,26 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     owner = foreign_forward(norm)
     if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
         reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
-        return replace(site, reason=reason, cause="overridden"), []
+        return site.kept_for(reason, "overridden"), []
     try:
         known = _recognise(norm, origin)
     except UnrecognisedError as error:
         replaced = class_forward_replaced(origin)
-        site = replace(site, reason=replaced or str(error), cause="overridden" if replaced else "unrecognised")
+        site = site.kept_for(replaced, "overridden") if replaced else site.kept_for(str(error))
         return site, [] if owner else change_to(norm, origin)
     stock = known.spec.casting
     casting = options.casting_at(path) or stock
     spec = replace(known.spec, casting=casting)
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
-        return replace(site, reason=owner, cause="overridden"), []
+        return site.kept_for(owner, "overridden"), []
     if unwanted := why_deselected(site.kind, path, norm, options):
-        return replace(site, reason=unwanted, cause="option"), change_to(norm, origin)
+        return site.kept_for(unwanted, "option"), change_to(norm, origin)
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
     fused = fused_norm_class(origin, spec, known.eps_name, site.replaced)
     if owner := fused_forward_replaced(fused):
-        return replace(site, reason=owner, cause="overridden"), []
+        return site.kept_for(owner, "overridden"), []
     return site, change_to(norm, fused)
 
 
@@ -125,12 +120,8 @@ def _recognise(norm: nn.Module, origin: Any) -> Recognised:
 
 def _kind_of(path: str) -> Kind:
     """``qk`` where the norm, or a wrapper around it, has such a name; a layer's index ends the search."""
-    for name in reversed(path.split(".")):
-        if name.isdigit():
-            break
-        if QK_NAME.fullmatch(name):
-            return "qk"
-    return "norm"
+    names = itertools.takewhile(lambda name: not name.isdigit(), reversed(path.split(".")))
+    return "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
 
 
 def _holders(model: nn.Module, known: SurveyedModel) -> dict[str, None]:
