@@ -15,14 +15,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from fused_norm.patcher.patterns import rotation_of
 from fused_norm.patcher.probe import UnrecognisedError
-from fused_norm.patcher.rotation_angles import (
+from fused_norm.patcher.rotation_recognition import (
     at_positions,
     by_sections,
     of_each_element,
     of_one_half,
+    recognise_rotation,
     without_positions,
 )
-from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 from .rotary import half, of_a_table, of_sections, rotates, with_positions
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .fused_norm_module import has_hooks
-from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
+from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch, shadow_of
 from .reached_code import own_attributes, reached_by
 
 Formula = Literal["silu", "gelu", "gelu_tanh"]
@@ -79,18 +79,10 @@ def recognise_activation(value: Any) -> Activation:
         function = setting.func if isinstance(setting, partial) else setting
         if not isinstance(function, _PLAIN):
             raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
-    shadows = [_shadow(kind, own, training) for training in (True, False)]
+    shadows = [shadow_of(kind, {**own, "training": training}) for training in (True, False)]
     calls = [partial(kind.forward, shadow) for shadow in shadows]
     formula = _formula_of(shadows[0], calls, kind.__name__)
     return Activation(formula, kind.forward, kind, tuple((name, _setting(one)) for name, one in own.items()))
-
-
-def _shadow(kind: type[nn.Module], attributes: Mapping[str, Any], training: bool) -> nn.Module:
-    """A module of a class with these attributes, and no hooks."""
-    shadow: nn.Module = object.__new__(kind)
-    nn.Module.__init__(shadow)
-    vars(shadow).update(attributes, training=training)
-    return shadow
 
 
 class _Partial(NamedTuple):

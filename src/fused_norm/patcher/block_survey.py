@@ -62,8 +62,9 @@ class BlockSurvey:
         self._origin: Any = stock_class(self.module)
         self._owner = foreign_forward(self.module)
         self._fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
-        fused = isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module))
-        self._done: tuple[Rewrite, ...] = self.module.fused_norm_rewrites if fused else ()
+        self._done: tuple[Rewrite, ...] = ()
+        if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
+            self._done = self.module.fused_norm_rewrites
         self._rewrites: list[Rewrite] = []
 
     def rows(self) -> list[Site]:

@@ -34,8 +34,7 @@ from .fused_norm_module import (
     weight_of,
 )
 from .patterns.calls import Rewrite
-from .rotation_angles import of_each_element
-from .rotation_recognition import DtypePair, Rotation, name_of
+from .rotation_recognition import DtypePair, Rotation, name_of, of_each_element
 
 
 class FusedBlock(nn.Module):

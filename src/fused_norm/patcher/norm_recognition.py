@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..kernels.arguments import GATES
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
-from .probe import DTYPES, NotTakenError, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
+from .probe import (
+    DTYPES,
+    NotTakenError,
+    Outcomes,
+    UnrecognisedError,
+    agrees,
+    agrees_in_gradients,
+    plain_pytorch,
+    shadow_of,
+)
 from .reached_code import own_attributes, reached_by
 from .source import names_in
 
@@ -80,10 +89,14 @@ def recognise(module: nn.Module) -> Recognised:
 
 def takes_gate(module: nn.Module) -> bool:
     """Return whether a norm's forward takes two tensors, and calls the second one ``gate``."""
-    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    if any(argument.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for argument in arguments):
-        return False
-    return len(arguments) == 2 and arguments[1].name == "gate"
+    arguments = _arguments_of(module)
+    plain = all(argument.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for argument in arguments)
+    return plain and len(arguments) == 2 and arguments[1].name == "gate"
+
+
+def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
+    """The arguments of a module's forward."""
+    return list(inspect.signature(type(module).forward).parameters.values())[1:]
 
 
 def _compare_with_formulas(module: nn.Module) -> Recognised:
@@ -128,7 +141,7 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError("its forward asks whether it runs on CUDA, and may compute something else there")
     if takes_gate(module):
         return
-    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    arguments = _arguments_of(module)
     if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(str(argument) for argument in arguments) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
@@ -181,7 +194,7 @@ def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
     """Return whether the module's gradients are those of the formula."""
     spec = replace(spec, eps=_OTHER_EPS)
     with plain_pytorch(gradients=True):
-        x, weight = next(_samples(_width(module), _held_weight(module) is not None))
+        x, weight = next(_samples(module))
         given = [one[:1, :4].repeat(2, 1, 1) for one in next(_inputs(spec, x))]  # no huge rows
         shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
         learnt = [one.requires_grad_() for one in shadow.parameters()]
@@ -220,7 +233,7 @@ def _computes(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelli
     """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
     changed = replace(spec, eps=_OTHER_EPS)
     with plain_pytorch():
-        for x, weight in _samples(_width(module), _held_weight(module) is not None):
+        for x, weight in _samples(module):
             ways = ((spec, True), (spec, False), (changed, False))
             for given, (eps_spec, training) in itertools.product(_inputs(spec, x), ways):
                 shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
@@ -251,12 +264,13 @@ def _called(shadow: nn.Module, gated: bool, usual: int, *given: Tensor) -> Tenso
     return y
 
 
-def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _samples(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Inputs and weights that tell formulas apart: plain, tiny (eps counts), large, zero, huge and not finite rows.
 
     In fp16 huge rows are cut to what has a square there.
     """
     generator = torch.Generator().manual_seed(0)
+    width, weighted = _width(module), _held_weight(module) is not None
     rows = max(8, 2048 // max(width, 1) // 8 * 8)
     scale = torch.tensor([1.0, 1e-3, 16.0, 0.0, 1e-6, 1e6, 1.0, 1.0]).repeat(rows // 8)[:, None]
     base = torch.randn(rows, width, generator=generator, dtype=torch.float32) * scale
@@ -269,15 +283,11 @@ def _samples(width: int, weighted: bool) -> Iterator[tuple[Tensor, Tensor | None
 
 def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
     """A copy of the module without its tensors, hooks and instance forward, with this weight and this eps."""
-    shadow: nn.Module = object.__new__(type(module))
-    nn.Module.__init__(shadow)
-    vars(shadow).update(own_attributes(module))
     parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
     buffers: dict[str, Tensor | None] = dict.fromkeys(module._buffers)
     if "weight" in buffers:
         buffers["weight"] = weight
     elif weight is not None:
         parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    vars(shadow).update(_parameters=parameters, _buffers=buffers, training=training)
-    vars(shadow)[eps_name] = eps
-    return shadow
+    given = {"_parameters": parameters, "_buffers": buffers, "training": training, eps_name: eps}
+    return shadow_of(type(module), {**own_attributes(module), **given})

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,6 +64,14 @@ def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
     with cpu, exact, torch.inference_mode(False), torch.set_grad_enabled(gradients), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def shadow_of(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
+    """A module of a class with these attributes, and nothing else but what every module has."""
+    shadow: nn.Module = object.__new__(kind)
+    nn.Module.__init__(shadow)
+    vars(shadow).update(attributes)
+    return shadow
 
 
 def agrees(code: Callable[..., Any], formula: Callable[..., Any], given: Sequence[Tensor]) -> bool:

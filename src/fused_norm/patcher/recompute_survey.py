@@ -39,10 +39,9 @@ def survey_layers(
     layers = _layers(model, sites) if recompute else {}
     rows = []
     for path, layer in layers.items():
-        fused = isinstance(layer, FusedBlock)
-        current = fused_class(layer) if fused else type(layer)
+        current = fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
         reason = foreign_forward(layer)
-        if reason is None and not (fused and built_upon(layer)):
+        if reason is None and not (isinstance(layer, FusedBlock) and built_upon(layer)):
             new = _recomputing(planned[id(layer)].new if id(layer) in planned else current)
             reason = fused_forward_replaced(new)
             if reason is None:

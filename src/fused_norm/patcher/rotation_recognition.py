@@ -1,8 +1,13 @@
-"""The recognition of a rotary embedding by what it computes, bit for bit, over pairs of dtypes."""
+"""The recognition of a rotary embedding by what it computes, bit for bit, over pairs of dtypes.
+
+Rotary embeddings take cos and sin in several forms: for each element, for one half, as a table, by sections. A form is
+a function ``form(angles, *further)``: of cos, or of sin, and of what the rotary embedding takes after sin, it makes
+[batch, tokens, width], which is unsqueezed at the dimension of the heads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -16,16 +21,50 @@ from ..kernels.program import Programs
 from .fused_norm_module import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
 from .reached_code import reached_by
-from .rotation_angles import FORMS, AngleForm, Sample, of_each_element, samples
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
-_BATCH, _HEADS, _TOKENS, _WIDTH, _ROTARY = 2, 2, 3, 16, 8
+_BATCH, _HEADS, _TOKENS, _WIDTH, _ROTARY, _TABLE = 2, 2, 3, 16, 8, 7
 
 DtypePair = tuple[torch.dtype, torch.dtype]
-
+AngleForm = Callable[..., Tensor]
 
 _outcomes: Outcomes[Rotation] = Outcomes()
+
+
+def of_each_element(angles: Tensor) -> Tensor:
+    """[batch, tokens, width] as it is."""
+    return angles
+
+
+def of_one_half(angles: Tensor) -> Tensor:
+    """[batch, tokens, width / 2], which both halves of a head share."""
+    return torch.cat((angles, angles), dim=-1)
+
+
+def at_positions(angles: Tensor, positions: Any) -> Tensor:
+    """The rows of a table [length, width] at positions [batch, tokens]."""
+    return angles[positions] if angles.dim() == 2 else angles
+
+
+def by_sections(angles: Tensor, sections: Any) -> Tensor:
+    """Sections of [3, batch, tokens, width], which are those of time, height and width by turns (Qwen2-VL)."""
+    if angles.dim() != 4:
+        return angles
+    parts = angles.split(sections * 2, dim=-1)
+    return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
+
+
+def without_positions(angles: Tensor, positions: Any) -> Tensor:
+    """[batch, tokens, width] as it is; positions are taken, and not used."""
+    return angles
+
+
+_FORMS: dict[int, tuple[AngleForm, ...]] = {
+    0: (of_each_element, of_one_half),
+    1: (at_positions, by_sections, without_positions),
+}
+"""By the number of arguments after sin."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +110,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     if not isinstance(function, FunctionType) and not _is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
     reached = reached_by(function)
-    if (
-        reached.foreign is not None
-    ):  # a kernel of others may write beyond what it is given in a shape it does not expect
+    if reached.foreign is not None:  # a kernel of others may write beyond a tensor of a shape it does not expect
         raise UnrecognisedError(f"{name_of(function)} runs {reached.foreign}, which is not tried")
     key = None if reached.key is None else (arguments, reached.key)
     try:
@@ -103,7 +140,7 @@ def _find(function: Any, arguments: int) -> Rotation:
     # No hook is to see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     tensors = min(arguments - 2, 2)
-    forms = [(form, False) for form in FORMS[arguments - 2 - tensors]]
+    forms = [(form, False) for form in _FORMS[arguments - 2 - tensors]]
     if arguments <= 4:
         forms.append((of_each_element, True))
     for form, tokens_first in forms:
@@ -142,8 +179,8 @@ def _rotates(
     with plain_pytorch(gradients=gradients):
         heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
         turned = [x.transpose(1, 2) for x in heads]
-        calls: list[tuple[list[Tensor], Sample, int, dict[str, int]]] = []
-        for cos, sin, further in samples(form, (_BATCH, 1), _TOKENS, rotary, random):
+        calls: list[tuple[list[Tensor], tuple[Any, ...], int, dict[str, int]]] = []
+        for cos, sin, further in _samples(form, rotary, random):
             angles = cos, sin, further
             if tokens_first:
                 alike = cos[0], sin[0], further
@@ -157,6 +194,25 @@ def _rotates(
             if not agrees(code, formula, given) or (gradients and not agrees_in_gradients(code, formula, given)):
                 return False
     return True
+
+
+def _samples(
+    form: AngleForm, rotary: int, random: Callable[..., Tensor]
+) -> Iterator[tuple[Tensor, Tensor, tuple[Any, ...]]]:
+    """cos, sin and what comes after them, which tell a form from every other."""
+    half = rotary // 2
+    for batch in (_BATCH, 1):
+        positions = torch.arange(batch * _TOKENS).view(batch, _TOKENS) * 3 % _TABLE
+        shape: tuple[int, ...] = batch, _TOKENS, half if form is of_one_half else rotary
+        further: list[tuple[Any, ...]] = [()]
+        if form is at_positions:
+            shape, further = (_TABLE, rotary), [(positions,)]
+        elif form is by_sections:
+            shape, further = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
+        elif form is without_positions:
+            further = [(None,), (positions,)]
+        for one in further:
+            yield random(*shape), random(*shape), one
 
 
 def _called(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:

@@ -39,7 +39,6 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -56,8 +55,8 @@ _ADD = ("add", "add_")
 
 
 @dataclass
-class NormOfSum:
-    """The call of a norm with a sum: ``call`` in ``statement``, in ``body``.
+class NormCall:
+    """The call of a norm, or of a dropout: ``call`` in ``statement``, in ``body``.
 
     Attributes:
         condition: the test of the ``if`` that the call is in, and the add is not; None where there is none.
@@ -66,19 +65,7 @@ class NormOfSum:
     body: list[ast.stmt]
     statement: ast.Assign | ast.Return
     call: ast.Call
-    condition: ast.expr | None
-
-
-@dataclass
-class NormOfBranch:
-    """The call of a norm, or of a dropout, whose result is added.
-
-    Attributes:
-        statement: the statement right before the add that does nothing else; None where it is part of the add.
-    """
-
-    call: ast.Call
-    statement: ast.Assign | None
+    condition: ast.expr | None = None
 
 
 @dataclass
@@ -90,7 +77,8 @@ class Add:
         branch_first: the branch is the first operand.
         choice: ``residual + branch if test else name``, None where the add is not part of such an expression.
         after: the call of the norm that takes the sum next, None where none does.
-        inner: the norm whose result is added, None where something else is.
+        inner: the norm whose result is added, in the add's statement or in one before that does nothing else; None
+            where something else is added.
         before: the norm in front of ``inner``, which may be a dropout; None where there is none.
         scale: the factor of the branch.
     """
@@ -101,9 +89,9 @@ class Add:
     branch: ast.expr
     branch_first: bool
     choice: ast.IfExp | None
-    after: NormOfSum | None
-    inner: NormOfBranch | None
-    before: NormOfBranch | None
+    after: NormCall | None
+    inner: NormCall | None
+    before: NormCall | None
     scale: ast.expr | None
 
     @property
@@ -126,7 +114,7 @@ class Add:
                 norm = self.before
             branch = norm.call.args[0]
             keywords += [ast.keyword("inner", norm.call.func), *dropout]
-            if norm.statement is not None:
+            if norm.statement is not self.statement:
                 self.body.remove(norm.statement)
             stock = self._call(own, "fused_norm_then_add", norm.call.func, branch, dropout)
         if "norm" not in rewrite.parts or self.after is None or isinstance(self.statement, ast.Return):
@@ -237,7 +225,7 @@ def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr |
     return None, None
 
 
-def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[NormOfSum]) -> Add | None:
+def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[NormCall]) -> Add | None:
     """The add in statement number ``position``. Its inner norm is none that is ``taken`` by a sum before it."""
     statement = body[position]
     total, choice = _target(statement), None
@@ -259,14 +247,15 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
         previous = body[position - 1] if position else None
         if any(previous is use.statement for use in taken):
             previous = None
-        inner = _norm_of(flow, branch, residual, previous, total)
-        if inner is None:
-            inner = _norm_of(flow, residual, branch, previous, total)
+        for one, other in ((branch, residual), (residual, branch)):
+            call = call_of_own(one, flow.own)
+            inner = NormCall(body, statement, call) if call else _norm_in_front(flow, one, other, previous, total)
             if inner is not None:
-                residual, branch = branch, residual
+                residual, branch = other, one
+                break
         if inner is not None and residual is value.right and flow.may_change(inner.call.args[0], [residual]):
             inner = None
-        if inner is not None and inner.statement is None:
+        if inner is not None and inner.statement is statement:
             behind = _norm_in_front(flow, inner.call.args[0], residual, previous, total)
     after = _norm_after(body, position, total, flow.own)
     if after is not None and after.condition is not None and choice is not None:
@@ -280,20 +269,9 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
     return Add(body, statement, residual, branch, residual is value.right, choice, after, inner, behind, scale)
 
 
-def _norm_of(
-    flow: Dataflow, operand: ast.expr, other: ast.expr, previous: ast.stmt | None, total: str
-) -> NormOfBranch | None:
-    """The call ``self.<inner>(argument)`` that makes an operand, there or in the statement before."""
-    definition = flow.definition_of(operand)
-    if definition is not None and definition.statement is previous is not None:
-        return _norm_in_front(flow, operand, other, previous, total)
-    call = call_of_own(operand, flow.own)
-    return None if call is None else NormOfBranch(call, None)
-
-
 def _norm_in_front(
     flow: Dataflow, result: ast.expr, other: ast.expr, previous: ast.stmt | None, total: str
-) -> NormOfBranch | None:
+) -> NormCall | None:
     """The call of a norm with whose ``result`` a sum is made, and which is all that the statement before it does.
 
     ``other``: the other operand, which would see what the name held before.
@@ -306,7 +284,7 @@ def _norm_in_front(
     if definition.name != total and not flow.is_read_by_alone(definition, result):
         return None
     call = call_of_own(definition.value, flow.own)
-    return None if call is None else NormOfBranch(call, previous)
+    return None if call is None else NormCall(flow.body_of(previous), previous, call)
 
 
 def _factors(node: ast.expr, flow: Dataflow) -> tuple[ast.expr, ast.expr] | None:
@@ -335,7 +313,7 @@ def _sum_first(choice: ast.IfExp) -> ast.IfExp:
     return ast.IfExp(ast.UnaryOp(ast.Not(), choice.test), choice.orelse, choice.body)
 
 
-def _norm_after(body: list[ast.stmt], position: int, total: str, own: str) -> NormOfSum | None:
+def _norm_after(body: list[ast.stmt], position: int, total: str, own: str) -> NormCall | None:
     """The call of a norm with the sum of statement number ``position``, before anything but copies happens."""
     after = _after_copies(body, position + 1, total)
     if after is None:
@@ -343,7 +321,8 @@ def _norm_after(body: list[ast.stmt], position: int, total: str, own: str) -> No
     following = body[after]
     if not isinstance(following, ast.If):
         return _norm_first(body, after, total, own)
-    stored = {name.id for statement in body[position:after] for name in _names_stored(statement)}
+    between = [node for statement in body[position:after] for node in ast.walk(statement)]
+    stored = {node.id for node in between if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if not computes_nothing(following.test) or mentions(following.test, *stored):
         return None
     for arm, condition in (
@@ -368,7 +347,7 @@ def _after_copies(body: list[ast.stmt], position: int, total: str) -> int | None
     return None
 
 
-def _norm_first(body: list[ast.stmt], position: int, total: str, own: str) -> NormOfSum | None:
+def _norm_first(body: list[ast.stmt], position: int, total: str, own: str) -> NormCall | None:
     """``self.<norm>(total)``, where it is the first thing that a statement computes."""
     statement = body[position]
     if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
@@ -379,8 +358,4 @@ def _norm_first(body: list[ast.stmt], position: int, total: str, own: str) -> No
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if call is statement.value and not all(isinstance(target, ast.Name) for target in targets):
         return None
-    return NormOfSum(body, statement, call, None)
-
-
-def _names_stored(statement: ast.stmt) -> Iterator[ast.Name]:
-    return (node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return NormCall(body, statement, call)

@@ -126,38 +126,33 @@ def _writes_input(flow: Dataflow, first: HeadNorm, second: HeadNorm) -> bool:
 
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
     """The norm that a statement computes, where that is all it does, perhaps with ``.transpose(1, 2)``."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    target, value = statement.targets[0], statement.value
-    if (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Attribute)
-        and value.func.attr == "transpose"
-        and not value.keywords
-        and [getattr(argument, "value", None) for argument in value.args] == [1, 2]
-    ):
-        value = value.func.value
-    call = call_of_own(value, own)
-    if not isinstance(target, ast.Name) or call is None or not QK_NAME.fullmatch(called(call)):
-        return None
-    return HeadNorm(statement, call, target.id)
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name(name)],
+            value=ast.Call(
+                func=ast.Attribute(value, "transpose"), args=[ast.Constant(1), ast.Constant(2)], keywords=[]
+            ),
+        ):
+            call = call_of_own(value, own)
+        case ast.Assign(targets=[ast.Name(name)]):
+            call = call_of_own(statement.value, own)
+        case _:
+            return None
+    assert isinstance(statement, ast.Assign)
+    return HeadNorm(statement, call, name) if call is not None and QK_NAME.fullmatch(called(call)) else None
 
 
 def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple[ast.Assign, ast.Call] | None:
     """``q, k = rotate(q, k, cos, sin)``, perhaps with a constant ``unsqueeze_dim``, the first to read q or k."""
     touching = (one for one in flow.after(second) if mentions(one, *names) or edits_in_place(one))
-    statement = next(touching, None)
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    target, call = statement.targets[0], statement.value
-    if not isinstance(target, ast.Tuple) or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        return None
-    if tuple(getattr(element, "id", None) for element in target.elts) != names or len(call.args) != 4:
-        return None
-    if tuple(getattr(argument, "id", None) for argument in call.args[:2]) != names:
-        return None
-    if any(isinstance(argument, ast.Starred) or mentions(argument, *names) for argument in call.args[2:]):
-        return None
-    if any(keyword.arg != "unsqueeze_dim" or not isinstance(keyword.value, ast.Constant) for keyword in call.keywords):
-        return None
-    return statement, call
+    match next(touching, None):
+        case (
+            ast.Assign(
+                targets=[ast.Tuple([ast.Name(q), ast.Name(k)])],
+                value=ast.Call(ast.Name(), [ast.Name(q_given), ast.Name(k_given), *angles], keywords) as call,
+            ) as statement
+        ) if (q, k) == (q_given, k_given) == names and len(angles) == 2:
+            plain = not any(isinstance(argument, ast.Starred) or mentions(argument, *names) for argument in angles)
+            if plain and all(one.arg == "unsqueeze_dim" and isinstance(one.value, ast.Constant) for one in keywords):
+                return statement, call
+    return None
