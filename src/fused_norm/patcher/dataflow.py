@@ -351,15 +351,12 @@ def mentions(node: ast.AST, *names: str) -> bool:
 def edits_in_place(part: ast.AST) -> bool:
     """Return whether code may write into a tensor: ``h *= a``, ``h[i] = a``, ``h.add_(a)``, ``f(a, out=h)``."""
     for node in ast.walk(part):
-        if isinstance(node, ast.AugAssign):
-            return True
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.Call):
-            if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+        match node:
+            case ast.AugAssign() | ast.Subscript(ctx=ast.Store()):
                 return True
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if name.endswith("_") and not name.endswith("__"):
+            case ast.Call(keywords=keywords) if any(keyword.arg in ("out", "inplace") for keyword in keywords):
+                return True
+            case ast.Call(func=ast.Attribute(attr=name)) if name.endswith("_") and not name.endswith("__"):
                 return True
     return False
 
@@ -367,24 +364,15 @@ def edits_in_place(part: ast.AST) -> bool:
 def computed(node: ast.AST) -> Iterator[ast.AST]:
     """The parts of an expression that compute, in the order of evaluation; not names, attributes and constants."""
     match node:
-        case ast.Name() | ast.Constant():
+        case ast.Name() | ast.Constant() | ast.operator() | ast.expr_context():
             return
-        case ast.Attribute() | ast.Starred() | ast.keyword():
-            yield from computed(node.value)
-        case ast.Subscript():
-            yield from computed(node.value)
-            yield from computed(node.slice)
-        case ast.Call():
-            for part in (node.func, *node.args, *node.keywords):
+        case ast.Attribute() | ast.Starred() | ast.keyword() | ast.Subscript() | ast.Tuple() | ast.List():
+            for part in ast.iter_child_nodes(node):
+                yield from computed(part)
+        case ast.Call() | ast.BinOp():
+            for part in ast.iter_child_nodes(node):
                 yield from computed(part)
             yield node
-        case ast.BinOp():
-            yield from computed(node.left)
-            yield from computed(node.right)
-            yield node
-        case ast.Tuple() | ast.List():
-            for part in node.elts:
-                yield from computed(part)
         case _:  # parts of it may never be evaluated
             yield node
 
@@ -392,15 +380,10 @@ def computed(node: ast.AST) -> Iterator[ast.AST]:
 def computes_nothing(test: ast.expr) -> bool:
     """Return whether a test is of names and attributes, so that nothing happens where it is made twice."""
     match test:
-        case ast.Name() | ast.Constant():
-            return True
-        case ast.Attribute():
-            return computes_nothing(test.value)
-        case ast.UnaryOp(op=ast.Not()):
-            return computes_nothing(test.operand)
-        case ast.BoolOp():
-            return all(computes_nothing(value) for value in test.values)
-        case ast.Compare():
-            plain = all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops)
-            return plain and all(computes_nothing(one) for one in (test.left, *test.comparators))
-    return False
+        case ast.Name() | ast.Constant() | ast.Attribute() | ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
+            plain = True
+        case ast.Compare(ops=ops):
+            plain = all(isinstance(op, (ast.Is, ast.IsNot)) for op in ops)
+        case _:
+            return False
+    return plain and all(computes_nothing(part) for part in ast.iter_child_nodes(test) if isinstance(part, ast.expr))

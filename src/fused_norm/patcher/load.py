@@ -73,21 +73,21 @@ def on_load(
         ValueError: contradictory options.
         FusedNormError: from inside the block, as ``apply_fused_norm``.
     """
-    scope = _Scope(FuseOptions(**options), parent=_current_scope(), notify=notify)
-    _hooks.acquire(scope if everywhere else None)
+    scope = _Scope(FuseOptions(**options), parent=_current_scope(), notify=notify, everywhere=everywhere)
+    _hooks.acquire(scope)
     token = _innermost.set(scope)
     try:
         yield scope.reports
     finally:
         # A task that outlives the block keeps this scope in its own copy of the context.
         scope.open = False
-        _hooks.release(scope if everywhere else None)
+        _hooks.release(scope)
         _innermost.reset(token)
 
 
 def fuse_from_now_on(options: FuseOptions, notify: Callable[[PatchReport], object]) -> None:
     """Patch every model as ``on_load(everywhere=True)`` does, until the process ends."""
-    _hooks.acquire(_Scope(options, parent=None, notify=notify))
+    _hooks.acquire(_Scope(options, parent=None, notify=notify, everywhere=True))
 
 
 @dataclass(eq=False)
@@ -98,6 +98,7 @@ class _Scope:
     parent: _Scope | None
     notify: Callable[[PatchReport], object] | None = None
     reports: list[PatchReport] = field(default_factory=list)
+    everywhere: bool = False
     open: bool = True
 
     def build(self, load: Callable[[], Any]) -> Any:
@@ -136,37 +137,32 @@ class _Hooks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._process_scopes: list[_Scope] = []
+        self._scopes: list[_Scope] = []
         self._installed: dict[str, tuple[Any, Any]] = {}
 
     def process_scope(self) -> _Scope | None:
         with self._lock:
-            return self._process_scopes[-1] if self._process_scopes else None
+            return next((scope for scope in reversed(self._scopes) if scope.everywhere), None)
 
-    def acquire(self, process_scope: _Scope | None) -> None:
+    def acquire(self, scope: _Scope) -> None:
         # Not at the top of the file, and not under the lock: `fuse_from_now_on` is called by this import.
         from transformers import PreTrainedModel
 
         with self._lock:
-            if self._users == 0:
+            if not self._scopes:
                 for name in _HOOKED:
                     original = vars(PreTrainedModel)[name]
                     self._installed[name] = (original, _hooked(original))
                 for name, (_, ours) in self._installed.items():
                     setattr(PreTrainedModel, name, ours)
-            self._users += 1
-            if process_scope is not None:
-                self._process_scopes.append(process_scope)
+            self._scopes.append(scope)
 
-    def release(self, process_scope: _Scope | None) -> None:
+    def release(self, scope: _Scope) -> None:
         from transformers import PreTrainedModel
 
         with self._lock:
-            self._users -= 1
-            if process_scope is not None:
-                self._process_scopes.remove(process_scope)
-            if self._users:
+            self._scopes.remove(scope)
+            if self._scopes:
                 return
             for name, (original, ours) in self._installed.items():
                 if vars(PreTrainedModel).get(name) is ours:

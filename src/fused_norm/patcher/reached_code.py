@@ -121,11 +121,11 @@ class _Walk:
         closed = [self._of_cell(*one) for one in zip(code.co_freevars, function.__closure__ or (), strict=True)]
         if _is_given(function.__globals__.get("__name__", "")):
             return "function", weakref.ref(function), self._all_of((*given, *closed))
-        names = _names_in(code)
+        global_names, attributes = _names_in(code)
         places: list[Any] = [function.__globals__, sys.modules, vars(Tensor), *self._members]
         found = []
         for number, place in enumerate(places):  # grows by the modules that are found
-            for name in names.attributes if number else names.globals:
+            for name in attributes if number else global_names:
                 if name not in place:
                     continue
                 found.append((number, name, self._of(place[name])))
@@ -189,15 +189,9 @@ def _bases(found: type) -> list[type]:
     return [base for base in found.__mro__ if not _is_given(base.__module__)]
 
 
-class _Names(NamedTuple):
-    """What a code object, or one inside it, looks up: globals, and attributes, in strings too, as ``getattr`` does."""
-
-    globals: tuple[str, ...]
-    attributes: tuple[str, ...]
-
-
 @functools.lru_cache(maxsize=1024)
-def _names_in(code: CodeType) -> _Names:
+def _names_in(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a code object, or one inside it, looks up: globals, and attributes, in strings too, as ``getattr`` does."""
     codes = [code]
     for one in codes:  # grows meanwhile
         codes += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
@@ -206,4 +200,4 @@ def _names_in(code: CodeType) -> _Names:
     ]
     strings = (constant for one in codes for constant in one.co_consts if isinstance(constant, str))
     attributes = [*_UNNAMED, *(name for one in codes for name in one.co_names), *filter(str.isidentifier, strings)]
-    return _Names(tuple(dict.fromkeys(found)), tuple(dict.fromkeys(attributes)))
+    return tuple(dict.fromkeys(found)), tuple(dict.fromkeys(attributes))

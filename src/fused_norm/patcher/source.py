@@ -19,6 +19,7 @@ from torch import nn
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
+_OF_CODE = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
 _SEE_NAMES = frozenset({"eval", "exec", "locals"})
 
 Made = TypeVar("Made")
@@ -262,16 +263,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _same_code(one: CodeType, other: CodeType) -> bool:
     """Return whether two code objects were compiled from the same source."""
 
-    def facts(code: CodeType) -> tuple[Any, ...]:
+    def facts(code: CodeType) -> list[Any]:
         constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
-        return (
-            code.co_firstlineno,
-            code.co_code,
-            code.co_names,
-            code.co_varnames,
-            code.co_freevars,
-            code.co_cellvars,
-            constants,
-        )
+        return [constants, *(getattr(code, f"co_{name}") for name in _OF_CODE)]
 
     return [facts(code) for code in _codes(one)] == [facts(code) for code in _codes(other)]

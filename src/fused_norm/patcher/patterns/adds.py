@@ -298,11 +298,11 @@ def _factors(node: ast.expr, flow: Dataflow) -> tuple[ast.expr, ast.expr] | None
 
 def _target(statement: ast.stmt) -> str | None:
     """``h`` of ``h = ...``; of ``return ...`` a name that no statement can have."""
-    if isinstance(statement, ast.Return):
-        return ""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
+    match statement:
+        case ast.Return():
+            return ""
+        case ast.Assign(targets=[ast.Name(name)]):
+            return name
     return None
 
 

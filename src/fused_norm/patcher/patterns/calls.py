@@ -27,12 +27,14 @@ class Rewrite:
 
 def call_of_own(node: ast.AST | None, own: str) -> ast.Call | None:
     """``node`` where it is ``self.<name>(argument)`` or ``self.<name>[<number>](argument)``, else None."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
-        return None
-    held: ast.expr = node.func
-    if isinstance(held, ast.Subscript) and isinstance(held.slice, ast.Constant) and type(held.slice.value) is int:
-        held = held.value
-    return node if isinstance(held, ast.Attribute) and is_name(held.value, own) else None
+    match node:
+        case ast.Call(
+            ast.Attribute(ast.Name(instance)) | ast.Subscript(ast.Attribute(ast.Name(instance)), ast.Constant(int())),
+            [argument],
+            [],
+        ) if instance == own and not isinstance(argument, ast.Starred):
+            return node
+    return None
 
 
 def called(call: ast.Call) -> str:

@@ -125,9 +125,9 @@ def find_gates(flow: Dataflow) -> list[Gate]:
             for product in _products(statement):
                 gates = [
                     gate
-                    for factor, other in ((product.left, product.right), (product.right, product.left))
+                    for factor, other in _factors(product)
                     if not _only_scales(other, flow)
-                    for gate in _gate(flow, products, statement, product, factor)
+                    and (gate := _gate(flow, products, statement, product, factor)) is not None
                 ]
                 found += gates
                 products += bool(gates)
@@ -186,21 +186,21 @@ def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     return isinstance(factor, (ast.Constant, ast.UnaryOp))
 
 
-def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr) -> Iterator[Gate]:
+def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr) -> Gate | None:
     """The gate in which ``factor``, or all that its name stands for, is the result of an activation."""
     definition = flow.definition_of(factor)
     call, called_in = factor, statement
     if definition is not None:
         value, at = definition.value, definition.statement
         if not isinstance(at, ast.Assign) or at.targets != [one for one in at.targets if is_name(one, definition.name)]:
-            return
+            return None
         if not isinstance(value, ast.Call) or not flow.is_read_by_alone(definition, factor):
-            return
+            return None
         call, called_in = value, at
     act = _activation(call, flow)
     between = [] if called_in is statement else flow.between(called_in, statement)
     if act is None or between is None:
-        return
+        return None
     assert isinstance(call, ast.Call)
     behind: list[ast.AST] = [*between]  # what a postponed activation comes after
     if called_in is not statement:
@@ -208,10 +208,10 @@ def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, 
     elif factor is product.left:
         behind.append(product.right)
     if flow.may_change(call.args[0], behind):
-        return
+        return None
     gate = Gate(act, number, flow.body_of(statement), statement, product, factor, call, called_in, None)
     gate.halves = _halves(flow, gate)
-    yield gate
+    return gate
 
 
 def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
@@ -225,13 +225,8 @@ def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
     while isinstance(root, ast.Attribute):
         root = root.value
     name = ast.unparse(node.func)
-    if (
-        not isinstance(root, ast.Name)
-        or flow.is_local(root.id)
-        or not ACTIVATION_FUNCTION.search(name.rpartition(".")[2])
-    ):
-        return None
-    return Called(name, True)
+    is_global = isinstance(root, ast.Name) and not flow.is_local(root.id)
+    return Called(name, True) if is_global and ACTIVATION_FUNCTION.search(name.rpartition(".")[2]) else None
 
 
 def _halves(flow: Dataflow, gate: Gate) -> ast.Assign | None:
