@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,18 +85,10 @@ def recognise_activation(value: Any) -> Activation:
     return Activation(formula, kind.forward, kind, tuple((name, _setting(one)) for name, one in own.items()))
 
 
-class _Partial(NamedTuple):
-    """A partial function in a form that is equal for equal ones; itself it is only equal to itself."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
-
-
 def _setting(value: Any) -> Any:
-    """An attribute in a form that is equal for equal attributes."""
+    """An attribute in a form that is equal for equal attributes; a partial function is equal to itself alone."""
     if isinstance(value, partial):  # whose arguments are a list to Dynamo of 2.11
-        return _Partial(value.func, tuple(value.args), tuple(value.keywords.items()))
+        return value.func, tuple(value.args), tuple(value.keywords.items())
     return value
 
 

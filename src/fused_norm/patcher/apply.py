@@ -42,7 +42,8 @@ def apply_fused_norm(
     code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are.
 
     Applied again it makes of the model what it would make of the stock one: the options are those of the last call, the
-    report is on the model as it is now, and where neither has changed nothing does.
+    report is on the model as it is now, and where neither has changed nothing does. What other code has replaced
+    between two calls, a function or a flag that a site reaches, is seen by the second one.
 
     Args:
         model: a transformers model, or any module that holds one; on any device, meta included.

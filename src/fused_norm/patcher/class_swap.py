@@ -21,6 +21,7 @@ from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .patterns import activations_of, rewritten_forward, rotations_of
 from .patterns.calls import Rewrite
 from .recompute import call_recomputing
+from .source import cells_of
 
 Fused = FusedNorm | FusedBlock
 """The bases of fused classes."""
@@ -280,8 +281,7 @@ def _cell_of_forward(module: nn.Module) -> CellType | None:
     function = vars(module).get("forward")
     if not isinstance(function, FunctionType) or not function.__module__.startswith("transformers.distributed."):
         return None
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    cell = cells.get("original_forward")
+    cell = cells_of(function).get("original_forward")
     return cell if cell is not None and _is_bound(cell.cell_contents, module) else None
 
 

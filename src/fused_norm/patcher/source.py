@@ -144,7 +144,7 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     forward.__qualname__ = function.__qualname__
     innermost = _unwrap(forward)[0]
     innermost.__defaults__, innermost.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    own, stock = (_cells_of(one).get("__class__") for one in (innermost, function))
+    own, stock = (cells_of(one).get("__class__") for one in (innermost, function))
     if own is not None and stock is not None:
         own.cell_contents = stock.cell_contents  # the class that super() means
     return forward
@@ -166,7 +166,7 @@ def _is_literal(node: ast.expr) -> bool:
     return True
 
 
-def _cells_of(function: FunctionType) -> dict[str, CellType]:
+def cells_of(function: FunctionType) -> dict[str, CellType]:
     """The variables of functions and classes around it that a function uses."""
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
