@@ -112,8 +112,8 @@ class Dataflow:
         """The list of statements that a statement is in."""
         return self._body_of[statement]
 
-    def origins(self, node: ast.AST | None, same: Sequence[str] = ()) -> set[ast.AST]:
-        """The expressions that may have made a value: through names, conditional expressions and ``:=``.
+    def origins(self, node: ast.AST | None, same: Sequence[str] = ()) -> list[ast.AST]:
+        """The expressions that may have made a value, as they stand: through names, ``a if b else c`` and ``:=``.
 
         ``same``: methods that may return the tensor that they are called on.
         """
@@ -136,7 +136,7 @@ class Dataflow:
                     nodes.append(tensor)
                 case _:
                     found.add(one)
-        return found
+        return sorted(found, key=lambda one: (getattr(one, "lineno", 0), getattr(one, "col_offset", 0)))
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
         """Return whether code may write into a tensor: by an edit in place of any, or in a call that is given it.

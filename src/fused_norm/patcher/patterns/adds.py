@@ -182,9 +182,8 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
         norm, argument = _norm_called(flow, call)
         if norm is None:
             continue
-        sums = [one for one in flow.origins(argument, _SAME_TENSOR) if _is_sum(one, flow)]
-        for one in sorted(sums, key=lambda node: (node.lineno, node.col_offset)):
-            if one not in fused.get(call, ()):
+        for one in flow.origins(argument, _SAME_TENSOR):
+            if _is_sum(one, flow) and one not in fused.get(call, ()):
                 conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
                 missed.append(MissedAdd(norm, ast.unparse(one), conditions, _function_called(one)))
     return list(dict.fromkeys(missed))
