@@ -86,7 +86,7 @@ def _grouped(values: Tensor, fp8_format: FP8Format) -> Tensor:
 
 
 def _ungrouped(grouped: Tensor, shape: torch.Size, fp8_format: FP8Format) -> Tensor:
-    """What ``_grouped`` has made of a tensor of this shape, as the tensor: [M, N] where scales are shared over rows."""
+    """The tensor of this shape that ``_grouped`` has cut up: [M, N] where scales are shared over rows."""
     lines = grouped.flatten(1)
     if fp8_format.over_rows:
         return lines[:, : math.prod(shape[:-1])].contiguous().t()

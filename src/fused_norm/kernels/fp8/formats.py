@@ -25,16 +25,16 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, tor
 
 @dataclass(frozen=True)
 class FP8Format:
-    """How a tensor y [M, N] becomes FP8 codes, and with them scales that turn codes into numbers again.
+    """A way to make FP8 codes of a tensor y [M, N], and scales that turn the codes into numbers again.
 
     Attributes:
         group_rows: neighbours in a column that share a scale; 0 is all of them.
         group_columns: neighbours in a row that share it; 0 is all. The tensor has one scale with (0, 0), each row with
             (1, 0), each column with (0, 1). Of a group of several elements, a power of two, the other number is 1.
             Scales shared over rows are for a product that sums over rows: then codes [M, N] lie column by column.
-        dtype: of the codes. What its largest number is, ``torch.finfo`` says.
-        formula: how the scale comes from the largest magnitude ``amax``. All but the last two are fp32 and of the
-            largest code ``top``:
+        dtype: of the codes.
+        formula: how the scale comes from the largest magnitude ``amax``. All but the last two are fp32; ``top`` is the
+            largest number that is a code:
 
             - ``multiplier``: codes are of ``y * m`` with ``m = top / max(amax, floor)``, rounded once from its exact
               value; the scale is ``1 / m`` (torchao);
@@ -80,12 +80,12 @@ class FP8Format:
 
     @property
     def whole(self) -> bool:
-        """Whether the tensor has one scale."""
+        """The tensor has one scale."""
         return self.group_rows == self.group_columns == 0
 
     @property
     def over_rows(self) -> bool:
-        """Whether scales are shared over rows, along a column."""
+        """Scales are shared over rows, along a column."""
         return self.group_columns == 1
 
     @property
@@ -95,7 +95,7 @@ class FP8Format:
 
     @property
     def swizzled(self) -> bool:
-        """Whether scales are E8M0 bytes in the order that scaled products of sm_100 read."""
+        """Scales are E8M0 bytes in the order that scaled products of sm_100 read."""
         return self.scale_layout == "swizzled"
 
     @property
@@ -118,14 +118,14 @@ class FP8Format:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The format as an operator's options, see ``FORMAT_OPTIONS``; ``format_from`` makes it of them again."""
+        """The format as an operator's options, see ``FORMAT_OPTIONS``; ``format_from`` is the way back."""
         return (
             self.group_rows, self.group_columns, self.dtype, self.formula, self.power_of_2, self.floor,
             self.scale_layout,
         )  # fmt: skip
 
     def along_rows(self) -> FP8Format:
-        """The same format with scales shared over rows, along columns."""
+        """This format with scales shared over rows, along columns."""
         return replace(self, group_rows=self.group_columns, group_columns=self.group_rows)
 
     def for_deepgemm(self) -> FP8Format:

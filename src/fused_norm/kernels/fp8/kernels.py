@@ -236,7 +236,7 @@ def launch_norm_fp8(
 
 
 def empty_columns_fp8(x: Tensor, fp8_format: FP8Format) -> tuple[Tensor, Tensor]:
-    """Codes [N, M] and scales of the norm of x once more, not yet written; the scales are shared over rows."""
+    """Codes [N, M] and scales of a norm that is recomputed, not yet written; the scales are shared over rows."""
     *leading, width = x.shape
     q = x.new_empty((width, math.prod(leading)), dtype=fp8_format.dtype)
     return q, empty_scale(x, leading, width, fp8_format)
@@ -263,7 +263,7 @@ _TILE_ELEMENTS = 2048
 """Elements of a tile where no row is summed: 16 a lane."""
 
 _TURNED_ROWS, _TURNED_COLUMNS = 128, 64
-"""A tile that is written transposed: 64 bytes and more that follow each other, both ways."""
+"""The sizes of a tile that is written transposed: 64 bytes and more follow each other in both directions."""
 
 
 def _launch_tiles(

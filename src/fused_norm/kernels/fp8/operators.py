@@ -245,7 +245,7 @@ def rms_norm_columns_fp8(
     casting: Casting = "llama",
     zero_centered: bool = False,
 ) -> Quantized:
-    """A norm once more, from what its forward has kept, as the product of a weight's gradient wants it.
+    """A norm's result recomputed in FP8 with scales along columns, for the product that makes a weight's gradient.
 
     That product sums over rows, so scales are shared along columns: codes and scales are bit for bit those of
     ``quantize(y, fp8_format.along_rows())``, y being the norm that the forward has computed and not kept.

@@ -59,7 +59,7 @@ class _WithGradientTo(torch.autograd.Function):
 
 
 def with_gradient_to(values: Tensor, source: Tensor) -> Tensor:
-    """The values, at the place of ``source`` in autograd's graph: their gradient is that of the source."""
+    """The values of one tensor with the history of ``source``: their gradient goes to the source."""
     return _WithGradientTo.apply(values, source)
 
 
