@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized, dequantize, format_of, quantize
+from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized, dequantize, quantize
 from fused_norm.kernels.fp8.cast import cast, cast_groups
 from fused_norm.kernels.fp8.codes import codes_of, scale_of
 from fused_norm.kernels.fp8.formats import format_from
@@ -20,7 +20,7 @@ from fused_norm.kernels.fp8.kernels import TRITON_DTYPES
 from fused_norm.kernels.triton.language import values_of
 
 from .fp8_values import ALL_FORMATS, DEEPGEMM, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
-from .numerics import BF16, DTYPES, FP16, FP32
+from .numerics import BF16, DTYPES, FP32
 
 FP8 = pytest.mark.parametrize("code", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 VALUES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -201,20 +201,18 @@ def test_empty_and_single_rows(name: str, shape: tuple[int, ...]) -> None:
     assert made.q.shape == dequantize(made).shape == shape
 
 
-def test_recipes_and_shapes_that_do_not_go_together_are_refused() -> None:
+def test_formats_and_shapes_that_do_not_go_together_are_refused() -> None:
     y = torch.randn(5, 100)
-    with pytest.raises(ValueError, match="rows of 100 elements cannot be divided into groups of 128"):
-        quantize(y, "block128")
-    with pytest.raises(ValueError, match="groups of 32"):
-        quantize(y, "mxfp8")
-    with pytest.raises(ValueError, match="or one of tensorwise, rowwise"):
-        format_of("columnwise")
-    with pytest.raises(ValueError, match="share their scale along a row"):
-        quantize(y, "rowwise", transposed=True)
-    with pytest.raises(TypeError, match="transposed must be True or False, not 'no'"):
-        quantize(y, "tensorwise", transposed="no")
-    with pytest.raises(TypeError, match=r"torch\.int64"):
-        quantize(torch.arange(3), "rowwise")
+    for arguments, error, message in (
+        ((y, "block128"), ValueError, "rows of 100 elements cannot be divided into groups of 128"),
+        ((y, "mxfp8"), ValueError, "groups of 32"),
+        ((y, "columnwise"), ValueError, "or one of tensorwise, rowwise"),
+        ((y, "rowwise", True), ValueError, "share their scale along a row"),
+        ((y, "tensorwise", "no"), TypeError, "transposed must be True or False, not 'no'"),
+        ((torch.arange(3), "rowwise"), TypeError, r"torch\.int64"),
+    ):
+        with pytest.raises(error, match=message):
+            quantize(*arguments)
     for wrong, message in (
         ({"dtype": torch.bfloat16}, "dtype must be one of"),
         ({"formula": "amax"}, "formula must be one of"),
@@ -231,7 +229,7 @@ def test_recipes_and_shapes_that_do_not_go_together_are_refused() -> None:
             FP8Format(**{"group_rows": 1, "group_columns": 0, **wrong})
 
 
-def test_a_recipe_comes_back_from_its_options() -> None:
+def test_a_format_comes_back_from_its_options() -> None:
     for fp8_format in ALL_FORMATS.values():
         other = replace(fp8_format.along_rows(), dtype=E5M2)
         for one in (fp8_format, other):
@@ -310,24 +308,6 @@ def test_kernels_scale_as_pytorch_does(name: str, dtype: torch.dtype, code: torc
     expected_q, expected_scale = cast_groups(y, amax.to(dtype), fp8_format)
     assert_same_bits(scale, expected_scale)
     assert_same_bits(q, expected_q)
-
-
-def test_masked_exponents_are_torchaos_powers_of_two_but_for_fp32(torchao: Any) -> None:
-    def multipliers(amax: Tensor) -> tuple[Tensor, Tensor]:
-        """torchao's, and the ones that clearing the mantissa makes."""
-        _, scale = torchao.float8(amax[:, None], E4M3, -1, True)
-        _, plain = torchao.float8(amax[:, None], E4M3, -1, False)
-        exact = (448.0 / amax.double()).float()
-        assert torch.equal((1.0 / exact)[:, None], plain)
-        masked = (exact.view(torch.int32) & 0x7F800000).view(FP32)
-        return 1.0 / scale[:, 0], masked
-
-    for dtype in (BF16, FP16):
-        every = torch.arange(1, 0x7C00, dtype=torch.int16).view(dtype).float()
-        assert torch.equal(*multipliers(every[(every > 1e-12) & (every < 1e38)]))
-    powers = 1.75 * torch.exp2(torch.arange(-20.0, 20.0))
-    theirs, masked = multipliers(_beside(powers, 1))
-    assert (theirs != masked).any()
 
 
 def test_groups_along_rows_are_those_of_the_transpose() -> None:

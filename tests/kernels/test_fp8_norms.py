@@ -128,11 +128,14 @@ def assert_unfused_codes(
 
 
 CENTERED = Case(FP32, BF16, BF16, "gemma", True)
-EVERY_NORM = [(case, name) for case in [*CASES, CENTERED] for name in ALL_FORMATS]
+LAYOUTS = ("tensorwise", "rowwise", "block128", "deepgemm", "mxfp8")
+"""A format for each way of laying out scales."""
+
 FEW_NORMS = [
     *((LLAMA, name) for name in FORMATS),
     *((CENTERED, name) for name in ("tensorwise", "deepgemm powers", "rceil")),
 ]
+EVERY_NORM = [*FEW_NORMS, *((case, name) for case in CASES if case != LLAMA for name in LAYOUTS)]
 
 
 @pytest.mark.parametrize(("case", "name"), slow_but(FEW_NORMS, EVERY_NORM), **IDS)
@@ -140,7 +143,7 @@ def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, device: 
     assert_unfused_codes(case, ALL_FORMATS[name], (7, 128), device)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8", "coat_input", "deepgemm powers"])
+@pytest.mark.parametrize("name", [*LAYOUTS[:3], "mxfp8", "coat_input", "deepgemm powers"])
 def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: str) -> None:
     assert_unfused_codes(LLAMA, ALL_FORMATS[name], (7, 128), device, finite=False)
 
@@ -423,45 +426,38 @@ def test_gpus_that_cannot_cast_take_the_reference_and_it_is_said_once(
 
 
 def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
-    x, w = torch.randn(3, 100, device=device), torch.randn(100, device=device)
-    with pytest.raises(ValueError, match="rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"):
-        rms_norm_fp8(x, w, fp8_format="block128")
-    with pytest.raises(ValueError, match="add_rms_norm_fp8: rows of 100"):
-        add_rms_norm_fp8(x, x, w, fp8_format="mxfp8")
-    with pytest.raises(ValueError, match="rms_norm_columns_fp8 or a format with one scale"):
-        rms_norm_fp8(x, w, fp8_format="rowwise", transposed=True)
-    with pytest.raises(ValueError, match="takes formats that share them over rows"):
-        rms_norm_fp8(x, w, fp8_format=FORMATS["rowwise"].along_rows())
-    with pytest.raises(ValueError, match="fp8_format must be an FP8Format or one of"):
-        rms_norm_fp8(x, w, fp8_format="fp8")
-    with pytest.raises(TypeError, match="Python float or int"):
-        add_rms_norm_fp8(x, x, w, fp8_format="rowwise", scale=torch.ones(()))
-    with pytest.raises(ValueError, match="residual must have x's shape"):
-        add_rms_norm_fp8(x, x[:1], w, fp8_format="rowwise")
-    rstd = torch.ones(3, 1, device=device)
-    with pytest.raises(ValueError, match="one of the tensor is the forward's"):
-        rms_norm_columns_fp8(x, w, rstd, fp8_format="tensorwise")
-    with pytest.raises(ValueError, match="'none'"):
-        rms_norm_columns_fp8(x, w, rstd, fp8_format="rowwise", casting="none")
-    for wrong, error, message in (
-        (rstd[:2], ValueError, "rstd has shape"),
-        (rstd.double(), TypeError, "rstd must be float32, not torch.float64"),
-        (rstd.to("meta"), ValueError, "rstd is on meta"),
+    x, w, rstd = (torch.randn(shape, device=device) for shape in ((3, 100), (100,), (3, 1)))
+    plain, added = (rms_norm_fp8, x, w), (add_rms_norm_fp8, x, x, w)
+    along_rows = FORMATS["rowwise"].along_rows()
+
+    def columns(rstd: Tensor) -> tuple[Any, ...]:
+        return rms_norm_columns_fp8, x, w, rstd
+
+    def of_codes(**wrong: Tensor) -> tuple[Any, ...]:
+        return rms_norm_fp8, replace(codes_of_x, **wrong), None
+
+    codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
+    for (norm, *arguments), fp8_format, how, error, message in (
+        (plain, "block128", {}, ValueError, "rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"),
+        (added, "mxfp8", {}, ValueError, "add_rms_norm_fp8: rows of 100"),
+        (plain, "rowwise", {"transposed": True}, ValueError, "rms_norm_columns_fp8 or a format with one scale"),
+        (plain, "tensorwise", {"transposed": "no"}, TypeError, "transposed must be True or False, not 'no'"),
+        (plain, along_rows, {}, ValueError, "takes formats that share them over rows"),
+        (plain, "fp8", {}, ValueError, "fp8_format must be an FP8Format or one of"),
+        (added, "rowwise", {"scale": torch.ones(())}, TypeError, "Python float or int"),
+        ((add_rms_norm_fp8, x, x[:1], w), "rowwise", {}, ValueError, "residual must have x's shape"),
+        (columns(rstd), "tensorwise", {}, ValueError, "one of the tensor is the forward's"),
+        (columns(rstd), "rowwise", {"casting": "none"}, ValueError, "'none'"),
+        (columns(rstd[:2]), "rowwise", {}, ValueError, "rms_norm_columns_fp8: rstd has shape"),
+        (columns(rstd.double()), "rowwise", {}, TypeError, "rstd must be float32, not torch.float64"),
+        (columns(rstd.to("meta")), "rowwise", {}, ValueError, "rstd is on meta"),
+        (of_codes(q=x), "coat", {}, TypeError, "codes of x must be FP8"),
+        (of_codes(scale=codes_of_x.scale[:, :3]), "coat", {}, ValueError, "a number for each 16 columns"),
+        (of_codes(placeholder=x), "coat", {}, ValueError, "placeholder and scales of x must go with its codes"),
+        (of_codes(), "coat", {"casting": "none"}, ValueError, "which codes have not"),
     ):
         with pytest.raises(error, match=message):
-            rms_norm_columns_fp8(x, w, wrong, fp8_format="rowwise")
-    codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
-    for wrong, message in (
-        ({"q": x}, "codes of x must be FP8"),
-        ({"scale": codes_of_x.scale[:, :3]}, "a number for each 16 columns"),
-        ({"placeholder": x}, "placeholder and scales of x must go with its codes"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            rms_norm_fp8(replace(codes_of_x, **wrong), None, fp8_format="coat")
-    with pytest.raises(ValueError, match="which codes have not"):
-        rms_norm_fp8(codes_of_x, None, fp8_format="coat", casting="none")
-    with pytest.raises(TypeError, match="transposed must be True or False, not 'no'"):
-        rms_norm_fp8(x, w, fp8_format="tensorwise", transposed="no")
+            norm(*arguments, fp8_format=fp8_format, **how)
 
 
 def _operator_calls(device: str) -> list[tuple[Operator, tuple[Tensor | None, ...], tuple[Any, ...]]]:
