@@ -116,7 +116,7 @@ def heads_dim_of(cos: Tensor, unsqueeze_dim: int) -> int | None:
 def is_long(tensors: Sequence[Tensor]) -> bool:
     """Return whether an offset into one of the tensors could pass 2^31 elements."""
     extents = (sum(n * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) for tensor in tensors)
-    return max(extents) >= INT32_LIMIT
+    return any(extent >= INT32_LIMIT for extent in extents)
 
 
 def _row_stride(tensor: Tensor, order: list[int]) -> int | None:

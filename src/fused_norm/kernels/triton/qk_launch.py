@@ -12,17 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import HeadsPlan, HeadsTile, heads_backward_plan, heads_forward_plan
+from ..plans import HeadsPlan, heads_backward_plan, heads_forward_plan
 from .devices import device_facts
 from .launch import launch
-from .memory import (
-    against_heads,
-    empty_rows_like,
-    heads_dim_of,
-    is_long,
-    memory_order,
-    norm_dtype,
-)
+from .memory import against_heads, empty_rows_like, heads_dim_of, is_long, memory_order, norm_dtype
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import sum_shares
 
@@ -75,15 +68,6 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
     long: bool
 
-    def tiles(self, tile: HeadsTile) -> int:
-        """The number of tiles that the rows make."""
-        return -(-self.tokens // tile.tokens) * -(-self.heads // tile.heads)
-
-
-def _absent(tensors: int) -> _Layout:
-    """The layout of a side that is not there."""
-    return _Layout(0, 1, 1, (0,) * 3 * tensors, False)
-
 
 def takes_angles(cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
     """Return whether kernels take these angles: the same for all heads, and without a gradient."""
@@ -118,28 +102,19 @@ def launch_qk_forward(
     Without a ``spec`` they are rotated alone; then with ``single_rounding`` nothing but the result is rounded, and
     ``inverse`` turns the other way, with a single rounding.
     """
-    inputs, _ = _readable(inputs, unsqueeze_dim)
-    q, k, q_weight, k_weight, cos, _ = inputs
-    heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    layouts = [
-        _absent(2) if x is None or y is None else _known(_layout((x, y), heads_dim))
-        for x, y in zip((q, k), outputs, strict=True)
-    ]
-    rotary = 0 if cos is None else cos.shape[-1]
-    heads = (layout.heads for layout in layouts)
-    plan = heads_forward_plan(*heads, q.shape[-1], rotary, device_facts(q.device))
-    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
+    call = _Call(inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim)
+    plan = heads_forward_plan(*call.heads, call.width, call.rotary, device_facts(inputs[0].device))
+    q_tiles, k_tiles = call.tiles(plan)
     if not q_tiles + k_tiles:
         return
-    constants = _constants(spec, plan, inputs, layouts)
-    for side, x, weight in (("Q", q, q_weight), ("K", k, k_weight)):
+    numbers, constants = call.arguments(spec, plan, q_tiles)
+    for side, x, weight in zip("QK", inputs[:2], inputs[2:4], strict=True):
         normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
         constants[f"{side}_NORMED"] = normed
     constants |= {"SINGLE_ROUNDING": single_rounding or inverse, "INVERSE": inverse}
-    eps = 0.0 if spec is None else spec.eps
-    numbers = *_counts(layouts, q_tiles), *_strides(layouts, inputs, unsqueeze_dim), eps
-    grid, tensors = (q_tiles + k_tiles, 1), (*inputs, *outputs)
-    launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=cos is None)
+    ((q,), (k,)), grid = call.sides, (q_tiles + k_tiles, 1)
+    tensors = q, k, *call.shared, *outputs
+    launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=not call.rotary)
 
 
 def launch_qk_backward(
@@ -149,45 +124,84 @@ def launch_qk_backward(
 
     None is written where one is None; a side without ``incoming`` gradient has none.
     """
-    inputs, incoming = _readable(inputs, unsqueeze_dim, incoming)
-    q, device, needs_dw = inputs[0], device_facts(inputs[0].device), [gradient is not None for gradient in dw]
-    layouts = _backward_layouts(inputs, incoming, dx, unsqueeze_dim)
-    plan = _backward_plan(inputs, incoming, layouts)
-    q_tiles, k_tiles = layouts[0].tiles(plan.q), layouts[1].tiles(plan.k)
-    q_programs, programs = q_tiles, q_tiles + k_tiles
-    if any(needs_dw) and programs > plan.programs:
-        # Each side its part of the programs, and at least one where there is anything to do.
-        most = plan.programs - min(1, k_tiles)
-        q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
-        programs = plan.programs
-    shares = None
-    if any(needs_dw):
-        shares = q.new_empty((programs, q.shape[-1]), dtype=torch.float32)
+    call = _Call(inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
+    (q, q_d), (k, k_d) = call.sides
+    cos, device = inputs[4], device_facts(inputs[0].device)
+    loads = 2 if 0 < call.rotary < call.width else 1  # of d: partners are loaded by themselves
+    column_bytes = max(x.element_size() + loads * d.element_size() for x, d in call.sides if d is not None)
+    angle_bytes = 0 if cos is None else 2 * cos.element_size()
+    plan = heads_backward_plan(*call.heads, call.width, call.rotary, column_bytes, angle_bytes, device)
+    q_tiles, k_tiles = call.tiles(plan)
+    q_programs, programs, shares = q_tiles, q_tiles + k_tiles, None
+    if any(one is not None for one in dw):
+        if programs > plan.programs:
+            # Each side its part of the programs, and at least one where there is anything to do.
+            most = plan.programs - min(1, k_tiles)
+            q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
+            programs = plan.programs
+        shares = inputs[0].new_empty((programs, call.width), dtype=torch.float32)
     if programs:
-        constants = _constants(spec, plan, inputs, layouts)
-        constants |= {"STAGES": plan.stages, "OVERLAPS": any(needs_dw) and device.overlaps}
-        constants |= {"Q_HAS_DW": needs_dw[0], "K_HAS_DW": needs_dw[1]}
-        numbers = *_counts(layouts, q_programs), *_strides(layouts, inputs, unsqueeze_dim), spec.eps
-        tensors = *inputs, *incoming, *dx, shares
+        numbers, constants = call.arguments(spec, plan, q_programs)
+        constants |= {"STAGES": plan.stages, "OVERLAPS": shares is not None and device.overlaps}
+        constants |= {"Q_HAS_DW": dw[0] is not None, "K_HAS_DW": dw[1] is not None}
+        tensors = q, k, *call.shared, q_d, k_d, *dx, shares
         launch(qk_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
-    if shares is not None and q.shape[-1]:
+    if shares is not None and call.width:
         sum_shares(shares, *dw, q_programs, plan.programs, device)
 
 
-def _readable(inputs: Inputs, unsqueeze_dim: int, gradients: Sides = (None, None)) -> tuple[Any, Any]:
-    """Inputs and gradients, copied where kernels cannot read them in place."""
-    heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    heads = [x if x is None or _layout((x,), heads_dim) else empty_rows_like(x).copy_(x) for x in inputs[:2]]
-    others = [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in inputs[2:]]
-    arranged = [
-        d if x is None or d is None or _layout((x, d), heads_dim) else empty_rows_like(x, d.dtype).copy_(d)
-        for x, d in zip(heads, gradients, strict=True)
-    ]
-    return (*heads, *others), tuple(arranged)
+class _Call:
+    """The rows of both sides, the weights and the angles, copied where kernels cannot read them in place.
 
+    ``read`` are a side's tensors, x first; one with a None has no rows. ``written`` is as evenly spaced as x is.
+    """
 
-def _heads_dim(inputs: Inputs, unsqueeze_dim: int) -> int | None:
-    return None if inputs[4] is None else heads_dim_of(inputs[4], unsqueeze_dim)
+    def __init__(self, inputs: Inputs, read: Sequence[Any], written: Sides, unsqueeze_dim: int) -> None:
+        cos = inputs[4]
+        self.width, self.rotary = inputs[0].shape[-1], 0 if cos is None else cos.shape[-1]
+        self._heads_dim = None if cos is None else heads_dim_of(cos, unsqueeze_dim)
+        self.shared = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in inputs[2:]]
+        """Weights, cos and sin."""
+        arranged = [self._arranged(*side) for side in zip(read, written, strict=True)]
+        self.sides, self._layouts = [side for side, _ in arranged], [layout for _, layout in arranged]
+        self.heads = [layout.heads for layout in self._layouts]
+        self._strides = [step for layout in self._layouts for step in layout.strides]
+        for angles in self.shared[2:]:  # which have no stride by head
+            steps = [0] * 4 if angles is None else against_heads(angles, unsqueeze_dim)[1]
+            self._strides += [steps[0], 0 if self._heads_dim is None else steps[3 - self._heads_dim]]
+        self._long = is_long([x for x in self.shared[2:] if x is not None]) or any(one.long for one in self._layouts)
+
+    def _arranged(self, read: tuple[Any, ...], written: Tensor | None) -> tuple[tuple[Any, ...], _Layout]:
+        if any(one is None for one in read):
+            return read, _Layout(0, 1, 1, (0,) * 3 * (1 + len(read)), False)
+        arranged: list[Tensor] = []
+        for one in read:
+            lead = arranged[0] if arranged else one
+            fits = _layout((*arranged, one), self._heads_dim)
+            arranged.append(one if fits else empty_rows_like(lead, one.dtype).copy_(one))
+        outputs = empty_rows_like(arranged[0]) if written is None else written
+        layout = _layout((*arranged, outputs), self._heads_dim)
+        assert layout is not None, "a tensor without a layout was copied before"
+        return tuple(arranged), layout
+
+    def tiles(self, plan: HeadsPlan) -> list[int]:
+        """The number of tiles of each side."""
+        pairs = zip(self._layouts, (plan.q, plan.k), strict=True)
+        return [-(-rows.tokens // tile.tokens) * -(-rows.heads // tile.heads) for rows, tile in pairs]
+
+    def arguments(self, spec: NormSpec | None, plan: HeadsPlan, q_programs: int) -> tuple[Any, dict[str, Any]]:
+        """The numbers and the compile-time constants that both kernels have."""
+        counts = [count for layout in self._layouts for count in layout[:3]]
+        grain = math.gcd(self.rotary // 2, 16) if self.rotary else 1
+        constants = {
+            "Q_TOKENS": plan.q.tokens,
+            "Q_HEADS": plan.q.heads,
+            "K_TOKENS": plan.k.tokens,
+            "K_HEADS": plan.k.heads,
+            "SHAPE": _TileShape(self.width, self.rotary, plan.block, grain, self._long),
+            "SPEC": None if spec is None else spec.without_eps(),
+        }
+        return (*counts, q_programs, *self._strides, 0.0 if spec is None else spec.eps), constants
 
 
 def _layout(tensors: Sequence[Tensor], heads_dim: int | None) -> _Layout | None:
@@ -219,59 +233,3 @@ def _layout(tensors: Sequence[Tensor], heads_dim: int | None) -> _Layout | None:
     strides = tuple(tensor.stride(group[-1]) if group else 0 for tensor in tensors for group in groups)
     tokens = batch * length if lead.numel() else 0
     return _Layout(tokens, max(length, 1), max(heads, 1), strides, is_long(tensors))
-
-
-def _known(layout: _Layout | None) -> _Layout:
-    assert layout is not None, "a tensor without a layout was copied before"
-    return layout
-
-
-def _backward_layouts(inputs: NormedInputs, incoming: Sides, dx: Sides, unsqueeze_dim: int) -> list[_Layout]:
-    """The layouts of q's and of k's side, each for the input, the incoming gradient, and the gradient to write."""
-    heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    return [
-        _absent(3) if d is None else _known(_layout((x, d, empty_rows_like(x) if grad is None else grad), heads_dim))
-        for x, d, grad in zip(inputs[:2], incoming, dx, strict=True)
-    ]
-
-
-def _backward_plan(inputs: NormedInputs, incoming: Sides, layouts: Sequence[_Layout]) -> HeadsPlan:
-    q, cos = inputs[0], inputs[4]
-    width, rotary = q.shape[-1], 0 if cos is None else cos.shape[-1]
-    loads = 2 if 0 < rotary < width else 1  # of d: partners are loaded by themselves
-    column_bytes = max(
-        x.element_size() + loads * d.element_size() for x, d in zip(inputs[:2], incoming, strict=True) if d is not None
-    )
-    angle_bytes = 0 if cos is None else 2 * cos.element_size()
-    heads = (layout.heads for layout in layouts)
-    return heads_backward_plan(*heads, width, rotary, column_bytes, angle_bytes, device_facts(q.device))
-
-
-def _constants(spec: NormSpec | None, plan: HeadsPlan, inputs: Inputs, layouts: Sequence[_Layout]) -> dict[str, Any]:
-    cos, sin = inputs[4:]
-    rotary = 0 if cos is None else cos.shape[-1]
-    angles_long = cos is not None and sin is not None and is_long((cos, sin))
-    grain = math.gcd(rotary // 2, 16) if rotary else 1
-    long = angles_long or any(layout.long for layout in layouts)
-    return {
-        "Q_TOKENS": plan.q.tokens,
-        "Q_HEADS": plan.q.heads,
-        "K_TOKENS": plan.k.tokens,
-        "K_HEADS": plan.k.heads,
-        "SHAPE": _TileShape(inputs[0].shape[-1], rotary, plan.block, grain, long),
-        "SPEC": None if spec is None else spec.without_eps(),
-    }
-
-
-def _counts(layouts: Sequence[_Layout], q_programs: int) -> tuple[int, ...]:
-    return (*(count for layout in layouts for count in layout[:3]), q_programs)
-
-
-def _strides(layouts: Sequence[_Layout], inputs: Inputs, unsqueeze_dim: int) -> tuple[int, ...]:
-    """The strides of q's side, of k's side, and of cos and sin, which do not vary along the heads."""
-    strides = [step for layout in layouts for step in layout.strides]
-    heads_dim = _heads_dim(inputs, unsqueeze_dim)
-    for angles in inputs[4:]:
-        steps = [0] * 4 if angles is None else against_heads(angles, unsqueeze_dim)[1]
-        strides += [steps[0], 0 if heads_dim is None else steps[3 - heads_dim]]
-    return tuple(strides)
