@@ -73,7 +73,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | Backward
         if isinstance(plan, ForwardPlan):
             monkeypatch.setattr(norm_forward, "forward_plan", lambda *_: plan)
         else:
-            monkeypatch.setattr(norm_backward, "backward_plan", lambda *_, **__: plan)
+            monkeypatch.setattr(norm_backward, "backward_plan", lambda *_: plan)
 
     return force
 

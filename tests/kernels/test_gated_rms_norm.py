@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_norm.kernels import gated_rms_norm
-from fused_norm.kernels.plans import WIDEST_GATED, gated_backward_plan
+from fused_norm.kernels.plans import WIDEST_GATED, backward_plan
 from fused_norm.kernels.triton import gated_kernels, weight_grad
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
@@ -277,7 +277,7 @@ def test_float64_and_groups_too_wide_for_a_program_take_the_reference(launches: 
 
 @pytest.mark.slow
 def test_the_weights_gradient_has_the_same_bits_every_time(device: str) -> None:
-    given = make_inputs(MAMBA, device, 3 * gated_backward_plan(64).programs, 128)
+    given = make_inputs(MAMBA, device, 3 * backward_plan(64, section="gated_backward").programs, 128)
     first, second = run(MAMBA.fused, given), run(MAMBA.fused, given)
     assert torch.equal(first["dw"], second["dw"])
 

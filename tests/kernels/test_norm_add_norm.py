@@ -13,8 +13,8 @@ from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.plans import (
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,
-    sandwich_backward_plan,
-    sandwich_forward_plan,
+    backward_plan,
+    forward_plan,
 )
 from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
@@ -339,10 +339,10 @@ def test_a_grid_smaller_than_the_work_strides_over_all_of_it(
 ) -> None:
     inputs = make_inputs(ONE_NUMBER, (37 if width == 64 else 11, width), device)
     expected = run(ONE_NUMBER.fused, inputs)
-    forward = replace(sandwich_forward_plan(width), rows=4 if width == 64 else 1)
-    monkeypatch.setattr(norm_forward, "sandwich_forward_plan", lambda *_: forward)
-    backward = replace(sandwich_backward_plan(width), rows=forward.rows, programs=3)
-    monkeypatch.setattr(norm_backward, "sandwich_backward_plan", lambda *_: backward)
+    forward = replace(forward_plan(width, section="sandwich_forward"), rows=4 if width == 64 else 1)
+    monkeypatch.setattr(norm_forward, "forward_plan", lambda *_: forward)
+    backward = replace(backward_plan(width, 12, section="sandwich_backward"), rows=forward.rows, programs=3)
+    monkeypatch.setattr(norm_backward, "backward_plan", lambda *_: backward)
     found = run(ONE_NUMBER.fused, inputs, ("inner", "w") if frozen else ())
     for name in ("y", "s", "dx", "dr"):
         assert_same_row(found[name], expected[name])

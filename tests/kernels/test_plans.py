@@ -27,14 +27,10 @@ from fused_norm.kernels.plans import (
     Rule,
     backward_plan,
     forward_plan,
-    gated_backward_plan,
-    gated_forward_plan,
     glu_plan,
     heads_backward_plan,
     heads_forward_plan,
     next_power_of_2,
-    sandwich_backward_plan,
-    sandwich_forward_plan,
     table_of,
 )
 
@@ -55,7 +51,7 @@ def _kinds(plans: Iterable[ForwardPlan | BackwardPlan]) -> set[ForwardPlan | Bac
     return {replace(plan, block=0) for plan in plans}
 
 
-@pytest.mark.parametrize("plan", [forward_plan, backward_plan, partial(backward_plan, summed=True)])
+@pytest.mark.parametrize("plan", [forward_plan, backward_plan, partial(backward_plan, section="add_backward")])
 def test_the_widths_of_the_kernel_tests_reach_every_row_of_the_tables(plan: Callable[..., Any]) -> None:
     everything = _kinds(plan(width, device=H200) for width in ALL_WIDTHS)
     assert _kinds(plan(width, device=H200) for width in TESTED) == everything
@@ -63,11 +59,11 @@ def test_the_widths_of_the_kernel_tests_reach_every_row_of_the_tables(plan: Call
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("summed", [False, True])
-def test_blocks_hold_a_row_unless_it_is_read_in_chunks(summed: bool, device: Device) -> None:
+@pytest.mark.parametrize("section", ["norm_backward", "add_backward"])
+def test_blocks_hold_a_row_unless_it_is_read_in_chunks(section: str, device: Device) -> None:
     for width in ALL_WIDTHS:
         forward = forward_plan(width, device)
-        backward = backward_plan(width, 8, device, summed=summed)
+        backward = backward_plan(width, 8, device, section)
         assert backward.chunked == (width > WIDEST_BACKWARD)
         assert (forward.mode == "multi_wave_reload") == (width > WIDEST_FORWARD)
         assert width <= forward.block or forward.mode == "multi_wave_reload"
@@ -90,10 +86,11 @@ def test_plans_do_not_depend_on_the_number_of_rows_or_on_the_dtype_but_for_stage
 @pytest.mark.parametrize("column_bytes", [4, 8, 12, 16, 24])
 def test_tiles_in_flight_fit_in_shared_memory(column_bytes: int, device: Device) -> None:
     """As many as the table says, and fewer only where one more would not fit."""
-    tables = [(backward_plan, width) for width in TESTED]
-    tables += [(sandwich_backward_plan, width) for width in TESTED if width <= WIDEST_SANDWICH_BACKWARD]
-    for table, width in tables:
-        plan, unlimited = (table(width, column_bytes, d) for d in (device, replace(device, shared_memory=2**30)))
+    plans = [("norm_backward", width) for width in TESTED]
+    plans += [("sandwich_backward", width) for width in TESTED if width <= WIDEST_SANDWICH_BACKWARD]
+    for section, width in plans:
+        unlimited_memory = replace(device, shared_memory=2**30)
+        plan, unlimited = (backward_plan(width, column_bytes, d, section) for d in (device, unlimited_memory))
         tile_bytes = plan.rows * plan.columns * column_bytes
         assert plan.stages >= 1
         assert (plan.stages - 1) * tile_bytes < device.shared_memory
@@ -112,12 +109,12 @@ def test_a_second_piece_counts_as_columns_and_as_shared_memory() -> None:
 @EVERY_DEVICE
 def test_a_sandwich_holds_its_rows_in_few_enough_registers(device: Device) -> None:
     for width in (width for width in ALL_WIDTHS if width <= WIDEST_SANDWICH_FORWARD):
-        forward = sandwich_forward_plan(width, device)
+        forward = forward_plan(width, device, section="sandwich_forward")
         assert forward.mode == "multi_wave_cached"
         assert width <= forward.block
     for width in (width for width in ALL_WIDTHS if width <= WIDEST_SANDWICH_BACKWARD):
         for column_bytes in (8, 12, 24):
-            backward = sandwich_backward_plan(width, column_bytes, device)
+            backward = backward_plan(width, column_bytes, device, "sandwich_backward")
             assert width <= backward.block == next_power_of_2(backward.block)
             assert backward.rows == next_power_of_2(backward.rows)
             assert backward.rows * backward.block <= 32 * backward.warps * device.warp_size
@@ -126,7 +123,8 @@ def test_a_sandwich_holds_its_rows_in_few_enough_registers(device: Device) -> No
 @EVERY_DEVICE
 def test_a_gated_norm_holds_a_group_in_registers_and_in_shared_memory(device: Device) -> None:
     for width in (width for width in ALL_WIDTHS if width <= WIDEST_GATED):
-        for plan in (gated_forward_plan(width, device), *(gated_backward_plan(width, n, device) for n in (6, 16))):
+        backward = [backward_plan(width, column_bytes, device, "gated_backward") for column_bytes in (6, 16)]
+        for plan in (forward_plan(width, device, section="gated_forward"), *backward):
             assert width <= plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
             assert plan.rows * plan.block <= 32 * plan.warps * device.warp_size
@@ -135,12 +133,13 @@ def test_a_gated_norm_holds_a_group_in_registers_and_in_shared_memory(device: De
 
 
 def test_fp32_rows_of_a_sandwich_are_held_by_twice_the_warps() -> None:
-    assert sandwich_backward_plan(4096, 24, H200).warps == 2 * sandwich_backward_plan(4096, 12, H200).warps
+    wide, narrow = (backward_plan(4096, column_bytes, H200, "sandwich_backward") for column_bytes in (24, 12))
+    assert wide.warps == 2 * narrow.warps
 
 
 def test_two_programs_of_a_sandwich_share_a_processor() -> None:
     """bf16 rows of 2560: four tensors and both weights, two tiles ahead, twice."""
-    plan = sandwich_backward_plan(2560, 12, H200)
+    plan = backward_plan(2560, 12, H200, "sandwich_backward")
     assert plan.programs == 2 * H200.processors
     assert 2 * (plan.stages - 1) * plan.block * 12 <= H200.shared_memory
 
@@ -237,8 +236,8 @@ def test_a_row_of_a_table_goes_before_the_rules_at_its_width_alone(table: PlanTa
 
 def test_a_measured_forward_is_that_of_norms_with_adds_too() -> None:
     device = replace(H200, table=PlanTable("", "", "", {"forward": (Rule(1152, 4096, 8),)}))
-    assert sandwich_forward_plan(1152, device) == forward_plan(1152, device)
-    assert sandwich_forward_plan(1152, device).warps == 8
+    assert forward_plan(1152, device, section="sandwich_forward") == forward_plan(1152, device)
+    assert forward_plan(1152, device).warps == 8
 
 
 def test_a_device_takes_its_own_table_or_the_rules() -> None:

@@ -48,12 +48,12 @@ def plans_of(width: int) -> dict[str, str]:
     found: dict[str, object] = {
         "(add +) norm": plans.forward_plan(width, device),
         "norm backward": plans.backward_plan(width, 6, device),
-        "add + norm backward": plans.backward_plan(width, 8, device, summed=True),
+        "add + norm backward": plans.backward_plan(width, 8, device, "add_backward"),
     }
     if width <= plans.WIDEST_SANDWICH_FORWARD:
-        found["norm + add (+ norm)"] = plans.sandwich_forward_plan(width, device)
+        found["norm + add (+ norm)"] = plans.forward_plan(width, device, None, "sandwich_forward")
     if width <= plans.WIDEST_SANDWICH_BACKWARD:
-        found["norm + add + norm backward"] = plans.sandwich_backward_plan(width, 12, device)
+        found["norm + add + norm backward"] = plans.backward_plan(width, 12, device, "sandwich_backward")
     if width <= 512:  # of a head
         for name, rotary in (("qk norm", 0), ("qk norm + RoPE", width)):
             found[name] = plans.heads_forward_plan(32, 8, width, rotary, device)

@@ -159,6 +159,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 """The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own."""
 
+_ROWS_OF = {
+    "sandwich_forward": "forward",
+    "rotated_heads_forward": "heads_forward",
+    "fp32_sandwich_backward": "sandwich_backward",
+}
+"""The sections for which rows of another one are measured: so a norm has the same bits by itself and fused."""
+
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
@@ -168,19 +175,13 @@ class PlanTable:
         device: as its driver names it.
         capability: of its architecture.
         measured: the versions that it was measured with, and the day.
-        rows: by section, for one width each, which is their ``widest``. One of ``forward`` is that of
-            ``sandwich_forward`` too, and one of ``heads_forward`` that of ``rotated_heads_forward``: so a norm has the
-            same bits by itself and fused.
+        rows: by section, for one width each, which is their ``widest``.
     """
 
     device: str
     capability: str
     measured: str
     rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
-
-    def row(self, section: str, width: int) -> Rule | None:
-        """The row for a width; None where there is none."""
-        return next((rule for rule in self.rows.get(section, ()) if rule.widest == width), None)
 
 
 H200 = PlanTable("NVIDIA H200", "9.0", "fused_norm 0.1.0, torch 2.11.0, triton 3.6.0, 2026-11-20")
@@ -244,13 +245,10 @@ class Device:
         """The warps with as many lanes as ``wanted`` warps of 32 lanes have: half as many where a warp has 64."""
         return max(1, wanted * 32 // self.warp_size)
 
-    def rule(self, section: str, width: int, measured: str | None = None) -> Rule:
-        """The rule of a section for rows of ``width`` elements.
-
-        ``measured``: the section whose row in the device's table goes before it, where that is another one.
-        """
-        row = self.table.row(measured or section, width)
-        return row or next(rule for rule in RULES[section] if width <= rule.widest)
+    def rule(self, section: str, width: int) -> Rule:
+        """What was measured for rows of ``width`` elements on this device, or the rule of the section."""
+        measured = (row for row in self.table.rows.get(_ROWS_OF.get(section, section), ()) if row.widest == width)
+        return next(measured, None) or next(rule for rule in RULES[section] if width <= rule.widest)
 
     def stages(self, wanted: int, tile_bytes: int) -> int:
         """The tiles in flight: as many as ``wanted``, or as shared memory holds, where each but the first lies."""
@@ -259,7 +257,7 @@ class Device:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One launch of the forward.
+    """One launch of a forward, or of a gate in either direction.
 
     Attributes:
         mode: see ``Mode``.
@@ -308,10 +306,14 @@ class BackwardPlan:
 
 
 @lru_cache(maxsize=1024)
-def forward_plan(width: int, device: Device = Device(), mode: Mode | None = None) -> ForwardPlan:
+def forward_plan(
+    width: int, device: Device = Device(), mode: Mode | None = None, section: str = "forward"
+) -> ForwardPlan:
     """The forward's launch for rows of ``width`` elements, in the best mode or the one asked for.
 
-    A norm with a residual has the same plan, so that rows are added up in the same order.
+    A norm with a residual has the same plan, so that rows are added up in the same order. ``section`` is
+    ``sandwich_forward`` for a norm, an add and, in a sandwich, a norm, of rows up to ``WIDEST_SANDWICH_FORWARD``; or
+    ``gated_forward`` for a gated norm, ``width`` being that of a group, up to ``WIDEST_GATED``. Both have one mode.
 
     Raises:
         ValueError: for a mode that is none, or that cannot hold a row this wide.
@@ -329,60 +331,26 @@ def forward_plan(width: int, device: Device = Device(), mode: Mode | None = None
         raise ValueError(
             f"mode {mode!r} holds rows of up to {WIDEST_FORWARD} elements, not {width}; use multi_wave_reload"
         )
+    rule = device.rule(section, width)
     programs = (8 if block <= 4096 else 4) * device.processors if mode == "static_persistent" else 0
-    return replace(_whole_rows(device.rule("forward", width), width, device), mode=mode, programs=programs)
-
-
-def _whole_rows(rule: Rule, width: int, device: Device) -> ForwardPlan:
-    """The forward by a rule that holds rows whole."""
-    block = next_power_of_2(width)
-    return ForwardPlan("multi_wave_cached", max(1, rule.elements // max(block, 32)), block, device.warps(rule.warps))
-
-
-@lru_cache(maxsize=1024)
-def sandwich_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
-    """The forward of a norm, an add and, in a sandwich, a norm, for rows up to ``WIDEST_SANDWICH_FORWARD``."""
-    return _whole_rows(device.rule("sandwich_forward", width, measured="forward"), width, device)
-
-
-@lru_cache(maxsize=1024)
-def gated_forward_plan(width: int, device: Device = Device()) -> ForwardPlan:
-    """A gated norm's forward, for groups of up to ``WIDEST_GATED`` elements, ``width`` being those of one group."""
-    return _whole_rows(device.rule("gated_forward", width), width, device)
+    return ForwardPlan(mode, max(1, rule.elements // max(block, 32)), block, device.warps(rule.warps), programs)
 
 
 @lru_cache(maxsize=1024)
 def backward_plan(
-    width: int, column_bytes: int = 8, device: Device = Device(), *, summed: bool = False
+    width: int, column_bytes: int = 8, device: Device = Device(), section: str = "norm_backward"
 ) -> BackwardPlan:
     """The backward's launch for rows of ``width`` elements.
 
     ``column_bytes``: what the loop reads for one element of a row, over all tensors it reads. Every stage beyond the
-    first holds a tile of each in shared memory; where they do not fit, fewer are in flight. ``summed``: the gradient of
-    a residual sum is read and added as well.
+    first holds a tile of each in shared memory; where they do not fit, fewer are in flight. ``section``:
+    ``add_backward`` where the gradient of a residual sum is read and added as well; ``sandwich_backward``, of rows up
+    to ``WIDEST_SANDWICH_BACKWARD``; or ``gated_backward``, of groups up to ``WIDEST_GATED``, the programs being those
+    of all groups.
     """
-    rule = device.rule("add_backward" if summed else "norm_backward", width)
-    return _backward_by(rule, width, column_bytes, device)
-
-
-@lru_cache(maxsize=1024)
-def sandwich_backward_plan(width: int, column_bytes: int = 12, device: Device = Device()) -> BackwardPlan:
-    """A sandwich's backward, for rows up to ``WIDEST_SANDWICH_BACKWARD``; ``column_bytes`` as in ``backward_plan``."""
-    section = "sandwich_backward" if column_bytes <= 12 else "fp32_sandwich_backward"
-    return _backward_by(device.rule(section, width, measured="sandwich_backward"), width, column_bytes, device)
-
-
-@lru_cache(maxsize=1024)
-def gated_backward_plan(width: int, column_bytes: int = 8, device: Device = Device()) -> BackwardPlan:
-    """A gated norm's backward, for what ``gated_forward_plan`` takes; ``column_bytes`` as in ``backward_plan``.
-
-    The programs are those of all groups.
-    """
-    return _backward_by(device.rule("gated_backward", width), width, column_bytes, device)
-
-
-def _backward_by(rule: Rule, width: int, column_bytes: int, device: Device) -> BackwardPlan:
-    chunked = width > WIDEST_BACKWARD
+    if section == "sandwich_backward" and column_bytes > 12:
+        section = "fp32_sandwich_backward"
+    rule, chunked = device.rule(section, width), width > WIDEST_BACKWARD
     columns = rule.elements // 2 if chunked else next_power_of_2(width)
     rows = max(1, rule.elements // max(columns, 64))
     block = columns // 2 if rule.tail else columns
@@ -432,7 +400,7 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
     ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do. RoPE alone
     has the plan of a norm and RoPE.
     """
-    rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width, measured="heads_forward")
+    rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width)
     return _heads_by(rule, (q_heads, k_heads), width, rotary, device)
 
 
@@ -476,27 +444,12 @@ def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:
     return HeadsTile((1 << most) // best, best)
 
 
-@dataclass(frozen=True)
-class GluPlan:
-    """One launch of a gate, forward or backward: a program for each tile.
-
-    Attributes:
-        rows: in a tile.
-        block: columns in a tile.
-        warps: of a program.
-    """
-
-    rows: int
-    block: int
-    warps: int
-
-
 @lru_cache(maxsize=1024)
-def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> GluPlan:
+def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> ForwardPlan:
     """The launch for rows of ``width`` elements; ``width`` is None where all rows follow each other in memory."""
     rule = device.rule("glu_backward" if backward else "glu_forward", 0)
     block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
-    return GluPlan(rule.elements // block, block, device.warps(rule.warps))
+    return ForwardPlan("multi_wave_cached", rule.elements // block, block, device.warps(rule.warps))
 
 
 def next_power_of_2(value: int) -> int:

@@ -6,6 +6,7 @@ Given float64 tensors the formulas compute in float64 throughout, which is what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +14,41 @@ from torch import Tensor
 from ..spec import NormSpec
 
 
+def _silu(x: Tensor) -> Tensor:
+    """SiLU in two steps, because the gradient of PyTorch's own has no forward-mode derivative."""
+    return x * torch.sigmoid(x)
+
+
+class Spelling(NamedTuple):
+    """How modelling code writes the steps of a norm, which makes a difference in the last place of an fp32.
+
+    Attributes:
+        inverse_root: ``v ** -0.5``, or the root itself where x is divided by it.
+        by: what makes the normalised row of x and that.
+        silu: of a gate.
+    """
+
+    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt
+    by: Callable[[Tensor, Tensor], Tensor] = torch.mul
+    silu: Callable[[Tensor], Tensor] = _silu
+
+
+_OURS = Spelling()
+
+
 def rms_norm(
     spec: NormSpec,
     x: Tensor,
     weight: Tensor | None,
     *,
-    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
-    by: Callable[[Tensor, Tensor], Tensor] = torch.mul,
+    spelling: Spelling = _OURS,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
-    ``inverse_root`` is how ``v ** -0.5`` is spelled, and ``by`` how x is multiplied by it: modelling code differs in
-    them, in the last place of an fp32. With ``sqrt`` and ``div`` x is divided by the root. ``dtype`` is what the
-    castings but ``none`` round to instead of x's own.
+    ``dtype`` is what the castings but ``none`` round to instead of x's own.
     """
+    inverse_root, by, _ = spelling
     if spec.casting == "none":
         return _uncast(spec, x, weight, inverse_root)
     dtype = dtype or x.dtype
@@ -109,11 +130,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
     return y.to(dtype) if single_rounding else y
 
 
-def _silu(x: Tensor) -> Tensor:
-    """SiLU in two steps, because the gradient of PyTorch's own has no forward-mode derivative."""
-    return x * torch.sigmoid(x)
-
-
 def gated_rms_norm(
     spec: NormSpec,
     x: Tensor,
@@ -122,25 +138,18 @@ def gated_rms_norm(
     activation: str,
     norm_before_gate: bool,
     groups: int,
-    *,
-    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt,
-    by: Callable[[Tensor, Tensor], Tensor] = torch.mul,
-    silu: Callable[[Tensor], Tensor] = _silu,
+    spelling: Spelling = _OURS,
 ) -> Tensor:
-    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group; see ``kernels.gated_rms_norm``.
-
-    ``inverse_root`` and ``by`` as in ``rms_norm``; ``silu`` is how that is spelled, which makes as small a difference.
-    """
+    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group of columns by itself."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    act = silu if activation == "silu" else torch.sigmoid
-    gate = act(gate.to(wide))
+    gate = (spelling.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
     total, dtype = x, x.dtype
     if not norm_before_gate:
         total = x.to(wide) * gate
     elif spec.casting == "gemma":
         total, dtype = x.to(wide), wide
     weight = None if weight is None else _grouped(weight, groups)
-    y = rms_norm(spec, _grouped(total, groups), weight, inverse_root=inverse_root, by=by, dtype=dtype).reshape(x.shape)
+    y = rms_norm(spec, _grouped(total, groups), weight, spelling=spelling, dtype=dtype).reshape(x.shape)
     return (y * gate).to(x.dtype) if norm_before_gate else y
 
 
@@ -212,7 +221,7 @@ def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
-    gate, up = _halves(gate, up)
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     if activation == "silu":
         return _silu(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(gate.dtype) * up
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
@@ -221,7 +230,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
     """The gradients of what ``glu`` takes, each rounded once to the dtype of its own tensor."""
     packed = up is None
-    gate, up = _halves(gate, up)
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     wide = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
     x, d = gate.to(wide), dy.to(wide)
     # act(x) = x * share, and the derivative of share
@@ -239,13 +248,6 @@ def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -
     dup = (d * (x * share).to(gate.dtype).to(wide)).to(up.dtype)
     dgate = (d * up.to(wide) * (share + x * change)).to(gate.dtype)
     return (torch.cat((dgate, dup), dim=-1), None) if packed else (dgate, dup)
-
-
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    if up is not None:
-        return gate, up
-    first, second = gate.chunk(2, dim=-1)
-    return first, second
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.arguments import GATES
+from ..kernels.reference import Spelling
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
 from .probe import (
     DTYPES,
@@ -37,13 +38,15 @@ _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32)
 _OTHER_EPS = 0.25
 _WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "rounded_rstd", "none")  # the others are llama without a weight
 
-Spelling = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
-_SPELLINGS: tuple[Spelling, ...] = (
-    (torch.rsqrt, torch.mul),
-    (lambda value: value.pow(-0.5), torch.mul),
-    (lambda value: 1.0 / value.sqrt(), torch.mul),
-    (torch.sqrt, torch.div),
-)
+_SPELLINGS = [
+    Spelling(root, by, torch.ops.aten.silu.default)
+    for root, by in (
+        (torch.rsqrt, torch.mul),
+        (lambda value: value.pow(-0.5), torch.mul),
+        (lambda value: 1.0 / value.sqrt(), torch.mul),
+        (torch.sqrt, torch.div),
+    )
+]
 """Spellings of ``x * v ** -0.5`` in modelling code, the root and what is done with it, which differ in the last place
 of an fp32."""
 
@@ -108,7 +111,7 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
         eps = getattr(module, name)
         candidates = _gated_candidates(module, eps) if takes_gate(module) else _candidates(module, eps)
         for spec, spelling in itertools.product(candidates, _SPELLINGS):
-            if spelling[1] is not torch.mul and spec.casting in ("rounded_rstd", "none"):
+            if spelling.by is not torch.mul and spec.casting in ("rounded_rstd", "none"):
                 continue  # the root is rounded there, and so it matters which root it is
             if _computes(module, name, spec, spelling):
                 matches[spec] = name
@@ -220,13 +223,11 @@ def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _expected(spec: NormSpec, weight: Tensor | None, spelling: Spelling, *given: Tensor) -> Tensor:
     """The result of the formula."""
-    root, by = spelling
     if not isinstance(spec, GatedNormSpec):
-        return reference.rms_norm(spec, given[0], weight, inverse_root=root, by=by)
+        return reference.rms_norm(spec, given[0], weight, spelling=spelling)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
-    spelled = partial(reference.gated_rms_norm, inverse_root=root, by=by, silu=torch.ops.aten.silu.default)
-    return spelled(spec, x, gate, weight, *how)
+    return reference.gated_rms_norm(spec, x, gate, weight, *how, spelling)
 
 
 def _computes(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling) -> bool:

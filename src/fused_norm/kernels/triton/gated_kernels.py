@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import BackwardPlan, ForwardPlan, gated_backward_plan, gated_forward_plan
+from ..plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .devices import device_facts
 from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, same_rows
+from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, norm_dtype, same_rows
 from .weight_grad import sum_shares
 
 
@@ -185,7 +185,7 @@ def launch_gated_forward(
         return
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
     (x, gate, y, rstd), spacing = same_rows(x, gate, *outputs)  # type: ignore[assignment]
-    plan = gated_forward_plan(width, device_facts(x.device))
+    plan = forward_plan(width, device_facts(x.device), None, "gated_forward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
     launch(_gated_forward_kernel, grid, (x, gate, contiguous(weight), y, rstd), numbers, constants, warps=plan.warps)
@@ -214,7 +214,7 @@ def launch_gated_backward(
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // groups
     (x, dy, gate, dx, dgate, rstd), spacing = same_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
     read = dy, x, gate, contiguous(weight)
-    plan = gated_backward_plan(width, sum(one.element_size() for one in read if one is not None), device)
+    plan = backward_plan(width, bytes_of(*read), device, "gated_backward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)

@@ -8,75 +8,64 @@ GPU does and which took two fifths of what was left.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import triton.language as tl
 
+_lock = threading.Lock()
 
-class Turn:
-    """Lets one thread at a time run a kernel: the interpreter keeps the grid in one place for all threads.
 
-    Meanwhile a ``_PatchOnce`` stands for its private ``_patch_lang``, and integers are added as on a GPU; in a Triton
+@contextlib.contextmanager
+def one_launch() -> Iterator[None]:
+    """A context in which one thread at a time runs a kernel: the interpreter keeps the grid in one place for all.
+
+    Meanwhile ``_prepared_once`` stands for its private ``_patch_lang``, and integers are added as on a GPU; in a Triton
     that has other names for these, all stays as it is.
     """
+    from triton.runtime import interpreter  # only here: where kernels are compiled nobody needs it
 
-    def __init__(self) -> None:
-        from triton.runtime import interpreter  # only here: where kernels are compiled nobody needs it
-
-        self._lock = threading.Lock()
-        self._interpreter = interpreter
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._patch = getattr(self._interpreter, "_patch_lang", None)
-        if self._patch is not None:
-            self._interpreter._patch_lang = _PatchOnce(self._patch)
-        builder: Any = getattr(self._interpreter, "interpreter_builder", None)
+    with _lock, contextlib.ExitStack() as undo:
+        patch: Any = getattr(interpreter, "_patch_lang", None)
+        if patch is not None:
+            undo.callback(setattr, interpreter, "_patch_lang", patch)
+            interpreter._patch_lang = _prepared_once(patch)
+        builder: Any = getattr(interpreter, "interpreter_builder", None)
         options: Any = getattr(builder, "options", None)
         if hasattr(options, "sanitize_overflow"):
+            undo.callback(setattr, builder, "options", options)
             builder.options = replace(options, sanitize_overflow=False)
-        self._options = options
-
-    def __exit__(self, *_: object) -> None:
-        if self._patch is not None:
-            self._interpreter._patch_lang = self._patch
-        if self._options is not None:
-            self._interpreter.interpreter_builder.options = self._options
-        self._lock.release()
+        yield
 
 
-class _PatchOnce:
-    """``patch``, which prepares modules of Triton's language for the function that is called, once for each of them."""
+def _prepared_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``patch``, which prepares modules of Triton's language for the function that is called, once for each of them.
 
-    def __init__(self, patch: Callable[[Any], Any]) -> None:
-        self._patch = patch
-        self._done: set[frozenset[str]] = set()
+    What it returns has a ``restore`` that the interpreter calls behind the function.
+    """
+    done: set[frozenset[str]] = set()
 
-    def __call__(self, function: Any) -> _Scope:
+    def prepare(function: Any) -> Any:
         modules = _languages(function)
-        if modules in self._done:
-            return _Scope()
-        self._done.add(modules)
-        scope = self._patch(function)
+        if modules in done:
+            return SimpleNamespace(restore=lambda: None)
+        done.add(modules)
+        scope = patch(function)
 
         def restore() -> None:
-            self._done.discard(modules)
+            done.discard(modules)
             if scope is not None:
                 scope.restore()
 
-        return _Scope(restore)
+        return SimpleNamespace(restore=restore)
 
-
-class _Scope:
-    """An object that puts back what was replaced when the interpreter calls ``restore``."""
-
-    def __init__(self, restore: Callable[[], None] = lambda: None) -> None:
-        self.restore = restore
+    return prepare
 
 
 @cache

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..observation import Observation
 from .devices import INTERPRETED, on
-from .interpreter import Turn
-
-_turn: AbstractContextManager[object] = Turn() if INTERPRETED else nullcontext()
+from .interpreter import one_launch
 
 
 class Launch(NamedTuple):
@@ -42,7 +40,7 @@ class Launch(NamedTuple):
         """Launch on the tensors' device, and return the compiled kernel, None in the interpreter."""
         lead = self.tensors[0]
         assert lead is not None
-        with _turn, on(lead.device):
+        with one_launch() if INTERPRETED else nullcontext(), on(lead.device):
             return self.kernel[self.grid](*self.tensors, *self.numbers, **self.options, **self.constants)
 
 

@@ -75,6 +75,11 @@ def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
+def bytes_of(*tensors: Tensor | None) -> int:
+    """The bytes of one element of every tensor together."""
+    return sum(tensor.element_size() for tensor in tensors if tensor is not None)
+
+
 def norm_dtype(spec: NormSpec, dtype: torch.dtype, weight: Tensor | None) -> torch.dtype:
     """The dtype of a norm's output for an input of ``dtype``."""
     if weight is None or spec.casting in ("gemma", "rounded_gamma"):

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan, sandwich_backward_plan
+from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan
 from .devices import device_facts
 from .language import input_grad, let_next_begin, load_gamma, load_input, load_tile, rows_of, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, contiguous, empty_rows_like, same_rows
+from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, same_rows
 from .weight_grad import sum_shares
 
 _GRID_LIMIT = 65_535
@@ -285,12 +285,9 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
     read = dy, ds, s, x, inner_weight, weight
-    column_bytes = sum(tensor.element_size() for tensor in read if tensor is not None)
-    if inner:
-        plan = sandwich_backward_plan(width, column_bytes, device)
-    else:
-        # Scales of codes are one more tensor in flight, as a residual's gradient is.
-        plan = backward_plan(width, column_bytes, device, summed=ds is not None or s_scale is not None)
+    # Scales of codes are one more tensor in flight, as a residual's gradient is.
+    alone = "norm_backward" if ds is None and s_scale is None else "add_backward"
+    plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else alone)
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dinner is None else (dinner, dw)

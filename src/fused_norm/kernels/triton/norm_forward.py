@@ -13,13 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import (
-    WIDEST_SANDWICH_FORWARD,
-    Mode,
-    forward_plan,
-    next_power_of_2,
-    sandwich_forward_plan,
-)
+from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, next_power_of_2
 from .devices import device_facts
 from .language import (
     columns_of,
@@ -280,7 +274,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     x, residual, y, s = arranged  # type: ignore[assignment]
     long = rows * max(strides) >= INT32_LIMIT
     device = device_facts(x.device)
-    plan = sandwich_forward_plan(width, device) if inner else forward_plan(width, device, mode)
+    plan = forward_plan(width, device, mode, "sandwich_forward" if inner else "forward")
     constants: dict[str, Any] = {"N": width, "BLOCK": plan.block, "SPEC": spec.without_eps()}
     numbers = rows, *strides, spec.eps, None if scale == 1.0 else float(scale)
     # Products of fp32 numbers, squares and scaled ones, are rounded before they are added: which of two the compiler
