@@ -18,21 +18,23 @@ from .language import let_next_begin, load_gamma, normalised, round_to, rstd_fro
 
 
 @triton.jit
-def _token_of(tile, H, TOKENS: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr):
-    """The tokens of a tile, [TOKENS, 1, 1]; a token's blocks of heads follow each other."""
-    block = tile // tl.cdiv(H, HEADS)
-    if LONG:
-        block = block + tl.zeros([1, 1, 1], tl.int64)
-    return block * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+def _place_of(tile, counts, TOKENS: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr):
+    """A tile's batches, the positions in them, heads, and what of its tokens and of its rows there is.
 
-
-@triton.jit
-def _head_of(tile, H, HEADS: tl.constexpr, LONG: tl.constexpr):
-    """The heads of a tile, [1, HEADS, 1]."""
-    block = tile % tl.cdiv(H, HEADS)
+    Those of tokens are [TOKENS, 1, 1], and heads [1, HEADS, 1]; a token's blocks of heads follow each other.
+    """
+    T, LENGTH, H = counts
+    tokens = tile // tl.cdiv(H, HEADS)
     if LONG:
-        block = block + tl.zeros([1, 1, 1], tl.int64)
-    return block * HEADS + tl.arange(0, HEADS)[None, :, None]
+        tokens = tokens + tl.zeros([1, 1, 1], tl.int64)
+    token = tokens * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    heads = tile % tl.cdiv(H, HEADS)
+    if LONG:
+        heads = heads + tl.zeros([1, 1, 1], tl.int64)
+    head = heads * HEADS + tl.arange(0, HEADS)[None, :, None]
+    batch = token // LENGTH
+    position = token - batch * LENGTH
+    return batch, position, head, token < T, (token < T) & (head < H)
 
 
 @triton.jit
@@ -96,13 +98,9 @@ def _forward_tile(
 ):  # fmt: skip
     """Compute a tile of the forward. In a rotation without a norm SINGLE_ROUNDING rounds nothing but the result, and
     INVERSE turns the other way, as its backward does."""
-    T, LENGTH, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
-    token, head = _token_of(tile, H, TOKENS, HEADS, SHAPE.LONG), _head_of(tile, H, HEADS, SHAPE.LONG)
-    batch = token // LENGTH
-    position = token - batch * LENGTH
-    live = (token < T) & (head < H)
+    batch, position, head, present, live = _place_of(tile, counts, TOKENS, HEADS, SHAPE.LONG)
     col = tl.arange(0, SHAPE.BLOCK)
     HALVES: tl.constexpr = R == N
     HALF: tl.constexpr = R // 2
@@ -119,7 +117,6 @@ def _forward_tile(
         # Loaded together with x: loaded behind the sum of its squares, they would be waited for once more.
         cos_rows = _angles_of(cos, batch, position, HEADS)
         sin_rows = _angles_of(sin, batch, position, HEADS)
-        present = token < T
         if HALVES:
             b = _load(x_rows, HALF, col, R, live)
             if SPEC is not None:
@@ -215,7 +212,7 @@ def _backward_tiles(
     STAGES: tl.constexpr, SHAPE: tl.constexpr, SPEC: tl.constexpr, HAS_DW: tl.constexpr,
 ):  # fmt: skip
     """Every ``programs``-th tile; the share of dw, where one is wanted, goes to the N floats at ``share_ptr``."""
-    T, LENGTH, H = counts
+    T, _, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
     BLOCK: tl.constexpr = SHAPE.BLOCK
@@ -234,10 +231,7 @@ def _backward_tiles(
             gamma_b = _gamma_at(w_ptr, HALF, col, R, SPEC)
 
     for tile in tl.range(program, tl.cdiv(T, TOKENS) * tl.cdiv(H, HEADS), programs, num_stages=STAGES):
-        token, head = _token_of(tile, H, TOKENS, HEADS, SHAPE.LONG), _head_of(tile, H, HEADS, SHAPE.LONG)
-        batch = token // LENGTH
-        position = token - batch * LENGTH
-        live = (token < T) & (head < H)
+        batch, position, head, present, live = _place_of(tile, counts, TOKENS, HEADS, SHAPE.LONG)
         x_rows = _rows_of(x, batch, position, head)
         d_rows = _rows_of(d, batch, position, head)
 
@@ -246,7 +240,6 @@ def _backward_tiles(
         if R:
             cos_rows = _angles_of(cos, batch, position, HEADS)
             sin_rows = _angles_of(sin, batch, position, HEADS)
-            present = token < T
         if HALVES:
             b = _load(x_rows, HALF, col, R, live)
             d_a, d_b = dn_a, _load(d_rows, HALF, col, R, live)
