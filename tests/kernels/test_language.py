@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_norm.kernels.triton.devices import INTERPRETED
 from fused_norm.kernels.triton.language import round_to, rows_of
-from fused_norm.kernels.triton.qk_kernels import _head_of, _token_of
+from fused_norm.kernels.triton.qk_kernels import _place_of
 
 from .numerics import BF16, DTYPES, FP16, FP32
 
@@ -71,8 +71,11 @@ def _index_kernel(tile_ptr, row_ptr, token_ptr, head_ptr, H, TILE: tl.constexpr,
     index = tl.arange(0, TILE)
     tile = tl.load(tile_ptr)
     tl.store(row_ptr + index, rows_of(tile, TILE, LONG))
-    tl.store(token_ptr + index[:, None, None], _token_of(tile, H, TILE, 4, LONG))
-    tl.store(head_ptr + index[None, :, None], _head_of(tile, H, TILE, LONG))
+    # In sequences of one token a token's number is that of its sequence.
+    batch, _, _, _, _ = _place_of(tile, (TILE, 1, H), TILE, 4, LONG)
+    tl.store(token_ptr + index[:, None, None], batch)
+    _, _, head, _, _ = _place_of(tile, (TILE, 1, H), 4, TILE, LONG)
+    tl.store(head_ptr + index[None, :, None], head)
 
 
 @pytest.mark.parametrize(("first", "long"), [(3, False), (3, True), (2**27, True), (2**31 - 1, True)])
