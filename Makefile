@@ -1,5 +1,5 @@
 # `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
-# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --axis lora", BENCH="kernels --rows 'glu*'",
+# PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --axis lora", BENCH="features",
 # COVERAGE="qwen3" and TESTS="-k qk" hand options to the demo, the convergence suite, the benchmarks, the sweep over all
 # model types and pytest.
 

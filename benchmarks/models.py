@@ -141,7 +141,8 @@ def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     row.ready[result.by] = patched, call
     if peak is None:
         return result
-    return replace(result, peak_bytes=peak.allocated - of_others, reserved_bytes=peak.reserved - of_others)
+    allocated, reserved = peak
+    return replace(result, peak_bytes=allocated - of_others, reserved_bytes=reserved - of_others)
 
 
 def _made(variant: str, step: BenchmarkedModel) -> tuple[BenchmarkedModel, Patched]:

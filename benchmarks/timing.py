@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -138,20 +138,8 @@ def host_and_step_time(call: Call, calls: int, device: torch.device) -> tuple[fl
             gc.enable()
 
 
-class PeakMemory(NamedTuple):
-    """The most GPU memory during a call, in bytes.
-
-    Attributes:
-        allocated: by tensors.
-        reserved: by PyTorch's allocator, for them and between them.
-    """
-
-    allocated: int
-    reserved: int
-
-
-def peak_memory(call: Call, device: torch.device) -> PeakMemory | None:
-    """The peak of GPU memory during a call; None on a CPU.
+def peak_memory(call: Call, device: torch.device) -> tuple[int, int] | None:
+    """The peak of GPU memory during a call in bytes, by tensors and by PyTorch's allocator for them; None on a CPU.
 
     The call runs once before: memory that only the first call needs, such as that of compiling, does not count. What
     was reserved for it and for others is given back before the call that counts.
@@ -163,7 +151,7 @@ def peak_memory(call: Call, device: torch.device) -> PeakMemory | None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def memory_over(call: Callable[[], T], device: torch.device) -> tuple[int, T]:

@@ -27,7 +27,6 @@ from benchmarks.model_variants import (
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Results
 from benchmarks.samples import PairedRatio
-from benchmarks.timing import PeakMemory
 
 from .tiny_cases import MODEL_CASES
 
@@ -222,7 +221,7 @@ def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypa
         step = call.func.__self__
         call()
         assert all(parameter.grad is None for parameter in step.model.parameters()), "none is kept for the next"
-        return PeakMemory(1000, 2000)
+        return 1000, 2000
 
     monkeypatch.setattr(models, "peak_memory", peak_memory)
     monkeypatch.setattr(models, "_allocated", lambda device: next(held))
