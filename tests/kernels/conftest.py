@@ -88,8 +88,9 @@ def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
 @pytest.fixture
 def sandwich_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel holds rows of up to 50 elements in the directions named: "forward", "backward", "both" or "none"."""
+    named = getattr(request, "param", "both")
     for direction, module in (("forward", norm_forward), ("backward", norm_backward)):
-        if request.param in (direction, "both"):
+        if named in (direction, "both"):
             monkeypatch.setattr(module, f"WIDEST_SANDWICH_{direction.upper()}", 50)
 
 

@@ -393,6 +393,11 @@ class Guarded:
         self._buffers.append(buffer)
         return buffer.as_strided(like.shape, like.stride(), self._SIZE)
 
+    @property
+    def count(self) -> int:
+        """The number of tensors made."""
+        return len(self._buffers)
+
     def intact(self) -> bool:
         bands = (band for b in self._buffers for band in (b[: self._SIZE], b[-self._SIZE :]))
         return all((band == self._SENTINEL).all() for band in bands)

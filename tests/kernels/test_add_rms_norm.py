@@ -23,10 +23,7 @@ from .numerics import (
     WIDE,
     Inputs,
     Norm,
-    assert_same_row,
     assert_within_budget,
-    far_apart,
-    in_layout,
     make_inputs,
     run,
     run_true,
@@ -120,20 +117,6 @@ def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
     assert dw is None
 
 
-@pytest.mark.parametrize("frozen", ["w", "x", "xr"])
-@pytest.mark.usefixtures("in_chunks")
-def test_frozen_arguments_of_rows_in_chunks_change_no_other(frozen: str, device: str) -> None:
-    _assert_frozen_change_no_other(frozen, GEMMA, device)
-
-
-def _assert_frozen_change_no_other(frozen: str, norm: Norm, device: str) -> None:
-    inputs = make_inputs(norm, (5, 145), device)
-    whole, part = run(norm.fused, inputs), run(norm.fused, inputs, frozen)
-    for name in "xrw":
-        gradient = getattr(part, f"d{name}")
-        assert gradient is None if name in frozen else torch.equal(gradient, getattr(whole, f"d{name}"))
-
-
 def test_gradients_have_the_dtype_of_their_input(device: str) -> None:
     norm = Norm("llama", x=BF16, r=FP32, w=FP16)
     ours = assert_within_budget(norm, make_inputs(norm, (5, 123), device))
@@ -150,33 +133,6 @@ def test_dw_is_summed_in_fp32(device: str) -> None:
     ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
     summing = 16 * torch.finfo(FP32).eps * scales(norm, inputs, truth)["dw"]
     assert ((ours.dw.double() - truth.dw).abs() <= torch.finfo(BF16).eps / 2 * truth.dw.abs() + summing).all()
-
-
-@pytest.mark.usefixtures("in_chunks")
-@pytest.mark.parametrize("argument", ["x", "r", "dy", "ds"])
-def test_rows_in_chunks_are_read_at_strides_of_their_own(argument: str, device: str) -> None:
-    inputs = make_inputs(GEMMA, (2, 1, 3, 145), device)
-    dense = run(GEMMA.fused, inputs)
-    setattr(inputs, argument, in_layout("half of a chunk", getattr(inputs, argument)))
-    for name, value in run(GEMMA.fused, inputs).present().items():
-        assert torch.equal(value, getattr(dense, name)), name
-
-
-@pytest.mark.usefixtures("held_or_in_chunks")
-def test_arguments_in_different_layouts_and_orders(device: str) -> None:
-    inputs = make_inputs(GEMMA, (2, 2, 3, 145), device)
-    dense = run(GEMMA.fused, inputs)
-    inputs.x = in_layout("transposed heads", inputs.x)
-    inputs.r = in_layout("half of a chunk", inputs.r)
-    inputs.dy = in_layout("columns first", inputs.dy)
-    inputs.ds = inputs.ds[:1].expand(2, -1, -1, -1)
-    expanded = run(GEMMA.fused, inputs)
-    inputs.ds = inputs.ds.contiguous()
-    for name, value in run(GEMMA.fused, inputs).present().items():
-        assert torch.equal(value, getattr(expanded, name)), name
-        if name in ("y", "s"):
-            assert_same_row(value, getattr(dense, name))
-            assert value.transpose(1, 2).is_contiguous(), "results have x's memory order"
 
 
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA, replace(LLAMA, scale=0.22)], ids=str)
@@ -314,53 +270,6 @@ def test_a_captured_backward_whose_addresses_were_read_replays(device: str) -> N
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(66, 64), (6, 1000)])
-def test_nan_and_inf_stay_in_their_rows_as_in_stock(rows: int, width: int, device: str) -> None:
-    _assert_nan_and_inf_stay_in_their_rows(rows, width, device)
-
-
-@pytest.mark.usefixtures("in_chunks")
-def test_nan_and_inf_in_chunks_stay_in_their_rows_as_in_stock(device: str) -> None:
-    _assert_nan_and_inf_stay_in_their_rows(6, 145, device)
-
-
-def _assert_nan_and_inf_stay_in_their_rows(rows: int, width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (rows, width), device)
-    clean = run(LLAMA.fused, inputs)
-    inputs.x[1, width // 2] = float("nan")
-    inputs.r[3, width - 1] = float("-inf")
-    inputs.x[4, 0], inputs.r[4, 0] = float("inf"), float("-inf")
-    ours, stock = run(LLAMA.fused, inputs), run(LLAMA.stock, inputs)
-    sick = [1, 3, 4]
-    healthy = [row for row in range(rows) if row not in sick]
-    for name in ("y", "s", "dx", "dr"):
-        assert torch.equal(getattr(ours, name)[healthy], getattr(clean, name)[healthy]), name
-        assert torch.equal(getattr(ours, name)[sick].isnan(), getattr(stock, name)[sick].isnan()), name
-    torch.testing.assert_close(ours.s, stock.s, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.usefixtures("in_chunks")
-def test_repeats_are_bitwise_equal(device: str) -> None:
-    inputs = make_inputs(LLAMA, (9, 145), device)
-    first = run(LLAMA.fused, inputs)
-    for _ in range(20 if device == "cuda" else 1):
-        again = run(LLAMA.fused, inputs)
-        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
-
-
-@pytest.mark.parametrize(("rows", "width"), [(67, 64), (19, 1000)])
-def test_a_row_does_not_depend_on_its_neighbours(rows: int, width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (rows, width), device)
-    whole = run(LLAMA.fused, inputs)
-    for some in (torch.randperm(rows, device=device), slice(13, 18)):
-        part = make_inputs(LLAMA, (1, width), device)
-        part.w = inputs.w
-        part.x, part.r, part.dy, part.ds = (tensor[some] for tensor in (inputs.x, inputs.r, inputs.dy, inputs.ds))
-        ours = run(LLAMA.fused, part)
-        for name in ("y", "s", "dx", "dr"):
-            assert torch.equal(getattr(ours, name), getattr(whole, name)[some]), name
-
-
 SCALES = (0.22, 2, -1.5)
 SCALED = [
     *(
@@ -414,16 +323,6 @@ def test_only_the_scaled_sum_is_used(norm: Norm, device: str) -> None:
     dx, dr = torch.autograd.grad(s, (x, r), inputs.ds)
     assert torch.equal(dx, (inputs.ds * norm.scale).to(x.dtype))
     assert torch.equal(dr, inputs.ds)
-
-
-@pytest.mark.usefixtures("in_chunks")
-def test_row_strides_beyond_int32(device: str) -> None:
-    inputs = make_inputs(LLAMA, (3, 256), device)
-    dense = run(LLAMA.fused, inputs)
-    for argument in ("x", "r", "dy", "ds"):
-        ours = run(LLAMA.fused, replace(inputs, **{argument: far_apart(getattr(inputs, argument))}))
-        for name, value in ours.present().items():
-            assert_same_row(value, getattr(dense, name))
 
 
 def test_float64_takes_the_reference() -> None:

@@ -18,18 +18,13 @@ from fused_norm.kernels.plans import (
 )
 from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.kernels.triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
-from fused_norm.kernels.triton.norm_forward import NormInputs, NormOutputs, empty_norm, launch_norm_forward
 
 from .numerics import (
     BASE_CASTINGS,
     BF16,
     FP16,
     FP32,
-    Guarded,
     assert_same_row,
-    far_apart,
-    in_layout,
 )
 from .sandwich import Sandwich, Tensors, assert_rounded_as_stock, assert_within_budget, make_inputs, run, scales
 
@@ -165,17 +160,6 @@ def test_only_one_output_is_used(sandwich: Sandwich, used: str, device: str) -> 
         assert torch.equal(ours["dr"], inputs["ds"].to(sandwich.r))
 
 
-@pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
-@_limits("backward")
-@pytest.mark.usefixtures("sandwich_limits")
-def test_frozen_arguments_get_no_gradient_and_change_no_other(frozen: tuple[str, ...], device: str) -> None:
-    inputs = make_inputs(GEMMA, (5, 123), device)
-    whole, part = run(GEMMA.fused, inputs), run(GEMMA.fused, inputs, frozen)
-    assert part.keys() == whole.keys() - {f"d{name}" for name in frozen}
-    for name, value in part.items():
-        assert torch.equal(value, whole[name]), name
-
-
 @pytest.mark.parametrize("frozen", [(), *FROZEN], ids="-".join)
 def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
     frozen: tuple[str, ...], device: str, launches: list[Launch]
@@ -219,44 +203,12 @@ def test_dw_is_summed_in_fp32(device: str) -> None:
         assert ((ours[name].double() - truth[name]).abs() <= allowed).all(), name
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 130), (0, WIDEST_SANDWICH_FORWARD + 1)], ids=str)
-def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
+def test_no_rows_that_one_kernel_would_not_hold(device: str) -> None:
+    shape = (0, WIDEST_SANDWICH_FORWARD + 1)
     ours = run(GEMMA.fused, make_inputs(GEMMA, shape, device))
     assert {ours[name].shape for name in ("y", "s", "dx", "dr")} == {shape}
     for name in ("dinner", "dw"):
         assert torch.equal(ours[name], torch.zeros(shape[-1], dtype=BF16, device=device))
-
-
-@_limits("none", "both")
-@pytest.mark.usefixtures("sandwich_limits")
-def test_arguments_in_different_layouts_and_orders(device: str) -> None:
-    inputs = make_inputs(ONE_NUMBER, (2, 2, 3, 64), device)
-    dense = run(ONE_NUMBER.fused, inputs)
-    inputs["x"] = in_layout("transposed heads", inputs["x"])
-    inputs["r"] = in_layout("half of a chunk", inputs["r"])
-    inputs["dy"] = in_layout("columns first", inputs["dy"])
-    inputs["ds"] = inputs["ds"][:1].expand(2, -1, -1, -1)
-    expanded = run(ONE_NUMBER.fused, inputs)
-    inputs["ds"] = inputs["ds"].contiguous()
-    for name, value in run(ONE_NUMBER.fused, inputs).items():
-        assert torch.equal(value, expanded[name]), name
-        if name in ("y", "s"):
-            assert_same_row(value, dense[name])
-        if name in ("y", "s", "dx", "dr"):
-            assert value.transpose(1, 2).is_contiguous(), "results have x's memory order"
-
-
-@_limits("both")
-@pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
-@pytest.mark.usefixtures("sandwich_limits")
-def test_nothing_aliases_and_nothing_handed_over_changes(sandwich: Sandwich, device: str) -> None:
-    inputs = make_inputs(sandwich, (5, 130), device)
-    before = {name: tensor.clone() for name, tensor in inputs.items()}
-    ours = run(sandwich.fused, inputs)
-    for name, tensor in before.items():
-        assert torch.equal(inputs[name], tensor), name
-    pointers = [tensor.untyped_storage().data_ptr() for tensor in (*ours.values(), *inputs.values())]
-    assert len(set(pointers)) == len(pointers)
 
 
 def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(device: str) -> None:
@@ -269,54 +221,8 @@ def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(device:
     assert torch.equal(w.grad, separate["dinner"] + separate["dw"])
 
 
-@pytest.mark.parametrize("width", [64, 1100])
-def test_nan_and_inf_stay_in_their_rows_as_in_stock(width: int, device: str) -> None:
-    rows = 66 if width == 64 else 6
-    inputs = make_inputs(LLAMA, (rows, width), device)
-    clean = run(LLAMA.fused, inputs)
-    inputs["x"][1, width // 2] = float("nan")
-    inputs["r"][3, width - 1] = float("-inf")
-    inputs["x"][4, 0], inputs["r"][4, 0] = float("inf"), float("-inf")
-    ours, stock = run(LLAMA.fused, inputs), run(LLAMA.stock, inputs)
-    sick = [1, 3, 4]
-    healthy = [row for row in range(rows) if row not in sick]
-    for name in ("y", "s", "dx", "dr"):
-        assert torch.equal(ours[name][healthy], clean[name][healthy]), name
-        assert torch.equal(ours[name][sick].isnan(), stock[name][sick].isnan()), name
-
-
-@pytest.mark.parametrize("width", [64, 1104])
-def test_repeats_are_equal_and_a_row_does_not_depend_on_its_neighbours(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (67 if width == 64 else 9, width), device)
-    whole = run(LLAMA.fused, inputs)
-    for _ in range(20 if device == "cuda" else 1):
-        again = run(LLAMA.fused, inputs)
-        assert all(torch.equal(value, whole[name]) for name, value in again.items())
-    part = {name: tensor[3:8] if tensor.dim() == 2 else tensor for name, tensor in inputs.items()}
-    ours = run(LLAMA.fused, part)
-    for name in ("y", "s", "dx", "dr"):
-        assert torch.equal(ours[name], whole[name][3:8]), name
-
-
 def _arguments(inputs: Tensors) -> list[torch.Tensor]:
     return [inputs[name] for name in ("x", "r", "inner", "w")]
-
-
-@pytest.mark.parametrize("shape", [(67, 3), (67, 80), (19, 409), (3, 1023)], ids=str)
-def test_kernels_write_every_element_and_nothing_beside(shape: tuple[int, int], device: str) -> None:
-    inputs = make_inputs(GEMMA, shape, device)
-    x, r, inner, w = _arguments(inputs)
-    spec, guarded = GEMMA.outer_norm.spec, Guarded()
-    given = NormInputs(x, w, r, inner=True, inner_weight=inner)
-    y, s, inner_rstd, rstd = outputs = NormOutputs(*map(guarded, empty_norm(spec, given, True)))
-    launch_norm_forward(spec, given, outputs)
-    dx, dr, dw, dinner = gradients = NormGradients(*map(guarded, (x, r, w, inner)))
-    saved = NormSaved(inputs["dy"], inputs["ds"], s, w, rstd, x, inner, inner_rstd)
-    launch_norm_backward(spec, saved, gradients)
-    assert guarded.intact()
-    written = {"y": y, "s": s, "dx": dx, "dr": dr, "dinner": dinner, "dw": dw}
-    for name, value in run(GEMMA.fused, inputs).items():
-        assert torch.equal(written[name], value), name
 
 
 @_limits("none", "both")
@@ -349,16 +255,6 @@ def test_a_grid_smaller_than_the_work_strides_over_all_of_it(
     for name in ("dinner", "dw"):
         if not frozen:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
-
-
-@_limits("both")
-@pytest.mark.usefixtures("sandwich_limits")
-def test_row_strides_beyond_int32(device: str) -> None:
-    inputs = make_inputs(GEMMA, (3, 80), device)
-    expected = run(GEMMA.fused, inputs)
-    for argument in ("x", "r", "dy", "ds"):
-        for name, value in run(GEMMA.fused, inputs | {argument: far_apart(inputs[argument])}).items():
-            assert_same_row(value, expected[name])
 
 
 def test_a_large_eps_counts_in_both_norms(device: str) -> None:

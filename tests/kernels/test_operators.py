@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,10 +26,10 @@ from fused_norm.kernels import (
     rope,
 )
 from fused_norm.kernels.triton import norm_backward, norm_forward, weight_grad
-from fused_norm.spec import NormSpec
 
+from .calls import CALLS, NORMED_CALLS, every_call, present
 from .conftest import OPERATORS
-from .numerics import BF16, FP16, FP32, WIDE, Inputs, Norm, in_layout, make_inputs, run
+from .numerics import BF16, WIDE, Inputs, Norm, make_inputs, run
 
 pytestmark = pytest.mark.usefixtures("large_graphs")
 
@@ -40,81 +39,6 @@ LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-class Call(NamedTuple):
-    """An operator, the meaning of its norm if it has one, its tensors and the options behind them."""
-
-    name: str
-    spec: NormSpec | None
-    tensors: Sequence[Tensor | None]
-    options: tuple[Any, ...] = ()
-
-    @property
-    def semantics(self) -> tuple[Any, ...]:
-        """What stands for the norm among the arguments of a registered operator."""
-        return () if self.spec is None else (self.spec.casting, self.spec.zero_centered, self.spec.eps)
-
-    @property
-    def differentiated(self) -> int:
-        """The number of tensors, the first ones, that can have a gradient."""
-        return len(OPERATORS[self.name].gradients)
-
-    def leaves(self) -> list[Tensor | None]:
-        """The tensors, those that can have a gradient as leaves that want one."""
-        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in self.tensors]
-        leaves[self.differentiated :] = self.tensors[self.differentiated :]
-        return leaves
-
-    def results(self, operator: Callable[..., Any] | None = None) -> list[Tensor]:
-        """The outputs, and the gradients of all tensors that can have one; by the operator's call unless given."""
-        leaves = self.leaves()
-        outputs = _present((operator or OPERATORS[self.name])(self.spec, *leaves, *self.options))
-        wanted = [leaf for leaf in leaves[: self.differentiated] if leaf is not None]
-        return [*outputs, *torch.autograd.grad([y.sin().sum() for y in outputs], wanted)]
-
-
-def _present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
-    return [outputs] if isinstance(outputs, Tensor) else [output for output in outputs if output is not None]
-
-
-def every_call(device: str, layout: str = "contiguous", rows: int = 3) -> list[Call]:
-    """Every operator, with tensors of several dtypes."""
-
-    def made(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-        tensor = torch.randn(shape, device=device).to(dtype)
-        return tensor if layout == "contiguous" or len(shape) < 4 else in_layout(layout, tensor)
-
-    x, r, w, inner = (
-        made(2, rows, 2, 16),
-        made(2, rows, 2, 16, dtype=FP16),
-        made(16, dtype=FP32),
-        made(16),
-    )
-    llama, gemma, none = NormSpec("llama", True), NormSpec("gemma", eps=1e-5), NormSpec("none")
-    cos, sin = made(2, 2, 8), made(2, 2, 8)
-    return [
-        Call("rms_norm", llama, (x, w), (None,)),
-        Call("rms_norm", none, (r, None), ("static_persistent",)),
-        Call("add_rms_norm", gemma, (x, r, w), (None, 1.0)),
-        Call("add_rms_norm", llama, (x, x.clone(), inner), (None, 1.0)),
-        Call("add_rms_norm", none, (x, x.clone(), None), (None, 0.22)),
-        Call("norm_add", llama, (x, r, w)),
-        Call("norm_add_norm", gemma, (x, r, inner, w)),
-        Call("norm_add_norm", none, (x, r, None, w)),
-        Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1,)),
-        Call("qk_norm", gemma, (x, x[:, :1].contiguous(), inner, inner.clone(), cos, sin), (1,)),
-        Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True)),
-        Call("glu", None, (x, r), ("silu",)),
-        Call("rope", None, (x, None, cos, sin), (1, False)),
-        Call("glu", None, (x, None), ("gelu_tanh",)),
-        Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2)),
-        Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
-    ]
-
-
-CALLS = pytest.mark.parametrize("index", range(16), ids=lambda i: f"{every_call('cpu')[i].name}-{i}")
-NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15], ids=lambda i: f"{every_call('cpu')[i].name}-{i}")
 
 
 @pytest.mark.slow
@@ -368,26 +292,9 @@ def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, device: str) -> None:
     call = every_call(device, rows=rows)[index]
     call = call._replace(spec=replace(call.spec, eps=0.0))
-    truth = call._replace(tensors=[None if tensor is None else tensor.double() for tensor in call.tensors])
+    truth = call.converted(Tensor.double)
     for ours, expected in zip(call.results(), truth.results(OPERATORS[call.name].reference), strict=True):
         assert (ours.double() - expected).norm() <= 0.05 * expected.norm()
-
-
-@pytest.mark.parametrize("shape", [(3, 0), (2, 0, 4, 8), (0, 3), (2, 3, 2, 0), (0, 0)])
-@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.has_norm])
-def test_empty_tensors_give_empty_results_and_zero_gradients(name: str, shape: tuple[int, ...], device: str) -> None:
-    x, w = torch.ones(shape, device=device), torch.ones(shape[-1], device=device)
-    tensors, options = {
-        "rms_norm": ((x, w), (None,)),
-        "add_rms_norm": ((x, x, w), (None, 1.0)),
-        "norm_add": ((x, x, w), ()),
-        "norm_add_norm": ((x, x, w, w), ()),
-        "qk_norm": ((x, x[:1], w, w, None, None), (1,)),
-        "gated_rms_norm": ((x, x, w), ("silu", True, 1)),
-    }[name]
-    *outputs, dw = Call(name, NormSpec("llama"), tensors, options).results()
-    assert all(output.numel() == 0 for output in outputs if output.shape != w.shape)
-    assert torch.equal(dw, torch.zeros_like(w))
 
 
 @pytest.mark.slow
@@ -412,12 +319,11 @@ def test_a_subclass_as_incoming_gradient_sees_the_operators(index: int, device: 
 
     def gradients(wrapped: bool) -> list[Tensor]:
         leaves = call.leaves()
-        outputs = _present(OPERATORS[call.name](call.spec, *leaves, *call.options))
+        outputs = call.outputs(leaves)
         incoming = [output.detach().cos() for output in outputs]
         if wrapped:
             incoming[0] = TwoTensor(incoming[0], incoming[0].clone())
-        wanted = [leaf for leaf in leaves[: call.differentiated] if leaf is not None]
-        return list(torch.autograd.grad(outputs, wanted, incoming))
+        return list(torch.autograd.grad(outputs, present(leaves[: call.differentiated]), incoming))
 
     for ours, plain in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(ours.a if isinstance(ours, TwoTensor) else ours, plain)
@@ -433,17 +339,14 @@ def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(index: int, layout: 
     call = every_call(device, layout)[index]
     real = _described(call.results())
 
-    def converted(to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return call._replace(tensors=[None if tensor is None else to(tensor) for tensor in call.tensors]).results()
-
     def meta(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    results = converted(meta)
+    results = call.converted(meta).results()
     assert all(tensor.is_meta for tensor in results)
     assert _described(results) == real
     with FakeTensorMode() as mode:
-        assert _described(converted(mode.from_tensor)) == real
+        assert _described(call.converted(mode.from_tensor).results()) == real
 
 
 @CALLS
@@ -457,8 +360,8 @@ def test_outputs_want_a_gradient_when_an_argument_does(index: int, device: str) 
         expected = wanting >= 0 and call.tensors[wanting] is not None
         for enabled in (True, False):
             with torch.set_grad_enabled(enabled):
-                outputs = OPERATORS[call.name](call.spec, *leaves, *call.options)
-            assert all(output.requires_grad == (expected and enabled) for output in _present(outputs))
+                outputs = call.outputs(leaves)
+            assert all(output.requires_grad == (expected and enabled) for output in outputs)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from fused_norm.kernels.triton.launch import launches as observed
 from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.spec import NormSpec
 
-from .numerics import BF16, FP16, FP32, ROUND_RSTD, Norm, assert_same_row, floor, none_rounded_once
+from .numerics import BF16, FP16, FP32, ROUND_RSTD, Norm, floor, none_rounded_once
 
 
 @dataclass(frozen=True)
@@ -248,32 +248,10 @@ def _within(x: Tensor, shape: Callable[..., tuple[int, ...]], view: Callable[[Te
     return view(x.new_full(shape(*x.shape), float("nan"))).copy_(x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "arguments"),
-    [
-        *((LLAMA, (argument,)) for argument in ("q", "k", "dq", "dk")),
-        *((heads, arguments) for heads in (ROPE, PARTIAL) for arguments in (("q", "dk"), ("k", "dq"))),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_heads_are_read_in_any_layout(layout: str, heads: Heads, arguments: tuple[str, ...], device: str) -> None:
-    inputs = make_inputs(heads, 16, device)
-    dense = run(heads.fused, inputs)
-    inputs = replace(inputs, **{name: LAYOUTS[layout](getattr(inputs, name)) for name in arguments})
-    ours = run(heads.fused, inputs)
-    for name in ("q_out", "k_out", "dq", "dk"):
-        assert_same_row(ours[name], dense[name])
-    for name, expected in zip(("q_out", "k_out"), heads.stock(inputs), strict=True):
-        if layout != "columns first":  # whose rows stock leaves scattered
-            assert _steps(ours[name]) == _steps(expected), "outputs lie in memory as stock's do"
-    for name, x in (("dq", inputs.q), ("dk", inputs.k)):
-        assert _steps(ours[name]) == _steps(empty_rows_like(x))
-
-
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
-def test_usual_layouts_are_not_copied(layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_layouts_are_not_copied_and_results_lie_as_in_stock(
+    layout: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("copied")
 
@@ -284,7 +262,11 @@ def test_usual_layouts_are_not_copied(layout: str, device: str, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "copy_", refuse)
             patch.setattr(Tensor, "contiguous", refuse)
-            run(heads.fused, inputs)
+            ours = run(heads.fused, inputs)
+        for name, expected in zip(("q_out", "k_out"), heads.stock(inputs), strict=True):
+            assert _steps(ours[name]) == _steps(expected), "outputs lie in memory as stock's do"
+        for name, x in (("dq", inputs.q), ("dk", inputs.k)):
+            assert _steps(ours[name]) == _steps(empty_rows_like(x))
 
 
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (7, 3, 16), (2, 3, 2, 2, 16)], ids=str)
@@ -454,25 +436,6 @@ def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
         assert all(torch.equal(value, first[name]) for name, value in again.items())
 
 
-def test_nothing_aliases_and_nothing_handed_over_changes(device: str) -> None:
-    for heads in (LLAMA, ROPE):
-        inputs = make_inputs(heads, 16, device)
-        inputs.k, inputs.dk = inputs.q, inputs.dq  # as where one tensor is both
-        before = inputs.mapped(Tensor.clone)
-        ours = run(heads.fused, inputs)
-        for name, value in vars(before).items():
-            assert not isinstance(value, Tensor) or torch.equal(getattr(inputs, name), value), name
-        given = [
-            inputs.q,
-            inputs.q_weight,
-            inputs.k_weight,
-            inputs.dq,
-            *([inputs.cos, inputs.sin] if heads.rotary else []),
-        ]
-        tensors = [*ours.values(), *given]
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-
-
 def test_empty_tensors(device: str) -> None:
     for shape in ({"tokens": 0}, {"batch": 0}, {"q_heads": 0}, {"k_heads": 0}):
         for heads in (LLAMA, ROPE):
@@ -481,19 +444,6 @@ def test_empty_tensors(device: str) -> None:
             assert ours["q_out"].shape == ours["dq"].shape == inputs.q.shape
             for side, x in (("q", inputs.q), ("k", inputs.k)):
                 assert (x.numel() == 0) == (not ours[f"d{side}_weight"].any())
-
-
-def test_nan_stays_in_its_head(device: str) -> None:
-    inputs = make_inputs(ROPE, 16, device, tokens=9)
-    clean = run(ROPE.fused, inputs)
-    inputs.q[1, 2, 3, 4] = float("nan")
-    ours = run(ROPE.fused, inputs)
-    for name in ("q_out", "dq"):
-        sick = ours[name].isnan().all(-1)
-        assert sick.sum() == 1
-        assert sick[1, 2, 3]
-        assert torch.equal(ours[name][~sick], clean[name][~sick])
-    assert torch.equal(ours["dk_weight"], clean["dk_weight"])
 
 
 class Noted:

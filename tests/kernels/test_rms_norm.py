@@ -23,11 +23,9 @@ from .numerics import (
     FP32,
     WIDE,
     Norm,
-    Results,
     assert_same_rounding,
     assert_same_row,
     assert_within_budget,
-    far_apart,
     in_layout,
     make_inputs,
     none_rounded_once,
@@ -128,34 +126,6 @@ def test_a_frozen_weight_costs_no_gradient_kernel(device: str, launched: Callabl
     assert torch.equal(frozen.dx, trained.dx)
 
 
-@pytest.mark.usefixtures("held_or_in_chunks")
-def test_a_frozen_input_leaves_the_weights_gradient(device: str) -> None:
-    inputs = make_inputs(LLAMA, (5, 145), device)
-    frozen = run(LLAMA.fused, inputs, frozen="x")
-    assert frozen.dx is None
-    assert torch.equal(frozen.dw, run(LLAMA.fused, inputs).dw)
-
-
-def _assert_equal_but_for_order(ours: Results, dense: Results) -> None:
-    """Rows are equal bit for bit; dw, a sum over rows, may have taken them in another order."""
-    for name, value in ours.present().items():
-        expected = getattr(dense, name)
-        if name == "dw":
-            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
-        else:
-            assert torch.equal(value, expected), name
-
-
-@pytest.mark.parametrize("layout", ["half of a chunk", "transposed heads", "columns first"])
-@pytest.mark.usefixtures("in_chunks")
-def test_rows_in_chunks_are_read_in_any_layout(layout: str, device: str) -> None:
-    norm = Norm("llama", x=BF16, w=FP32)
-    inputs = make_inputs(norm, (2, 1, 2, 145), device)
-    dense = run(norm.fused, inputs)
-    inputs.x, inputs.dy = in_layout(layout, inputs.x), in_layout("padded rows", inputs.dy)
-    _assert_equal_but_for_order(run(norm.fused, inputs), dense)
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 130), (7, 130)], ids=str)
 def test_expanded_rows_and_gradients(shape: tuple[int, ...], device: str) -> None:
     """Stride 0 along the first dimension of x, and along all of dy, as after ``.sum().backward()``."""
@@ -179,14 +149,6 @@ def test_overlapping_rows(device: str) -> None:
     assert_within_budget(norm, inputs)
 
 
-def test_results_have_the_inputs_memory_order(device: str) -> None:
-    inputs = make_inputs(LLAMA, (2, 3, 5, 64), device)
-    inputs.x = in_layout("transposed heads", inputs.x)
-    ours = run(LLAMA.fused, inputs)
-    for value in (ours.y, ours.dx):
-        assert value.transpose(1, 2).is_contiguous()
-
-
 def test_what_is_saved_is_looked_at_once(device: str) -> None:
     """Checkpoints refuse a second look, and a backward that may be differentiated again must not need one."""
     x = torch.randn(3, 7, device=device, requires_grad=True)
@@ -207,69 +169,12 @@ def test_a_changed_input_is_noticed_in_the_backward(device: str) -> None:
         y.sum().backward()
 
 
-@pytest.mark.usefixtures("in_chunks")
-def test_repeats_are_bitwise_equal(device: str) -> None:
-    inputs = make_inputs(LLAMA, (9, 145), device)
-    first = run(LLAMA.fused, inputs)
-    for _ in range(20 if device == "cuda" else 2):
-        again = run(LLAMA.fused, inputs)
-        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
-
-
 @pytest.mark.parametrize("w", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("width", [80, 1025])
 def test_dw_of_many_programs(width: int, w: torch.dtype, device: str, planned: Callable) -> None:
     planned(replace(backward_plan(width), programs=264))
     norm = Norm("llama", x=w, w=w)
     assert_within_budget(norm, make_inputs(norm, (40 if width == 1025 else 600, width), device))
-
-
-@pytest.mark.parametrize(("rows", "width"), [(67, 64), (19, 1000)])
-def test_a_row_does_not_depend_on_its_neighbours(rows: int, width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (rows, width), device)
-    whole = run(LLAMA.fused, inputs)
-    for some in (torch.randperm(rows, device=device), slice(13, 18), slice(rows - 1, rows)):
-        part = make_inputs(LLAMA, (1, width), device)
-        part.x, part.w, part.dy = inputs.x[some], inputs.w, inputs.dy[some]
-        ours = run(LLAMA.fused, part)
-        assert torch.equal(ours.y, whole.y[some])
-        assert torch.equal(ours.dx, whole.dx[some])
-
-
-@pytest.mark.parametrize(("rows", "width"), [(66, 64), (5, 1000)])
-@pytest.mark.parametrize("norm", [LLAMA, Norm("gemma", True, BF16, BF16), Norm("none", x=FP16, w=FP16)], ids=str)
-def test_nan_and_inf_stay_in_their_rows_as_in_stock(norm: Norm, rows: int, width: int, device: str) -> None:
-    _assert_nan_and_inf_stay_in_their_rows(norm, rows, width, device)
-
-
-@pytest.mark.usefixtures("in_chunks")
-def test_nan_and_inf_in_chunks_stay_in_their_rows_as_in_stock(device: str) -> None:
-    _assert_nan_and_inf_stay_in_their_rows(LLAMA, 5, 145, device)
-
-
-def _assert_nan_and_inf_stay_in_their_rows(norm: Norm, rows: int, width: int, device: str) -> None:
-    inputs = make_inputs(norm, (rows, width), device)
-    clean = run(norm.fused, inputs)
-    inputs.x[1, width // 2] = float("nan")
-    inputs.x[3, width - 1] = float("inf")
-    ours, stock = run(norm.fused, inputs), run(norm.stock, inputs)
-    healthy = [row for row in range(rows) if row not in (1, 3)]
-    assert torch.equal(ours.y[healthy], clean.y[healthy])
-    assert torch.equal(ours.dx[healthy], clean.dx[healthy])
-    assert torch.equal(ours.y[[1, 3]].isnan(), stock.y[[1, 3]].isnan())
-    assert torch.equal(ours.y[[1, 3]].isinf(), stock.y[[1, 3]].isinf())
-    assert torch.equal(ours.dx[[1, 3]].isnan(), stock.dx[[1, 3]].isnan())
-    assert torch.equal(ours.dw.isnan(), stock.dw.isnan())
-
-
-def test_a_nan_gradient_stays_in_its_row_and_its_column(device: str) -> None:
-    inputs = make_inputs(LLAMA, (66, 64), device)
-    clean = run(LLAMA.fused, inputs)
-    inputs.dy[65, 7] = float("nan")
-    ours = run(LLAMA.fused, inputs)
-    assert torch.equal(ours.dx[:65], clean.dx[:65])
-    assert ours.dx[65].isnan().all()
-    assert ours.dw.isnan().nonzero().flatten().tolist() == [7]
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
@@ -366,16 +271,6 @@ def test_more_than_two_billion_elements(frozen: str, device: str) -> None:
     assert not ours.dx[:-16].any()
     if not frozen:
         torch.testing.assert_close(ours.dw, expected.dw, rtol=torch.finfo(BF16).eps, atol=0)
-
-
-@pytest.mark.usefixtures("in_chunks")
-def test_row_strides_beyond_int32(device: str) -> None:
-    inputs = make_inputs(LLAMA, (3, 256), device)
-    dense = run(LLAMA.fused, inputs)
-    for argument in ("x", "dy"):
-        ours = run(LLAMA.fused, replace(inputs, **{argument: far_apart(getattr(inputs, argument))}))
-        for name, value in ours.present().items():
-            assert_same_row(value, getattr(dense, name))
 
 
 @pytest.mark.gpu

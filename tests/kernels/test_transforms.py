@@ -3,87 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
+from .calls import Call, every_call
 from .conftest import OPERATORS
+from .numerics import FP32
 
-LLAMA, GEMMA, NONE = NormSpec("llama", eps=1e-3), NormSpec("gemma", True, eps=1e-3), NormSpec("none", True, eps=1e-3)
 
-
-class Case(NamedTuple):
-    """An operator and the arguments of a call; the last tensors, ``constants`` of them, are never differentiated."""
-
-    operator: Operator
-    spec: NormSpec | None
-    tensors: Sequence[Tensor | None]
-    options: tuple[Any, ...] = ()
-    constants: int = 0
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What can be differentiated."""
-        return tuple(t for t in self.tensors[: len(self.tensors) - self.constants] if t is not None)
+class Case(Call):
+    """A call and its formula as functions of the tensors that can have a gradient."""
 
     def by_kernels(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs for other tensors in the place of ``inputs``."""
-        return self._outputs(self.operator.checked, inputs)
+        return self._of(OPERATORS[self.name].checked, inputs)
 
     def by_formula(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self._outputs(self.operator.reference, inputs)
+        return self._of(OPERATORS[self.name].reference, inputs)
 
-    def _outputs(self, call: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _of(self, call: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         left = list(inputs)
-        differentiated = len(self.tensors) - self.constants
         tensors = [
-            left.pop(0) if tensor is not None and place < differentiated else tensor
+            left.pop(0) if tensor is not None and place < self.differentiated else tensor
             for place, tensor in enumerate(self.tensors)
         ]
-        outputs = call(self.spec, *tensors, *self.options)
-        return (outputs,) if isinstance(outputs, Tensor) else tuple(one for one in outputs if one is not None)
+        return tuple(self.outputs(tensors, call))
 
 
-def _cases(device: str = "cpu") -> dict[str, Case]:
-    torch.manual_seed(0)
-
-    def made(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device)
-
-    x, r, w, inner = made(3, 2, 5, 8), made(3, 2, 5, 8), made(8), made(8)
-    cos, sin = made(3, 5, 8), made(3, 5, 8)
-    qk, add = OPERATORS["qk_norm"], OPERATORS["add_rms_norm"]
-    k = made(3, 1, 5, 8)
-    return {
-        "rms_norm": Case(OPERATORS["rms_norm"], LLAMA, (x, w), (None,)),
-        "rms_norm of one row": Case(OPERATORS["rms_norm"], GEMMA, (made(8), w), (None,)),
-        "rms_norm without a weight": Case(OPERATORS["rms_norm"], LLAMA, (x, None), (None,)),
-        "add_rms_norm": Case(add, NONE, (x, r, w), (None, 0.5)),
-        "norm_add": Case(OPERATORS["norm_add"], GEMMA, (x, r, w)),
-        "norm_add_norm": Case(OPERATORS["norm_add_norm"], GEMMA, (x, r, inner, w)),
-        "qk_norm": Case(qk, LLAMA, (x, k, w, inner, None, None), (1,), constants=2),
-        "qk_norm_rope": Case(qk, LLAMA, (x, k, w, inner, cos, sin), (1,), constants=2),
-        "qk_norm_rope of a part": Case(qk, LLAMA, (x, k, w, inner, cos[..., :4], sin[..., :4]), (1,), constants=2),
-        "rope": Case(OPERATORS["rope"], None, (x, k, cos, sin), (1, False), constants=2),
-        "rope of a part of one": Case(
-            OPERATORS["rope"], None, (x, None, cos[..., :4], sin[..., :4]), (1, True), constants=2
-        ),
-        "glu": Case(OPERATORS["glu"], None, (x, r), ("silu",)),
-        "glu by erf": Case(OPERATORS["glu"], None, (x, r), ("gelu",)),
-        "glu of halves": Case(OPERATORS["glu"], None, (x, None), ("gelu_tanh",)),
-        "gated_rms_norm": Case(OPERATORS["gated_rms_norm"], LLAMA, (x, r, w), ("silu", True, 2)),
-        "gated_rms_norm of a product": Case(OPERATORS["gated_rms_norm"], GEMMA, (x, r, w), ("sigmoid", False, 1)),
-    }
+def _case(index: int, device: str) -> Case:
+    """In fp32, with an eps that keeps second derivatives small."""
+    x, w = (torch.randn(8, device=device) for _ in range(2))
+    gate, up = (torch.randn(3, 8, device=device) for _ in range(2))
+    more = [
+        Call("rms_norm", NormSpec("gemma", True), (x, w), (None,)),
+        Call("glu", None, (gate, up), ("gelu",)),
+    ]
+    case = Case(*[*every_call(device, width=8, dtype=FP32), *more][index])
+    if case.name == "rms_norm":  # torch.jit.trace takes no mode, whose check wants a width that is a number
+        case = case._replace(options=(None,))
+    return case if case.spec is None else case._replace(spec=replace(case.spec, eps=1e-3))
 
 
-CASES = pytest.mark.parametrize("name", _cases())
+CASES = pytest.mark.parametrize("index", range(19), ids=lambda index: f"{_case(index, 'cpu').name}-{index}")
 
 
 def _assert_close(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float = 1e-4) -> None:
@@ -99,8 +67,8 @@ def _loss(outputs: Sequence[Tensor]) -> Tensor:
 
 
 @CASES
-def test_second_derivatives(name: str, device: str) -> None:
-    case = _cases(device)[name]
+def test_second_derivatives(index: int, device: str) -> None:
+    case = _case(index, device)
 
     def hessian_vector_product(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
@@ -111,8 +79,8 @@ def test_second_derivatives(name: str, device: str) -> None:
 
 
 @CASES
-def test_second_derivatives_with_respect_to_an_incoming_gradient(name: str, device: str) -> None:
-    case = _cases(device)[name]
+def test_second_derivatives_with_respect_to_an_incoming_gradient(index: int, device: str) -> None:
+    case = _case(index, device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
@@ -125,9 +93,9 @@ def test_second_derivatives_with_respect_to_an_incoming_gradient(name: str, devi
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
-@pytest.mark.parametrize("name", ["add_rms_norm", "norm_add_norm", "qk_norm_rope", "rope"])
-def test_second_derivatives_where_one_output_is_unused(name: str, used: tuple[bool, bool], device: str) -> None:
-    case = _cases(device)[name]
+@pytest.mark.parametrize("index", [2, 6, 9, 10])
+def test_second_derivatives_where_one_output_is_unused(index: int, used: tuple[bool, bool], device: str) -> None:
+    case = _case(index, device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
         leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
@@ -140,7 +108,7 @@ def test_second_derivatives_where_one_output_is_unused(name: str, used: tuple[bo
 
 
 def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(device: str) -> None:
-    case = _cases(device)["rms_norm"]
+    case = _case(0, device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         x = case.inputs[0].clone().requires_grad_()
@@ -156,7 +124,7 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
         torch.randn(5, 64, device=device).bfloat16().requires_grad_(),
         torch.randn(64, device=device).requires_grad_(),
     )
-    case = Case(OPERATORS["rms_norm"], NormSpec(casting, eps=1e-3), (x, w), (None,))  # type: ignore[arg-type]
+    case = Case("rms_norm", NormSpec(casting, eps=1e-3), (x, w), (None,))  # type: ignore[arg-type]
     first = torch.autograd.grad(_loss(case.by_kernels(x, w)), (x, w), create_graph=True)
     plain = torch.autograd.grad(_loss(case.by_kernels(x, w)), (x, w))
     second = torch.autograd.grad(sum(one.float().square().sum() for one in first), (x, w))
@@ -171,8 +139,8 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
 
 
 @CASES
-def test_a_dual_incoming_gradient_keeps_its_tangent(name: str, device: str) -> None:
-    case = _cases(device)[name]
+def test_a_dual_incoming_gradient_keeps_its_tangent(index: int, device: str) -> None:
+    case = _case(index, device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
@@ -187,8 +155,8 @@ def test_a_dual_incoming_gradient_keeps_its_tangent(name: str, device: str) -> N
 
 
 @CASES
-def test_gradients_come_in_batches(name: str, device: str) -> None:
-    case = _cases(device)[name]
+def test_gradients_come_in_batches(index: int, device: str) -> None:
+    case = _case(index, device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
@@ -200,8 +168,8 @@ def test_gradients_come_in_batches(name: str, device: str) -> None:
 
 
 @CASES
-def test_functional_transforms(name: str, device: str) -> None:
-    case = _cases(device)[name]
+def test_functional_transforms(index: int, device: str) -> None:
+    case = _case(index, device)
     places = tuple(range(len(case.inputs)))
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -227,8 +195,8 @@ def _negated(tensor: Tensor) -> Tensor:
 
 
 @CASES
-def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(name: str, launches: list[Launch], device: str) -> None:
-    case = _cases(device)[name]
+def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(index: int, launches: list[Launch], device: str) -> None:
+    case = _case(index, device)
     expected = case.by_formula(*case.inputs)
     incoming = [output.cos() for output in expected]
     for place in range(len(case.inputs)):
@@ -246,8 +214,8 @@ def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(name: str, launche
 
 @pytest.mark.filterwarnings("ignore")
 @CASES
-def test_traces_by_torch_jit(name: str, device: str) -> None:
-    case = _cases(device)[name]
+def test_traces_by_torch_jit(index: int, device: str) -> None:
+    case = _case(index, device)
     traced = torch.jit.trace(case.by_kernels, case.inputs, check_trace=False)
     others = [tensor.sin() for tensor in case.inputs]
     _assert_close(traced(*others), case.by_formula(*others))

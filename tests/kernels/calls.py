@@ -1,0 +1,118 @@
+"""One call or several of every operator, for the contracts that all of them keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.spec import NormSpec
+
+from .conftest import OPERATORS
+from .numerics import BF16, FP16, FP32, in_layout
+
+
+class Call(NamedTuple):
+    """An operator, the meaning of its norm if it has one, its tensors and the options behind them."""
+
+    name: str
+    spec: NormSpec | None
+    tensors: Sequence[Tensor | None]
+    options: tuple[Any, ...] = ()
+
+    @property
+    def semantics(self) -> tuple[Any, ...]:
+        """What stands for the norm among the arguments of a registered operator."""
+        return () if self.spec is None else (self.spec.casting, self.spec.zero_centered, self.spec.eps)
+
+    @property
+    def differentiated(self) -> int:
+        """The number of tensors, the first ones, that can have a gradient."""
+        return len(OPERATORS[self.name].gradients)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that can have a gradient, but for those that are absent."""
+        return tuple(present(self.tensors[: self.differentiated]))
+
+    def leaves(self) -> list[Tensor | None]:
+        """The tensors, those that can have a gradient as leaves that want one."""
+        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in self.tensors]
+        leaves[self.differentiated :] = self.tensors[self.differentiated :]
+        return leaves
+
+    def outputs(
+        self, tensors: Sequence[Tensor | None] | None = None, operator: Callable[..., Any] | None = None
+    ) -> list[Tensor]:
+        """What the call returns, of other tensors and by another function if given."""
+        call = operator or OPERATORS[self.name]
+        return present(call(self.spec, *(self.tensors if tensors is None else tensors), *self.options))
+
+    def results(self, operator: Callable[..., Any] | None = None) -> list[Tensor]:
+        """The outputs, and the gradients of all tensors that can have one; by the operator's call unless given."""
+        leaves = self.leaves()
+        outputs = self.outputs(leaves, operator)
+        return [
+            *outputs,
+            *torch.autograd.grad([y.sin().sum() for y in outputs], present(leaves[: self.differentiated])),
+        ]
+
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> Call:
+        """The call with every tensor converted."""
+        return self._replace(tensors=[None if tensor is None else convert(tensor) for tensor in self.tensors])
+
+    def placed(self, place: int, tensor: Tensor) -> Call:
+        """The call with another tensor in one place."""
+        return self._replace(tensors=[*self.tensors[:place], tensor, *self.tensors[place + 1 :]])
+
+
+def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
+    """Outputs as a list, without absent ones."""
+    return [outputs] if isinstance(outputs, Tensor) else [output for output in outputs if output is not None]
+
+
+def every_call(
+    device: str, layout: str = "contiguous", rows: int = 3, width: int = 16, dtype: torch.dtype | None = None
+) -> list[Call]:
+    """Every operator, with tensors of several dtypes unless all are to have one."""
+
+    def made(*shape: int, usual: torch.dtype = BF16) -> Tensor:
+        tensor = torch.randn(shape, device=device).to(dtype or usual)
+        return tensor if layout == "contiguous" or len(shape) < 4 else in_layout(layout, tensor)
+
+    x, r, w, inner = made(2, rows, 2, width), made(2, rows, 2, width, usual=FP16), made(width, usual=FP32), made(width)
+    packed = made(2, rows, 2, 2 * width)
+    llama, gemma, none = NormSpec("llama", True), NormSpec("gemma", eps=1e-5), NormSpec("none")
+    rotary = max(width // 4 * 2, 2)
+    cos, sin = made(2, 2, rotary), made(2, 2, rotary)
+    whole_cos, whole_sin = (made(2, 2, rotary if width % 2 else width) for _ in range(2))
+    return [
+        Call("rms_norm", llama, (x, w), (None,)),
+        Call("rms_norm", none, (r, None), ("static_persistent",)),
+        Call("add_rms_norm", gemma, (x, r, w), (None, 1.0)),
+        Call("add_rms_norm", llama, (x, x.clone(), inner), (None, 1.0)),
+        Call("add_rms_norm", none, (x, x.clone(), None), (None, 0.22)),
+        Call("norm_add", llama, (x, r, w)),
+        Call("norm_add_norm", gemma, (x, r, inner, w)),
+        Call("norm_add_norm", none, (x, r, None, w)),
+        Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1,)),
+        Call("qk_norm", gemma, (x, x[:, :1].contiguous(), inner, inner.clone(), cos, sin), (1,)),
+        Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True)),
+        Call("glu", None, (x, r), ("silu",)),
+        Call("rope", None, (x, None, whole_cos, whole_sin), (1, False)),
+        Call("glu", None, (packed, None), ("gelu_tanh",)),
+        Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
+        Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
+        Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, inner, whole_cos, whole_sin), (1,)),
+    ]
+
+
+def _id(index: int) -> str:
+    return f"{every_call('cpu')[index].name}-{index}"
+
+
+CALLS = pytest.mark.parametrize("index", range(17), ids=_id)
+NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15, 16], ids=_id)
