@@ -65,7 +65,7 @@ def saved_in(graph: Any) -> Iterator[Any]:
                     yield one.data
 
 
-def recipes_in(graph: Any) -> int:
+def recomputed_in(graph: Any) -> int:
     return sum(type(one) is recompute._View for one in saved_in(graph))
 
 
@@ -74,7 +74,7 @@ def saved_bytes(graph: Any) -> int:
     held = {}
     for one in saved_in(graph):
         tensor = one[0] if isinstance(one, tuple) else one
-        tensors = tensor._recipe.arguments if isinstance(tensor, recompute._Recomputed) else (tensor,)
+        tensors = tensor._recompute.arguments if isinstance(tensor, recompute._Recomputed) else (tensor,)
         for kept in tensors:
             if isinstance(kept, Tensor):
                 held[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
@@ -109,7 +109,7 @@ def test_a_step_has_the_bits_that_it_has_without(
     assert_same_bits(step(plain, FEW), step(recomputing, FEW))
     layers = len(recomputing.model.layers)
     heads = model_type in ("qwen3", "gemma3_text")
-    assert recomputed_by.count("norm_from_rstd") == 2 * layers
+    assert recomputed_by.count("recomputed_norm") == 2 * layers
     assert recomputed_by.count("qk_norm") == heads * layers
 
 
@@ -188,7 +188,7 @@ def test_lora_changes_nothing(device: str, recomputed_by: list[str]) -> None:
         models.append(peft.get_peft_model(build("qwen3", seed=0, device=device), config))
         fused_norm.apply_fused_norm(models[-1], **options)
     assert_same_bits(*(step(model, FEW) for model in models))
-    assert "norm_from_rstd" in recomputed_by
+    assert "recomputed_norm" in recomputed_by
 
 
 @pytest.mark.slow
@@ -218,10 +218,10 @@ def test_a_gradient_can_be_differentiated_again(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_and_no_grad_make_no_recipes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_and_no_grad_recompute_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, recomputing = pair("qwen3", device)
     ids = FEW
-    assert recipes_in(loss_of(recomputing.eval(), ids).grad_fn) > 0
+    assert recomputed_in(loss_of(recomputing.eval(), ids).grad_fn) > 0
     monkeypatch.setattr(recompute, "_Register", None)
     with torch.no_grad():
         assert torch.equal(recomputing(ids, use_cache=False).logits, plain.eval()(ids, use_cache=False).logits)
@@ -263,7 +263,7 @@ def test_other_hooks_see_what_they_see_without(device: str) -> None:
 def test_disabled_is_stock(device: str) -> None:
     _, recomputing = pair("qwen3", device)
     with fused_norm.disabled():
-        assert recipes_in(loss_of(recomputing, FEW).grad_fn) == 0
+        assert recomputed_in(loss_of(recomputing, FEW).grad_fn) == 0
 
 
 def test_torch_func_is_taken_over_the_models_that_recompute(device: str) -> None:
@@ -310,7 +310,7 @@ def test_an_error_in_a_layer_leaves_no_hooks(device: str) -> None:
     assert calls.observer is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     handle.remove()
-    assert recipes_in(loss_of(recomputing, FEW).grad_fn) > 0
+    assert recomputed_in(loss_of(recomputing, FEW).grad_fn) > 0
 
 
 @pytest.mark.slow
@@ -377,7 +377,7 @@ def of_another_output(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("forward", "recipes"),
+    ("forward", "recomputed"),
     [
         (as_it_is, 1),
         (through_views, 1),
@@ -388,7 +388,7 @@ def of_another_output(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
         (of_another_output, 1),
     ],
 )
-def test_an_output_is_made_again_where_it_is_what_is_saved(forward: Callable, recipes: int, device: str) -> None:
+def test_an_output_is_recomputed_where_it_is_what_is_saved(forward: Callable, recomputed: int, device: str) -> None:
     def with_recomputing(layer: Tensor, *inputs: Tensor) -> Tensor:
         return call_recomputing(forward, layer, inputs, {})
 
@@ -397,8 +397,8 @@ def test_an_output_is_made_again_where_it_is_what_is_saved(forward: Callable, re
         torch.manual_seed(0)
         inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
         result = call(*inputs)
-        gradients.append((recipes_in(result.grad_fn), torch.autograd.grad(result.square().sum(), inputs)))
-    assert [count for count, _ in gradients] == [0, recipes]
+        gradients.append((recomputed_in(result.grad_fn), torch.autograd.grad(result.square().sum(), inputs)))
+    assert [count for count, _ in gradients] == [0, recomputed]
     assert all(torch.equal(*both) for both in zip(gradients[0][1], gradients[1][1], strict=True))
 
 
@@ -424,7 +424,7 @@ def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: st
     (x, weight, factor) = inputs
     expected = RMS_NORM(SPEC, x, weight, None).detach()
     result = call_recomputing(forward, x, (weight, factor), {})
-    assert recipes_in(result.grad_fn) == 0
+    assert recomputed_in(result.grad_fn) == 0
     assert torch.equal(torch.autograd.grad(result.sum(), factor)[0], expected)
 
 
@@ -439,7 +439,7 @@ def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: s
     for free in (True, False):
         weight = torch.randn(16, device=device, requires_grad=True)
         result = call_recomputing(forward, x, (weight, factor, free), {})
-        assert recipes_in(result.grad_fn) == (not free)
+        assert recomputed_in(result.grad_fn) == (not free)
         if free:
             torch.autograd.grad(result.sum(), factor)
     weight.untyped_storage().resize_(0)
@@ -447,11 +447,11 @@ def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: s
         torch.autograd.grad(result.sum(), factor)
 
 
-def test_a_weight_that_zero_3_has_taken_apart_is_in_no_recipe(device: str) -> None:
+def test_a_weight_that_zero_3_has_taken_apart_is_not_needed_for_a_recompute(device: str) -> None:
     x, weight, factor = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16)))
     weight = nn.Parameter(weight.detach())
     weight.ds_id = 7
-    assert recipes_in(call_recomputing(as_it_is, x, (weight, factor), {}).grad_fn) == 0
+    assert recomputed_in(call_recomputing(as_it_is, x, (weight, factor), {}).grad_fn) == 0
 
 
 def test_a_leaf_is_saved_as_the_object_it_is(device: str) -> None:
@@ -470,7 +470,7 @@ def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
         result = call_recomputing(through_views, inputs[0], tuple(inputs[1:]), {})
         storage = StorageWeakRef(result.untyped_storage())
         (view,) = (one for one in saved_in(result.grad_fn) if type(one) is recompute._View)
-        kept = weakref.ref(view.recomputed._recipe.arguments[2])  # rstd
+        kept = weakref.ref(view.recomputed._recompute.arguments[2])  # rstd
         del view, result
         assert storage.expired()
         assert kept() is None
@@ -532,7 +532,7 @@ def test_layers_without_a_fused_add_recompute_too(device: str, recomputed_by: li
     fused_norm.apply_fused_norm(plain, residual=False)
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
     assert_same_bits(step(plain, FEW), step(recomputing, FEW))
-    assert recomputed_by.count("norm_from_rstd") == 4
+    assert recomputed_by.count("recomputed_norm") == 4
     fused_norm.apply_fused_norm(recomputing, residual=False)
     assert not any(isinstance(layer, FusedBlock) for layer in recomputing.model.layers)
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
@@ -611,7 +611,7 @@ def sharded(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
         for length in (5, 8):  # accumulated
             loss = loss_of(model, ids[:, :length])
             if recompute:
-                assert recipes_in(loss.grad_fn) > 10
+                assert recomputed_in(loss.grad_fn) > 10
             loss.backward()
             losses.append(loss.detach())
         optimizer.step()

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual, check_scale
-from .norm_from_rstd import norm_recipe
-from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
+from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
+from .recomputed_norm import norm_recompute
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
@@ -52,11 +52,11 @@ class AddRMSNorm(Operator):
         _, s, rstd = results
         return (s, weight, rstd), (x.dtype, residual.dtype, scale)
 
-    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
         y, s = outputs
-        return norm_recipe(spec, s, arguments[2], *self.kept_of(y))
+        return norm_recompute(spec, s, arguments[2], *self.kept_of(y))
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming
         x_dtype, residual_dtype, scale = call.facts
         need_dx, need_dr, need_dw = call.needed
@@ -66,7 +66,7 @@ class AddRMSNorm(Operator):
         # As PyTorch's own add, one gradient for both where they are alike: a second store costs a quarter of the time.
         alike = need_dx and need_dr and x_dtype == residual_dtype and scale == 1.0
         call = call._replace(needed=(need_dx, need_dr and not alike, need_dw))
-        dx, dr, dw = super().differentiate(spec, call, by)
+        dx, dr, dw = super().gradients_by(route, spec, call)
         return dx, dx if alike else dr, dw
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:

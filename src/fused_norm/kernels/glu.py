@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_glu
-from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Spec, Tensors
+from .operator import BackwardCall, Facts, Operator, Recompute, Route, Spec, Tensors
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -49,11 +49,11 @@ class Glu(Operator):
         gate, up, activation = arguments
         return (gate, up), (activation,)
 
-    def recipe(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
-        return Recipe(self, spec, arguments)
+    def recompute(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
+        return Recompute(self, spec, arguments)
 
-    def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
-        return super().differentiate(spec, call, by) if any(call.needed) else (None, None)
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        return super().gradients_by(route, spec, call) if any(call.needed) else (None, None)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from .rms_norm import RMS_NORM
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
@@ -46,13 +46,13 @@ class NormAdd(Operator):
         x, residual, weight = arguments
         return (x, weight, results[1]), (residual.dtype,)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (ds,), (residual_dtype,) = call.incoming, call.facts
         need_dx, need_dr, need_dw = call.needed
         dx = dw = None
         if need_dx or need_dw:
             norm_call = call._replace(facts=(), needed=(need_dx, need_dw))
-            dx, dw = RMS_NORM.differentiate(spec, norm_call, by)
+            dx, dw = RMS_NORM.gradients_by(route, spec, norm_call)
         # As an add passes it on: what arrives, unless it must be converted.
         return dx, ds.to(residual_dtype) if need_dr and ds is not None else None, dw
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm, check_residual
-from .norm_from_rstd import norm_recipe
-from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
+from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
+from .recomputed_norm import norm_recompute
 from .rms_norm import RMS_NORM
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
@@ -51,22 +51,22 @@ class NormAddNorm(Operator):
         _, s, inner_rstd, rstd = results
         return (s, x, inner_weight, weight, inner_rstd, rstd), (residual.dtype,)
 
-    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
         y, s = outputs
         _, rstd = self.kept_of(y)
-        return norm_recipe(spec, s, arguments[3], rstd)
+        return norm_recompute(spec, s, arguments[3], rstd)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming
         if dy is not None or ds is None:
-            return super().differentiate(spec, call, by)
+            return super().gradients_by(route, spec, call)
         # Only the sum was used.
         _, x, inner_weight, _, inner_rstd, _ = call.saved
         need_dx, need_dr, need_dinner, _ = call.needed
         dx = dinner = None
         if need_dx or need_dinner:
             norm_call = BackwardCall((ds,), (x, inner_weight, inner_rstd), (), (need_dx, need_dinner))
-            dx, dinner = RMS_NORM.differentiate(spec, norm_call, by)
+            dx, dinner = RMS_NORM.gradients_by(route, spec, norm_call)
         return dx, ds.to(call.facts[0]) if need_dr else None, dinner, None
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:

@@ -53,11 +53,11 @@ class BackwardCall(NamedTuple):
     needed: Sequence[bool]
 
 
-Backward = Callable[["Operator", Spec, BackwardCall], "tuple[Tensor | None, ...]"]
-"""A way to an operator's gradients."""
+Route = Callable[["Operator", Spec, BackwardCall], "tuple[Tensor | None, ...]"]
+"""A way to an operator's gradients: by kernels, by registered operators or by PyTorch's own."""
 
 
-class Recipe(NamedTuple):
+class Recompute(NamedTuple):
     """A call, the arguments of which are kept for a backward anyway, that makes outputs of another call bit for bit.
 
     Its outputs are the first ones of that other call, in their order.
@@ -181,11 +181,11 @@ class Operator(ABC):
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
-        """``gradients`` by one of the ways to a backward; None where not needed."""
-        return by(self, spec, call)
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        """``gradients`` by one of the ways to them; None where not needed."""
+        return route(self, spec, call)
 
-    def recipe(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+    def recompute(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
         """The call that makes the first ``outputs`` of this one again, bit for bit, from what is kept anyway.
 
         None for outputs that cannot be made again.
@@ -203,7 +203,7 @@ class Operator(ABC):
         tensors = arguments[: self.tensor_count]
         if not runs_kernels_on(*tensors):
             return False
-        if _is_plain(tensors):
+        if _is_unwatched(tensors):
             return True
         if self.not_differentiable:
             return not any(is_sharded(one) for one in tensors)
@@ -246,7 +246,7 @@ class Operator(ABC):
     def kept_among(self, programs: Programs | None, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call, whose program ``programs`` has from now on, so that ``known`` finds it there."""
         outputs = self(spec, *arguments)
-        if programs is not None and not is_dynamo_compiling() and _is_plain(arguments[: self.tensor_count]):
+        if programs is not None and not is_dynamo_compiling() and _is_unwatched(arguments[: self.tensor_count]):
             shape = arguments[0].shape
             for one in self.programs.of(shape):
                 if one.is_recorded and one.fits(spec, *arguments) and one not in programs.of(shape):
@@ -269,7 +269,7 @@ class Operator(ABC):
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that is not traced, whoever observes it."""
         tensors = arguments[: self.tensor_count]
-        if _is_plain(tensors) and launches.observer is None:
+        if _is_unwatched(tensors) and launches.observer is None:
             like = (one for one in self.programs.of(tensors[0].shape) if one.fits(spec, *arguments))
             program = next(like, None) or self._recorded(spec, arguments)
             outputs = None if program is None else program.call(spec, *arguments)
@@ -299,7 +299,7 @@ class Operator(ABC):
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs by kernels, with a backward if a gradient is wanted."""
         tensors = arguments[: self.tensor_count]
-        plain = _is_plain(tensors)
+        plain = _is_unwatched(tensors)
         if not plain and is_sharded(tensors[0]):
             options = arguments[self.tensor_count :]
             return call_on_parts(lambda *parts: self.results_of(spec, *parts, *options), tensors, self._is_shared)
@@ -310,7 +310,7 @@ class Operator(ABC):
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         """``forward``, in the way that fits the tensors."""
-        if _is_plain(arguments[: self.tensor_count]):
+        if _is_unwatched(arguments[: self.tensor_count]):
             return self.forward(spec, *arguments, training=training)
         results = self._forward_op(*_values(spec), *arguments, training)
         return (results,) if isinstance(results, Tensor) else results
@@ -394,25 +394,28 @@ def _kept_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
     return NormSpec(casting, zero_centered, eps=eps)
 
 
-def differentiate(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """An operator's gradients, in the way that fits the call.
+def _route_of(call: BackwardCall) -> Route:
+    """The way to the gradients that fits the call.
 
     Kernels leave nothing to differentiate: where the gradients are to be differentiated in turn, or come in batches or
     with tangents, they are computed by PyTorch's own operators.
     """
     if all(gradient is None for gradient in call.incoming):
-        return (None,) * len(operator.gradients)
+        return _without_kernels
     tensors = (*call.incoming, *call.saved)
     if not torch.compiler.is_compiling():
         again = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
         if again or batched or is_transformed():
-            return operator.differentiate(spec, call, _by_reference)
-    return operator.differentiate(spec, call, by_kernels if _is_plain(tensors) else _by_registered_operator)
+            return _by_reference
+    return _by_kernels if _is_unwatched(tensors) else _by_registered_operator
 
 
-def by_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    """The gradients, kernels launched directly."""
+def _without_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    return (None,) * len(operator.gradients)
+
+
+def _by_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     return operator.backward(spec, call)
 
 
@@ -450,7 +453,8 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         spec, facts = ctx.spec_and_facts
         call = BackwardCall(incoming, ctx.saved_tensors, facts, ctx.needs_input_grad[1 : 1 + differentiated])
-        return None, *differentiate(operator, spec, call), *(None,) * (behind + operator.option_count)
+        found = operator.gradients_by(_route_of(call), spec, call)
+        return None, *found, *(None,) * (behind + operator.option_count)
 
     def forward_by_program(ctx: Any, program: Any, *tensors: Any) -> Any:
         ctx.program, ctx.materialize_grads = program, False  # what the method for the latter does
@@ -475,21 +479,20 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
                     return gradients
         spec, facts = program.facts
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
-        if may_repeat and is_for_kernels(call) and not any(one.fits(*saved, *incoming) for one in program.backwards):
+        route = _route_of(call)
 
-            def by_launches() -> tuple[Any, Any]:
-                return padded(operator.differentiate(spec, call, by_kernels)), None
+        def gradients_of_call() -> tuple[Tensor | None, ...]:
+            return None, *operator.gradients_by(route, spec, call), *(None,) * behind
 
-            found = recorded((*saved, *incoming), (), by_launches, in_any_grad_mode=True)
+        is_new = may_repeat and not any(one.fits(*saved, *incoming) for one in program.backwards)
+        if is_new and route is _by_kernels:
+            found = recorded((*saved, *incoming), (), lambda: (gradients_of_call(), None), in_any_grad_mode=True)
             if found is not None:
                 program.backwards = with_one_more(program.backwards, found)
                 gradients = found.call(*saved, *incoming)
                 if gradients is not None:
                     return gradients
-        return padded(differentiate(operator, spec, call))
-
-    def padded(found: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return None, *found, *(None,) * behind
+        return gradients_of_call()
 
     def function(forward: Any, backward: Any) -> Any:
         # Made by its name, which PyTorch gives the nodes of the graph.
@@ -503,15 +506,7 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
     return function(forward, backward), programmed
 
 
-def is_for_kernels(call: BackwardCall) -> bool:
-    """Return whether kernels may be launched directly for a backward that leaves nothing to differentiate."""
-    if all(gradient is None for gradient in call.incoming) or is_transformed():
-        return False
-    batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
-    return not batched and _is_plain((*call.incoming, *call.saved))
-
-
-def _is_plain(tensors: Tensors) -> bool:
+def _is_unwatched(tensors: Tensors) -> bool:
     """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no unusual tensor.
 
     Then nobody watches the dispatcher, and going round it saves its time on the host. Unusual are subclasses, and

@@ -6,8 +6,8 @@ straight-line Python, compiled once for each sequence of steps: allocate, gather
 anything else to a tensor, such as a copy, has no program and goes the general way every time.
 
 The facts are verified by the guard that Dynamo uses for compiled code, one call into C++, and by plain comparisons
-where PyTorch has no such guard. It does not see grad mode, forward-mode differentiation, and the modes that fake or
-trace: these are asked by whoever looks for a program.
+where PyTorch has no such guard. It does not see grad mode, which is a condition of its own where it matters, and
+forward-mode differentiation and the modes that fake or trace, which whoever looks for a program asks for.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def recorded(
     """The program of a call; None where calls like it cannot be told from others.
 
     Args:
-        inputs: the tensors of the call, or None. It must be plain (``operator.is_plain``).
+        inputs: the tensors of the call, or None. Nobody may watch the dispatcher.
         further: its other arguments, which stand before (``further[0]``) and behind the tensors.
         call: makes it, and returns its results, in nested tuples, and what its backward has to know. Where it has a
             backward, the results are the outputs and what is saved for it.

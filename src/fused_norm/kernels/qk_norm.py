@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_heads, check_rope
-from .operator import Backward, BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
+from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
 from .sharded import are_angles_of
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward, takes_angles
@@ -57,10 +57,10 @@ class QKNorm(Operator):
         *inputs, unsqueeze_dim = arguments
         return inputs, (unsqueeze_dim,)
 
-    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
-        return Recipe(self, spec, arguments)
+    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
+        return Recompute(self, spec, arguments)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         # A side that is unused, or that needs nothing, gets no work.
         needed = list(call.needed)
         incoming = list(call.incoming)
@@ -70,7 +70,7 @@ class QKNorm(Operator):
         if not any(needed):
             return None, None, None, None
         call = call._replace(incoming=tuple(incoming), needed=tuple(needed))
-        return super().differentiate(spec, call, by)
+        return super().gradients_by(route, spec, call)
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, *_ = call.saved

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import check_norm
-from .norm_from_rstd import norm_recipe
-from .operator import BackwardCall, Facts, Operator, Recipe, Tensors, norm_spec
+from .operator import BackwardCall, Facts, Operator, Recompute, Tensors, norm_spec
+from .recomputed_norm import norm_recompute
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
@@ -48,9 +48,9 @@ class RMSNorm(Operator):
         x, weight, _ = arguments
         return (x, weight, results[1]), ()
 
-    def recipe(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recipe | None:
+    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
         x, weight, _ = arguments
-        return norm_recipe(spec, x, weight, *self.kept_of(outputs[0]))
+        return norm_recompute(spec, x, weight, *self.kept_of(outputs[0]))
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, rstd) = call.incoming, call.saved

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_rotated
-from .operator import Backward, BackwardCall, Facts, Operator, Spec, Tensors
+from .operator import BackwardCall, Facts, Operator, Route, Spec, Tensors
 from .sharded import are_angles_of
 from .triton.memory import empty_in_order, memory_order
 from .triton.qk_launch import empty_rotated, launch_qk_forward, takes_angles
@@ -64,13 +64,13 @@ class Rope(Operator):
         dtypes = q.dtype, None if k is None else k.dtype
         return (cos, sin), (unsqueeze_dim, *dtypes, memory_order(q), [] if k is None else memory_order(k))
 
-    def differentiate(self, spec: Spec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         # A side that is unused, or that needs nothing, gets no work.
         present = [d if need else None for d, need in zip(call.incoming, call.needed, strict=True)]
         needed = [d is not None for d in present]
         if not any(needed):
             return None, None
-        return super().differentiate(spec, call._replace(incoming=present, needed=needed), by)
+        return super().gradients_by(route, spec, call._replace(incoming=present, needed=needed))
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.facts

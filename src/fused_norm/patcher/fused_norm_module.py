@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ logger = logging.getLogger("fused_norm")
 
 _disabled_depth = 0
 _disabled_lock = threading.Lock()
-_explained: set[tuple[type, str]] = set()
+_explained: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -301,6 +302,6 @@ def has_hooks(module: nn.Module) -> bool:
 
 def explain(origin: type[nn.Module], reason: str, what: str = "its stock code") -> None:
     """Log, once for each class and reason, why a norm runs ``what`` and no kernel."""
-    if not torch.compiler.is_compiling() and (origin, reason) not in _explained:
-        _explained.add((origin, reason))
+    if not torch.compiler.is_compiling() and reason not in _explained.setdefault(origin, set()):
+        _explained[origin].add(reason)
         logger.warning("%s runs %s: %s", origin.__name__, what, reason)

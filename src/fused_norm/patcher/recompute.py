@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..kernels.operator import Operator, Recipe, Spec, calls
+from ..kernels.operator import Operator, Recompute, Spec, calls
 from ..kernels.triton.devices import is_transformed
 from .fused_norm_module import is_disabled
 
@@ -93,11 +93,11 @@ class _Register:
         outputs = results if isinstance(results, tuple) else (results,)
         if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
             return results
-        recipe = operator.recipe(spec, arguments, outputs)
-        if recipe is None or any(_is_gathered_for_its_module(one) for one in recipe.arguments):
+        recompute = operator.recompute(spec, arguments, outputs)
+        if recompute is None or any(_is_gathered_for_its_module(one) for one in recompute.arguments):
             return results
-        recomputed = _Recomputed(recipe, outputs[: len(recipe.operator.outputs)])
-        for place, output in enumerate(outputs[: len(recipe.operator.outputs)]):
+        recomputed = _Recomputed(recompute, outputs[: len(recompute.operator.outputs)])
+        for place, output in enumerate(outputs[: len(recompute.operator.outputs)]):
             self._outputs[output.untyped_storage()._cdata] = _Output(recomputed, place, output)
         return results
 
@@ -152,11 +152,11 @@ class _View(NamedTuple):
 class _Recomputed:
     """The outputs of one call, recomputed once for all who have saved them, and freed when all have got them."""
 
-    __slots__ = ("_layouts", "_made", "_needed", "_recipe", "_saved", "_stream", "_waiting")
+    __slots__ = ("_layouts", "_made", "_needed", "_recompute", "_saved", "_stream", "_waiting")
 
-    def __init__(self, recipe: Recipe, outputs: Sequence[Tensor]) -> None:
-        self._recipe = recipe
-        self._needed = [(one, one._version) for one in recipe.arguments if isinstance(one, Tensor)]
+    def __init__(self, recompute: Recompute, outputs: Sequence[Tensor]) -> None:
+        self._recompute = recompute
+        self._needed = [(one, one._version) for one in recompute.arguments if isinstance(one, Tensor)]
         self._layouts = [(output.shape, output.stride()) for output in outputs]
         self._saved = self._waiting = 0
         self._made: tuple[Tensor, ...] | None = None
@@ -184,7 +184,7 @@ class _Recomputed:
         stream = _current_stream()
         made = self._made
         if made is None or stream != self._stream:
-            made = self._recipe.outputs()
+            made = self._recompute.outputs()
             self._made, self._stream, self._waiting = made, stream, self._saved
         self._waiting -= 1
         if self._waiting <= 0:

@@ -12,9 +12,9 @@ from ...spec import Casting, NormSpec
 from .. import reference
 from ..add_rms_norm import ADD_RMS_NORM
 from ..arguments import KERNEL_DTYPES, check_norm, check_residual, check_scale
-from ..norm_from_rstd import NormFromRstd
-from ..operator import Backward, BackwardCall, Facts, Operator, Tensors, norm_spec
+from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
+from ..recomputed_norm import RecomputedNorm
 from ..triton.memory import empty_rows_like, empty_weight_grad
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .cast import cast, numbers_of
@@ -92,15 +92,15 @@ class NormFP8(Operator):
             s, residual = x if codes is None else codes, x
         return (s, codes_scale, weight, rstd), (x.dtype, residual.dtype, scale, added)
 
-    def differentiate(self, spec: NormSpec, call: BackwardCall, by: Backward) -> tuple[Tensor | None, ...]:
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         s, codes_scale, weight, rstd = call.saved
         if codes_scale is not None:
-            return super().differentiate(spec, call, by)
+            return super().gradients_by(route, spec, call)
         *facts, added = call.facts
         dy, ds = call.incoming[3:5]
         # Without a residual s is empty, and compiled graphs give even that a gradient.
         call = call._replace(incoming=(dy, ds if added else None), saved=(s, weight, rstd), facts=tuple(facts))
-        return ADD_RMS_NORM.differentiate(spec, call, by)
+        return ADD_RMS_NORM.gradients_by(route, spec, call)
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         """Launch the backward of a norm of codes; that of other tensors is ``add_rms_norm``'s."""
@@ -121,7 +121,7 @@ class NormFP8(Operator):
         return dx.to(call.facts[0]), None, dw
 
 
-class RMSNormColumnsFP8(NormFromRstd):
+class RMSNormColumnsFP8(RecomputedNorm):
     """``rms_norm_columns_fp8`` as an operator, which has no gradients; it gives codes as [N, M]."""
 
     name = "rms_norm_columns_fp8"

@@ -11,15 +11,15 @@ from torch import Tensor
 from ..spec import NormSpec
 from . import reference
 from .arguments import check_norm
-from .operator import Facts, Operator, Recipe, Tensors
+from .operator import Facts, Operator, Recompute, Tensors
 from .triton.memory import empty_rows_like, norm_dtype
 from .triton.norm_forward import launch_norm_from_rstd
 
 
-class NormFromRstd(Operator):
+class RecomputedNorm(Operator):
     """The output of a norm made a second time, bit for bit, from the rstd of the first; it has no gradients."""
 
-    name = "norm_from_rstd"
+    name = "recomputed_norm"
     tensors = "Tensor x, Tensor? weight, Tensor rstd"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
     saved = ""
@@ -52,9 +52,9 @@ class NormFromRstd(Operator):
         return (), ()
 
 
-NORM_FROM_RSTD = NormFromRstd()
+RECOMPUTED_NORM = RecomputedNorm()
 
 
-def norm_recipe(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Recipe | None:
-    """The recipe of a norm of x; None where the rstd that its forward has kept is not the one that it has used."""
-    return None if spec.casting == "none" else Recipe(NORM_FROM_RSTD, spec, (x, weight, rstd))
+def norm_recompute(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Recompute | None:
+    """How to recompute a norm of x; None where the rstd that its forward has kept is not the one that it has used."""
+    return None if spec.casting == "none" else Recompute(RECOMPUTED_NORM, spec, (x, weight, rstd))

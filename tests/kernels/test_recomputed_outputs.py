@@ -1,4 +1,4 @@
-"""Outputs made again from what the backward keeps: bit for bit, in the layout they had, and of what was kept alone."""
+"""Outputs recomputed from what the backward keeps: bit for bit, in the layout they had, and of what was kept alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels.norm_from_rstd import NORM_FROM_RSTD
 from fused_norm.kernels.operator import calls, norm_spec
+from fused_norm.kernels.recomputed_norm import RECOMPUTED_NORM
 from fused_norm.spec import NormSpec
 
 from .conftest import OPERATORS
@@ -72,15 +72,15 @@ CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
 
 
 class Observer:
-    """Calls operators as they are called without it, and keeps their recipes."""
+    """Calls operators as they are called without it, and keeps their recomputes."""
 
     def __init__(self) -> None:
-        self.recipes: list[Any] = []
+        self.recomputes: list[Any] = []
 
     def called(self, operator: Any, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
         results = operator.results_of(spec, *arguments)
         outputs = results if isinstance(results, tuple) else (results,)
-        self.recipes.append(operator.recipe(spec, arguments, outputs))
+        self.recomputes.append(operator.recompute(spec, arguments, outputs))
         return results
 
 
@@ -89,61 +89,61 @@ def _check(name: str, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
     with calls.by(observer):
         results = OPERATORS[name](spec, *arguments)
     outputs = results if isinstance(results, tuple) else (results,)
-    (recipe,) = observer.recipes
-    again = recipe.outputs()
-    for output, made_again in zip(outputs, again, strict=False):
-        assert made_again is not output
-        assert not made_again.requires_grad
-        assert made_again.stride() == output.stride()
-        assert made_again.dtype == output.dtype
-        assert torch.equal(made_again, output)
-    return recipe
+    (recompute,) = observer.recomputes
+    again = recompute.outputs()
+    for output, recomputed in zip(outputs, again, strict=False):
+        assert recomputed is not output
+        assert not recomputed.requires_grad
+        assert recomputed.stride() == output.stride()
+        assert recomputed.dtype == output.dtype
+        assert torch.equal(recomputed, output)
+    return recompute
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_outputs_are_made_again_bit_for_bit(case: Any, device: str) -> None:
+def test_outputs_are_recomputed_bit_for_bit(case: Any, device: str) -> None:
     name, spec, arguments = case
-    recipe = _check(name, spec, arguments(device))
-    assert len(recipe.operator.outputs) == (2 if name == "qk_norm" else 1)
+    recompute = _check(name, spec, arguments(device))
+    assert len(recompute.operator.outputs) == (2 if name == "qk_norm" else 1)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_add_norm"])
-def test_a_norm_that_uses_another_rstd_than_it_keeps_has_no_recipe(name: str, device: str) -> None:
+def test_a_norm_that_uses_another_rstd_than_it_keeps_is_not_recomputed(name: str, device: str) -> None:
     _, arguments = _norm(name, (3, 40), FP16, FP16)
     observer = Observer()
     with calls.by(observer):
         OPERATORS[name](norm_spec("none", False, 1e-6), *arguments(device))
-    assert observer.recipes == [None]
+    assert observer.recomputes == [None]
 
 
-def test_sums_and_rotations_without_a_norm_have_no_recipe(device: str) -> None:
+def test_sums_and_rotations_without_a_norm_are_not_recomputed(device: str) -> None:
     x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
     q, k, _, _, cos, sin, heads_dim = _heads(device)
     observer = Observer()
     with calls.by(observer):
         OPERATORS["norm_add"](LLAMA, x, residual, weight)
         OPERATORS["rope"](None, q, k, cos, sin, heads_dim, False)
-    assert observer.recipes == [None, None]
+    assert observer.recomputes == [None, None]
 
 
-def test_the_rows_of_an_output_made_again_come_from_the_rstd(device: str) -> None:
+def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> None:
     x, weight = made(device, 6, 40), made(device, 40)
     rstd = torch.rand(6, 1, device=device)
     with torch.no_grad():
-        y = NORM_FROM_RSTD(GEMMA, x, weight, rstd)
+        y = RECOMPUTED_NORM(GEMMA, x, weight, rstd)
         expected = (x.float() * rstd * (1 + weight.float())).to(BF16)
     assert torch.equal(y, expected)
     for wrong in (torch.rand(6, device=device), torch.rand(5, 1, device=device)):
         with pytest.raises(ValueError, match="rstd has shape"):
-            NORM_FROM_RSTD.checked(GEMMA, x, weight, wrong)
+            RECOMPUTED_NORM.checked(GEMMA, x, weight, wrong)
     with pytest.raises(ValueError, match="'none'"):
-        NORM_FROM_RSTD.checked(norm_spec("none", False, 1e-6), x, weight, rstd)
+        RECOMPUTED_NORM.checked(norm_spec("none", False, 1e-6), x, weight, rstd)
 
 
-def test_an_empty_output_is_made_again(device: str) -> None:
+def test_an_empty_output_is_recomputed(device: str) -> None:
     x, weight = made(device, 0, 40), made(device, 40)
     with torch.no_grad():
-        assert NORM_FROM_RSTD(LLAMA, x, weight, torch.empty(0, 1, device=device)).shape == (0, 40)
+        assert RECOMPUTED_NORM(LLAMA, x, weight, torch.empty(0, 1, device=device)).shape == (0, 40)
 
 
 def test_an_observer_is_left_with_its_block() -> None:
