@@ -48,14 +48,16 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in modules.items()
         if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
     }
-    none = f"selects none of the {len(norms)} norms of {type(model).__name__}"
+    count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
         if not any(named.selects(path, module) for path, module in (norms | blocks).items()):
-            raise FusedNormError(f"modules={pattern!r} {none}, and no attention or MLP")
+            raise FusedNormError(
+                f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention or MLP"
+            )
     for pattern in options.casting or ():
         if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
-            raise FusedNormError(f"casting={{{pattern!r}: ...}} {none}")
+            raise FusedNormError(f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name}")
     changes: list[ClassChange] = []
     norm_sites = {}
     for path, module in norms.items():
@@ -63,8 +65,10 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         changes += change
         gated, reason = isinstance(norm_sites[path].spec, GatedNormSpec), norm_sites[path].reason
         if options.casting_at(path) is not None and (gated or reason is not None):
-            why = "which a norm with a gate does not take" if gated else f"but it stays stock: {reason}"
-            raise FusedNormError(f"casting gives {path} other rounding points, {why}")
+            refused = f"casting gives {path} other rounding points, but it stays stock: {reason}"
+            if gated:
+                refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
+            raise FusedNormError(refused)
     rows = list(norm_sites.values())
     known = SurveyedModel(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
     holders = _holders(model, known)
