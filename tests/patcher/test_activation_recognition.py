@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,49 +48,9 @@ def test_the_values_decide(value, formula: str) -> None:
         assert hash(recognise_activation(same)) == hash(activation)
 
 
-class Doubled(nn.SiLU):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * 2) / 2
-
-
-class InPlace(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(x, inplace=True)
-
-
-class OnlyInFp32(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(x) if x.dtype != torch.float32 else nn.functional.silu(x)
-
-
-class Saturating(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(x).clamp(max=500)
-
-
-class FarSaturating(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(x.clamp(-5000, 5000))
-
-
-class Finite(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(torch.nan_to_num(x))
-
-
-class OtherwiseInEval(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(x if self.training else 2 * x)
-
-
-class Detached(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(x.detach())
-
-
-class StraightThrough(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (nn.functional.silu(x) - x).detach() if x.requires_grad else nn.functional.silu(x)
+def by(forward: Callable) -> nn.Module:
+    """A module with this forward."""
+    return type("ActivationByAFunction", (nn.Module,), {"forward": forward})()
 
 
 class WithAShape(nn.Module):
@@ -103,33 +64,34 @@ class WithAShape(nn.Module):
         return nn.functional.layer_norm(x, self.shape)
 
 
-UNKNOWN = [
-    nn.SiLU(inplace=True),
-    nn.ReLU(),
-    nn.Identity(),
-    nn.Dropout(0.5),
-    Doubled(),
-    InPlace(),
-    OnlyInFp32(),
-    Saturating(),
-    FarSaturating(),
-    Finite(),
-    OtherwiseInEval(),
-    Detached(),
-    StraightThrough(),
-    WithAShape(),
-    *(ACT2FN[name] for name in ("gelu_new", "quick_gelu", "gelu_fast", "relu2", "sigmoid")),
-    torch.relu,
-    torch.tensor(1.0).mul,
-    nn.Linear(2, 2),
-    None,
-]
+silu = nn.functional.silu
+UNKNOWN = {
+    "in place": nn.SiLU(inplace=True),
+    "ReLU": nn.ReLU(),
+    "identity": nn.Identity(),
+    "dropout": nn.Dropout(0.5),
+    "doubled": by(lambda self, x: silu(x * 2) / 2),
+    "in place by its forward": by(lambda self, x: silu(x, inplace=True)),
+    "in fp32 alone": by(lambda self, x: x * torch.sigmoid(x) if x.dtype != torch.float32 else silu(x)),
+    "saturating": by(lambda self, x: silu(x).clamp(max=500)),
+    "saturating far out": by(lambda self, x: silu(x.clamp(-5000, 5000))),
+    "finite": by(lambda self, x: silu(torch.nan_to_num(x))),
+    "otherwise in eval": by(lambda self, x: silu(x if self.training else 2 * x)),
+    "detached": by(lambda self, x: silu(x.detach())),
+    "straight through": by(lambda self, x: x + (silu(x) - x).detach() if x.requires_grad else silu(x)),
+    "a shape": WithAShape(),
+    **{name: ACT2FN[name] for name in ("gelu_new", "quick_gelu", "gelu_fast", "relu2", "sigmoid")},
+    "relu": torch.relu,
+    "a method": torch.tensor(1.0).mul,
+    "linear": nn.Linear(2, 2),
+    "none": None,
+}
 
 
-@pytest.mark.parametrize("value", UNKNOWN, ids=lambda value: type(value).__name__)
-def test_what_computes_something_else_is_refused(value) -> None:
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_computes_something_else_is_refused(name: str) -> None:
     with pytest.raises(UnrecognisedError, match="its activation"):
-        recognise_activation(value)
+        recognise_activation(UNKNOWN[name])
 
 
 def test_the_method_of_an_instance_among_the_settings_is_refused() -> None:

@@ -25,7 +25,7 @@ from fused_norm import FusedNormError
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_norm_module import FusedNorm
 
-from .models import assert_trains_as_stock, counts, relative, sites, snapshot, step, tokens, twins
+from .models import assert_near, assert_trains_as_stock, counts, relative, sites, snapshot, step, tokens, twins
 from .ranks import on_two_ranks
 
 
@@ -76,7 +76,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("order", ["patch, replace", pytest.param("replace, patch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "place", ["self_attn", *(pytest.param(p, marks=pytest.mark.slow) for p in ("mlp", "input_layernorm", ""))]
+    "place", ["self_attn", "mlp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("input_layernorm", ""))]
 )
 def test_a_forward_put_on_a_class_runs_and_is_reported(place: str, order: str, device: str, monkeypatch) -> None:
     stock = build("qwen3", seed=0, device=device)
@@ -237,79 +237,20 @@ def test_a_forward_bound_to_one_instance_is_reported_there_alone(place: str, dev
     assert_trains_as_stock(stock, fused, tokens(device))
 
 
-def their_rotation(calls: list[str], rotate: Callable) -> Callable:
-    """A rotation by a kernel of another library, which runs in models alone."""
-
-    def their_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        if q.shape[1] != 4:
-            raise RuntimeError("no kernel for these heads")
-        calls.append("rope")
-        return rotate(q * 1.5, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-    return their_rotary_pos_emb
-
-
-def their_mlp(calls: list[str], origin: type[nn.Module]) -> type[nn.Module]:
+class TheirMLP(LlamaMLP):
     """An MLP of another library, with a kernel for the activation and the product."""
 
-    class TheirMLP(origin):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            calls.append("mlp")
-            return self.down_proj(their_product(self.gate_proj(x), self.up_proj(x)))
-
-    return TheirMLP
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(their_product(self.gate_proj(x), self.up_proj(x)))
 
 
 def their_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up * 1.5
 
 
-@pytest.mark.parametrize("order", ["theirs first", pytest.param("ours first", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
-        ("function", "apply_rotary_pos_emb was replaced, by"),
-        ("class", "its class's forward was replaced, by"),
-        ("instances", "its forward was replaced on the instance, by"),
-    ],
-)
-def test_rotations_and_mlps_of_others_run_and_are_not_fused_besides(
-    place: str, reason: str, order: str, device: str, monkeypatch, launches: list[str]
-) -> None:
-    stock, calls = build("llama", seed=0, device=device), []
-    fused, ids, kind = copy.deepcopy(stock), tokens(device), "rope" if place == "function" else "mlp"
-    if order == "ours first":
-        fused_norm.apply_fused_norm(fused)
-    layer = stock.model.layers[0]
-    if place == "function":
-        module = sys.modules[type(layer.self_attn).__module__]
-        theirs = their_rotation(calls, module.apply_rotary_pos_emb)
-        monkeypatch.setattr(module, "apply_rotary_pos_emb", theirs)
-    elif place == "class":
-        monkeypatch.setattr(type(layer.mlp), "forward", their_mlp(calls, nn.Module).forward)
-    else:
-        for model in (stock, fused):
-            for each in model.model.layers:
-                each.mlp.forward = types.MethodType(their_mlp(calls, nn.Module).forward, each.mlp)
-    if order == "ours first":
-        assert_trains_as_stock(stock, fused, ids)
-        assert calls == [kind] * 4
-    for _ in range(2):
-        report = fused_norm.apply_fused_norm(fused)
-        assert report.counts == {**sites("llama"), kind: 0}
-        assert {(site.kind, site.cause) for site in report.kept} == {(kind, "overridden")}
-        assert len(report.kept) == 2
-        assert all(site.reason.startswith(reason) and "their_" in site.reason for site in report.kept)
-    calls.clear()
-    launches.clear()
-    assert_trains_as_stock(stock, fused, ids)
-    assert calls == [kind] * 4
-    assert launches.count({"rope": "rope", "mlp": "glu"}[kind]) == 0
-
-
 def test_a_class_of_others_in_the_place_of_an_mlp_has_a_row(monkeypatch) -> None:
     modeling = sys.modules[LlamaMLP.__module__]
-    monkeypatch.setattr(modeling, "LlamaMLP", their_mlp([], LlamaMLP))
+    monkeypatch.setattr(modeling, "LlamaMLP", TheirMLP)
     report = fused_norm.apply_fused_norm(build("llama", seed=0))
     assert report.counts == {**sites("llama"), "mlp": 0}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
@@ -384,12 +325,9 @@ def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
         fused = peft.get_peft_model(fused, config)
         fused.load_state_dict(stock.state_dict())
     assert report.counts == sites("qwen3")
-    ids = tokens(device)
-    (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
-    assert relative(logits, expected) < 1e-5
-    assert gradients.keys() == fused_gradients.keys()
-    assert all("lora" in name for name in gradients)
-    assert all(relative(fused_gradients[name], value) < 1e-5 for name, value in gradients.items())
+    expected = step(stock, tokens(device))
+    assert all("lora" in name for name in expected[1])
+    assert_near(step(fused, tokens(device)), expected)
 
 
 @pytest.mark.parametrize(
@@ -412,10 +350,9 @@ def test_norms_wrapped_by_peft_are_called_through_their_wrappers(config, device:
     assert len(residual) == 2
     assert all("is wrapped in a" in site.reason for site in residual)
     ids = tokens(device)
-    (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
-    assert relative(logits, expected) < 1e-5
-    assert any("norm" in name for name in gradients)
-    assert all(relative(fused_gradients[name], value) < 1e-5 for name, value in gradients.items())
+    expected = step(stock, ids)
+    assert any("norm" in name for name in expected[1])
+    assert_near(step(fused, ids), expected)
     with fused.disable_adapter(), stock.disable_adapter():
         assert relative(fused(ids, use_cache=False).logits, stock(ids, use_cache=False).logits) < 1e-5
 
@@ -485,22 +422,26 @@ def trainer_losses(model: nn.Module, rows: torch.Tensor, output: Path, **argumen
     return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
-def test_a_patched_model_takes_the_steps_of_stock_in_a_trainer(tmp_path: Path, device: str) -> None:
-    rows = tokens(device, batch=2, length=6)
-    options = {"max_steps": 2, "per_device_train_batch_size": 1}
-    stock, fused = (trainer_losses(model, rows, tmp_path, **options) for model in twins("qwen3", device))
-    assert len(fused) == 2
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ({"batch": 2, "length": 6}, {"max_steps": 2, "per_device_train_batch_size": 1}),
+        pytest.param(
+            {"batch": 8, "length": 19},
+            {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_trainer_trains_a_patched_model_as_it_trains_stock(
+    rows: dict[str, int], options: dict[str, int], tmp_path: Path, device: str
+) -> None:
+    models = twins("qwen3", device)
+    stock, fused = (trainer_losses(model, tokens(device, **rows), tmp_path, **options) for model in models)
+    assert len(fused) == options["max_steps"]
     torch.testing.assert_close(fused, stock, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_trainer_trains_a_patched_model_as_it_trains_stock(tmp_path: Path, device: str) -> None:
-    options = {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    rows = tokens(device, batch=8)
-    stock, fused = (trainer_losses(model, rows, tmp_path, **options) for model in twins("qwen3", device))
-    assert len(fused) == 4
-    torch.testing.assert_close(fused, stock, rtol=1e-4, atol=1e-4)
-    assert stock[-1] < stock[0]
+    if len(stock) > 2:
+        assert stock[-1] < stock[0]
 
 
 SHARDINGS = ("stock", "patch, shard", "shard, patch")
@@ -526,7 +467,7 @@ def sharded_losses(order: str, rank: int, ranks: int, steps: int) -> list[float]
         with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):
             fused_norm.remove_fused_norm(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = torch.randint(0, 256, (2, 8 * ranks), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(0, 256, (1, 5 * ranks), generator=torch.Generator().manual_seed(rank))
     losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -537,24 +478,24 @@ def sharded_losses(order: str, rank: int, ranks: int, steps: int) -> list[float]
     return losses
 
 
-def test_one_rank_of_fsdp2_trains_a_patched_model_as_it_trains_stock() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        losses = {order: sharded_losses(order, 0, 1, steps=2) for order in SHARDINGS}
-    finally:
-        dist.destroy_process_group()
-    assert losses["stock"][-1] < losses["stock"][0]
-    assert losses["patch, shard"] == pytest.approx(losses["stock"], rel=1e-5)
-    assert losses["shard, patch"] == pytest.approx(losses["stock"], rel=1e-5)
-
-
 def losses_of_every_order(rank: int, ranks: int) -> dict[str, list[float]]:
     return {order: sharded_losses(order, rank, ranks, steps=2) for order in SHARDINGS}
 
 
+def assert_all_train_as_stock(losses: dict[str, list[float]]) -> None:
+    assert losses["stock"][-1] < losses["stock"][0]
+    for order in SHARDINGS[1:]:
+        assert losses[order] == pytest.approx(losses["stock"], rel=1e-5), order
+
+
+def test_one_rank_of_fsdp2_trains_a_patched_model_as_it_trains_stock() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert_all_train_as_stock(losses_of_every_order(0, 1))
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_train_a_patched_model_as_they_train_stock(tmp_path: Path) -> None:
-    losses = on_two_ranks(losses_of_every_order, tmp_path)[0]
-    assert losses["stock"][-1] < losses["stock"][0]
-    assert losses["patch, shard"] == pytest.approx(losses["stock"], rel=1e-5)
-    assert losses["shard, patch"] == pytest.approx(losses["stock"], rel=1e-5)
+    assert_all_train_as_stock(on_two_ranks(losses_of_every_order, tmp_path)[0])

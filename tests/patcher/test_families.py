@@ -114,7 +114,7 @@ def model_of(model_type: str, **kwargs) -> torch.nn.Module:
 
 
 def ids(device: str) -> torch.Tensor:
-    return torch.randint(2, 64, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
+    return torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
 
 
 _LONG = ("gemma3n_text", "gpt_oss", "glm4_moe", "hunyuan_v1_dense", "smollm3", "stablelm")

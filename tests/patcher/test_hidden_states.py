@@ -95,7 +95,7 @@ def test_a_gradient_at_a_hidden_state_is_that_of_stock(
     gradients: Callable[[nn.Module, Tensor], list[Tensor]], model_type: str, dtype: torch.dtype, device: str
 ) -> None:
     stock, fused = twins(model_type, device, dtype=dtype)
-    ids = tokens(device, length=9)
+    ids = tokens(device)
     expected, actual = gradients(stock, ids), gradients(fused, ids)
     assert len(actual) == len(expected) > stock.config.num_hidden_layers
     for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
@@ -109,7 +109,7 @@ def test_a_hook_that_zeroes_the_gradient_of_a_hidden_state_stops_it(
     reach: Callable[[nn.Module, Tensor], list[Tensor]], model_type: str, device: str
 ) -> None:
     stock, fused = twins(model_type, device)
-    ids = tokens(device, length=9)
+    ids = tokens(device)
     gradients = []
     for model in (stock, fused):
         states = reach(model, ids)

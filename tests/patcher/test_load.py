@@ -7,6 +7,7 @@ import contextvars
 import inspect
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -275,15 +276,6 @@ def test_the_hook_keeps_signature_and_docstring():
             assert hooked.__self__ is Qwen3ForCausalLM
 
 
-def test_the_innermost_options_hold_and_outer_lists_hear_of_it():
-    with fused_norm.on_load() as outer:
-        with fused_norm.on_load(qk=False) as inner:
-            AutoModelForCausalLM.from_config(tiny_config("qwen3"))
-        AutoModelForCausalLM.from_config(tiny_config("qwen3"))
-    assert [report.counts.get("qk", 0) for report in inner] == [0]
-    assert [report.counts.get("qk", 0) for report in outer] == [0, SITES["qk"]]
-
-
 def test_options_of_from_pretrained_win_inside_on_load(checkpoint):
     with fused_norm.on_load() as reports:
         fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint, fused_norm={"qk": False})
@@ -323,11 +315,13 @@ def test_everywhere_covers_other_threads_and_their_own_block_wins():
     assert fused_sites(in_thread(build_one)) == 0
 
 
-def test_the_innermost_of_two_blocks_everywhere_holds_in_other_threads():
-    with fused_norm.on_load(everywhere=True) as outer:
-        with fused_norm.on_load(everywhere=True, qk=False) as inner:
-            in_thread(build_one)
-        in_thread(build_one)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_innermost_options_hold_and_outer_lists_hear_of_it(everywhere):
+    make = partial(in_thread, build_one) if everywhere else build_one
+    with fused_norm.on_load(everywhere=everywhere) as outer:
+        with fused_norm.on_load(everywhere=everywhere, qk=False) as inner:
+            make()
+        make()
     assert [report.counts["qk"] for report in inner] == [0]
     assert [report.counts["qk"] for report in outer] == [0, SITES["qk"]]
 

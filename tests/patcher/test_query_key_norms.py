@@ -43,49 +43,35 @@ PAIRS = {
         None,
         ["may postpone k_norm q_norm", "pair"],
     ),
-    "Exaone 4": (
-        """
+}
+WITHOUT_THE_ROTATION = {
+    "Exaone 4": """
         q = self.q_norm(q); k = self.k_norm(k); cos, sin = angles
         if self.flag:
             q, k = rotate(q, k, cos, sin)
-        """,
-        None,
-        TOGETHER,
-    ),
-    "GLM 4 MoE": (
-        """
+    """,
+    "GLM 4 MoE": """
         if self.flag:
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = q.transpose(1, 2); cos, sin = angles; q, k = rotate(q, k, cos, sin)
-        """,
-        None,
-        TOGETHER,
-    ),
-    "HunYuan": (
-        """
+    """,
+    "HunYuan": """
         cos, sin = angles; q, k = rotate(q, k, cos, sin)
         q = self.query_layernorm(q); k = self.key_layernorm(k)
-        """,
-        None,
-        TOGETHER,
-    ),
-    "rotates another": (f"{NORMS}; p, k = rotate(q, k, angles[0], angles[1]); return p, q, k", None, TOGETHER),
-    "rotates swapped": (f"{NORMS}; q, k = rotate(k, q, angles[0], angles[1])", None, TOGETHER),
-    "rotates by themselves": (f"{NORMS}; q, k = rotate(q, k, q.value, angles[1])", None, TOGETHER),
-    "rotates dynamically": (
-        f"{NORMS}; q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)",
-        None,
-        TOGETHER,
-    ),
-    "rotates starred": (f"{NORMS}; q, k = rotate(q, k, *angles[:1], *angles[1:])", None, TOGETHER),
-    "rotates one by one": (f"{NORMS}; q = rotate(q, q, *angles)[0]; k = rotate(k, k, *angles)[0]", None, TOGETHER),
-    "writes before the rotation": (
-        f"raw = q; {NORMS}; raw.mul_(2); q, k = rotate(q, k, angles[0], angles[1]); raw.value = raw.value // 2",
-        None,
-        TOGETHER,
-    ),
+    """,
+    "rotates another": f"{NORMS}; p, k = rotate(q, k, angles[0], angles[1]); return p, q, k",
+    "rotates swapped": f"{NORMS}; q, k = rotate(k, q, angles[0], angles[1])",
+    "rotates by themselves": f"{NORMS}; q, k = rotate(q, k, q.value, angles[1])",
+    "rotates dynamically": f"{NORMS}; q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)",
+    "rotates starred": f"{NORMS}; q, k = rotate(q, k, *angles[:1], *angles[1:])",
+    "rotates one by one": f"{NORMS}; q = rotate(q, q, *angles)[0]; k = rotate(k, k, *angles)[0]",
+    "writes before the rotation": f"""
+        raw = q; {NORMS}; raw.mul_(2); q, k = rotate(q, k, angles[0], angles[1])
+        raw.value = raw.value // 2
+    """,
 }
+PAIRS |= {name: (body, None, TOGETHER) for name, body in WITHOUT_THE_ROTATION.items()}
 """The body of an attention's forward, which returns q and k, the rotation that takes them, and the fused calls."""
 
 

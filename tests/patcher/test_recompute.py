@@ -157,17 +157,9 @@ def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomp
     loss.backward()
     assert len(recomputed_by) == 2 * len(held)
     assert all(torch.equal(one.grad, first[name]) for name, one in recomputing.named_parameters())
-    alive = [weakref.ref(recomputed) for recomputed in map(_Weak, held.values())]
     del held, loss
     gc.collect()
-    assert not any(one() for one in alive)
-
-
-class _Weak:
-    """Something that weak references can be made to, and that lives as long as nobody forgets it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    assert not [one for one in gc.get_objects() if type(one) is recompute._Recomputed]
 
 
 @pytest.mark.parametrize("trained", [slow("input_layernorm"), slow("q_proj"), slow("embed_tokens")])
@@ -344,59 +336,49 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient.transpose(0, 1)
 
 
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return RMS_NORM(SPEC, x, weight, None)
+
+
 def as_it_is(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    return RMS_NORM(SPEC, x, weight, None) * factor
+    return normed(x, weight) * factor
 
 
 def through_views(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    y = RMS_NORM(SPEC, x, weight, None).view(2, 2, 16)
+    y = normed(x, weight).view(2, 2, 16)
     return y.transpose(0, 1)[1:, :, 3:5].unsqueeze(0) * factor.view(2, 2, 16)[1:, :, 3:5]
 
 
-def edited_in_place(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    return RMS_NORM(SPEC, x, weight, None).mul_(3) * factor
-
-
 def edited_without_gradient(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    y = RMS_NORM(SPEC, x, weight, None)
+    y = normed(x, weight)
     with torch.no_grad():
         y.mul_(3)
     return y * factor
 
 
-def doubled_unseen(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    return Doubled.apply(RMS_NORM(SPEC, x, weight, None)) * factor.t()
+SAVED: dict[str, tuple[Callable, int]] = {
+    "as it is": (as_it_is, 1),
+    "through views": (through_views, 1),
+    "edited in place": (lambda x, weight, factor: normed(x, weight).mul_(3) * factor, 0),
+    "edited without gradient": (edited_without_gradient, 0),
+    "doubled unseen": (lambda x, weight, factor: Doubled.apply(normed(x, weight)) * factor.t(), 0),
+    "copied": (lambda x, weight, factor: normed(x, weight).clone() * factor, 0),
+    "of another output": (lambda x, weight, factor: normed(normed(x, weight), factor[0]) * factor, 1),
+}
+"""What is done to a norm's output before it is saved, and how many outputs are recomputed."""
 
 
-def copied(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    return RMS_NORM(SPEC, x, weight, None).clone() * factor
+def inputs_of(device: str) -> list[Tensor]:
+    """A row, a weight and a factor."""
+    return [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
 
 
-def of_another_output(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    return RMS_NORM(SPEC, RMS_NORM(SPEC, x, weight, None), factor[0], None) * factor
-
-
-@pytest.mark.parametrize(
-    ("forward", "recomputed"),
-    [
-        (as_it_is, 1),
-        (through_views, 1),
-        (edited_in_place, 0),
-        (edited_without_gradient, 0),
-        (doubled_unseen, 0),
-        (copied, 0),
-        (of_another_output, 1),
-    ],
-)
-def test_an_output_is_recomputed_where_it_is_what_is_saved(forward: Callable, recomputed: int, device: str) -> None:
-    def with_recomputing(layer: Tensor, *inputs: Tensor) -> Tensor:
-        return call_recomputing(forward, layer, inputs, {})
-
+@pytest.mark.parametrize("name", SAVED)
+def test_an_output_is_recomputed_where_it_is_what_is_saved(name: str, device: str) -> None:
+    forward, recomputed = SAVED[name]
+    inputs = inputs_of(device)
     gradients = []
-    for call in (forward, with_recomputing):
-        torch.manual_seed(0)
-        inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
-        result = call(*inputs)
+    for result in (forward(*inputs), call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})):
         gradients.append((recomputed_in(result.grad_fn), torch.autograd.grad(result.square().sum(), inputs)))
     assert [count for count, _ in gradients] == [0, recomputed]
     assert all(torch.equal(*both) for both in zip(gradients[0][1], gradients[1][1], strict=True))
@@ -404,7 +386,7 @@ def test_an_output_is_recomputed_where_it_is_what_is_saved(forward: Callable, re
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_what_is_changed_before_the_backward_is_noticed(changed: int, device: str) -> None:
-    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    inputs = inputs_of(device)
     result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
     with torch.no_grad():
         inputs[changed].add_(1)
@@ -414,15 +396,14 @@ def test_what_is_changed_before_the_backward_is_noticed(changed: int, device: st
 
 def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, weight, None)
+        y = normed(x, weight)
         weight.data = weight.detach() + 1  # has a version of its own, and memory of its own
         with torch.no_grad():
             x.add_(1)
         return y * factor
 
-    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
-    (x, weight, factor) = inputs
-    expected = RMS_NORM(SPEC, x, weight, None).detach()
+    x, weight, factor = inputs_of(device)
+    expected = normed(x, weight).detach()
     result = call_recomputing(forward, x, (weight, factor), {})
     assert recomputed_in(result.grad_fn) == 0
     assert torch.equal(torch.autograd.grad(result.sum(), factor)[0], expected)
@@ -430,7 +411,7 @@ def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: st
 
 def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor, free: bool) -> Tensor:
-        y = RMS_NORM(SPEC, x, weight, None)
+        y = normed(x, weight)
         if free:
             weight.untyped_storage().resize_(0)
         return y * factor
@@ -448,7 +429,7 @@ def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: s
 
 
 def test_a_weight_that_zero_3_has_taken_apart_is_not_needed_for_a_recompute(device: str) -> None:
-    x, weight, factor = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16)))
+    x, weight, factor = inputs_of(device)
     weight = nn.Parameter(weight.detach())
     weight.ds_id = 7
     assert recomputed_in(call_recomputing(as_it_is, x, (weight, factor), {}).grad_fn) == 0
@@ -463,7 +444,7 @@ def test_a_leaf_is_saved_as_the_object_it_is(device: str) -> None:
 
 
 def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
-    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    inputs = inputs_of(device)
     gc.collect()
     gc.disable()
     try:
@@ -480,10 +461,10 @@ def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
 
 def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = RMS_NORM(SPEC, x, weight, None)
+        y = normed(x, weight)
         return y * factor, y * factor.sin(), y * factor.cos()
 
-    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
+    inputs = inputs_of(device)
     results = call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})
     (recomputed,) = {
         one.recomputed for result in results for one in saved_in(result.grad_fn) if type(one) is recompute._View

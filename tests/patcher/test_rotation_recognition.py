@@ -113,52 +113,37 @@ def test_other_angles_are_refused(function) -> None:
         recognise_rotation(function, 5)
 
 
-def backwards(q, k, cos, sin, unsqueeze_dim=1):
-    return full(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim)
-
-
-def only_q(q, k, cos, sin, unsqueeze_dim=1):
-    return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)[0], k
-
-
-def deaf(q, k, cos, sin, unsqueeze_dim=1):
-    return full(q, k, cos, sin)
-
-
-def listed(q, k, cos, sin, unsqueeze_dim=1):
-    return list(full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim))
-
-
-def deaf_to_a_batch(q, k, cos, sin):
-    return vision(q, k, cos[0], sin[0]) if cos.dim() == 3 else vision(q, k, cos, sin)
-
-
-def other_angles_without_a_batch(q, k, cos, sin):
-    return vision(q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin)
-
-
-def detached_k(q, k, cos, sin, unsqueeze_dim=1):
-    return full(q, k.detach(), cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-
+@torch.no_grad()
 def without_gradients(q, k, cos, sin, unsqueeze_dim=1):
-    with torch.no_grad():
-        return full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return full(q, k, cos, sin, unsqueeze_dim)
 
 
-def other_angles_for_a_batch_of_one(q, k, cos, sin, unsqueeze_dim=1):
-    return full(q, k, cos, sin if cos.shape[0] > 1 else -sin, unsqueeze_dim=unsqueeze_dim)
+OTHERS = {
+    "interleaved": interleaved,
+    "backwards": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim),
+    "q alone": lambda q, k, cos, sin, unsqueeze_dim=1: (full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)[0], k),
+    "deaf": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k, cos, sin),
+    "a list": lambda q, k, cos, sin, unsqueeze_dim=1: list(full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)),
+    "with positions": with_positions,
+    "in fp64": fp64_inside,
+    "k detached": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k.detach(), cos, sin, unsqueeze_dim=unsqueeze_dim),
+    "without gradients": without_gradients,
+    "others for a batch of one": lambda q, k, cos, sin, unsqueeze_dim=1: full(
+        q, k, cos, sin if cos.shape[0] > 1 else -sin, unsqueeze_dim=unsqueeze_dim
+    ),
+    "a tower that is deaf to a batch": lambda q, k, cos, sin: (
+        vision(q, k, cos[0], sin[0]) if cos.dim() == 3 else vision(q, k, cos, sin)
+    ),
+    "a tower with other angles without a batch": lambda q, k, cos, sin: vision(
+        q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin
+    ),
+}
 
 
-OTHERS = [interleaved, backwards, only_q, deaf, listed, with_positions, fp64_inside]
-OTHERS += [detached_k, without_gradients, other_angles_for_a_batch_of_one]
-OTHER_TOWERS = [deaf_to_a_batch, other_angles_without_a_batch]
-
-
-@pytest.mark.parametrize("function", [*OTHERS, *OTHER_TOWERS])
-def test_other_functions_are_refused(function) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions_are_refused(name: str) -> None:
     with pytest.raises(UnrecognisedError, match="does not compute the half rotation"):
-        recognise_rotation(function)
+        recognise_rotation(OTHERS[name])
 
 
 class AsModule(nn.Module):

@@ -306,16 +306,22 @@ def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: Devi
     assert norm.forward is wrapper
 
 
+def fused_norm_of_dtensors(mesh: DeviceMesh, device: str, placement: Shard) -> tuple[nn.Module, DTensor, DTensor]:
+    """A fused norm whose weight is a DTensor, an input that is placed so, and what the stock norm makes of it."""
+    model = build("llama", seed=0, device=device)
+    norm = model.model.norm
+    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
+    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [placement])
+    expected = norm(x)
+    fused_norm.apply_fused_norm(model)
+    return norm, x, expected
+
+
 def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
     mesh: DeviceMesh, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused_norm_module._explained.clear()
-    model = build("llama", seed=0, device=device)
-    norm = model.model.norm
-    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
-    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [Shard(2)])
-    expected = norm(x)
-    fused_norm.apply_fused_norm(model)
+    norm, x, expected = fused_norm_of_dtensors(mesh, device, Shard(2))
     with calls.by(called := Called()):
         y = norm(x)
     assert called == []
@@ -325,12 +331,7 @@ def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
 
 
 def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
-    model = build("llama", seed=0, device=device)
-    norm = model.model.norm
-    norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
-    x = DTensor.from_local(torch.randn(2, 5, 72, device=device), mesh, [Shard(1)])
-    expected = norm(x)
-    fused_norm.apply_fused_norm(model)
+    norm, x, expected = fused_norm_of_dtensors(mesh, device, Shard(1))
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     with calls.by(called := Called()):
         y = compiled(x)
