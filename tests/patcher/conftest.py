@@ -21,8 +21,8 @@ def launches(monkeypatch) -> list[str]:
         note(operator, arguments)
         return call(operator, spec, *arguments)
 
-    def counted_if_known(operator, spec, *arguments):
-        found = known(operator, spec, *arguments)
+    def counted_if_known(operator, among, spec, *arguments):
+        found = known(operator, among, spec, *arguments)
         if found is not None:
             note(operator, arguments)
         return found
