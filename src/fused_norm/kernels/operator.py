@@ -186,9 +186,9 @@ class Operator(ABC):
         return route(self, spec, call)
 
     def recompute(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
-        """The call that makes the first ``outputs`` of this one again, bit for bit, from what is kept anyway.
+        """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is kept anyway.
 
-        None for outputs that cannot be made again.
+        None for outputs that cannot be recomputed.
         """
         return None
 
