@@ -402,6 +402,7 @@ def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(
     assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
+@pytest.mark.usefixtures("launches")  # programs then allocate by PyTorch's own function on a GPU as well
 def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(ROPE, 16, device)
     q = inputs.q.detach().requires_grad_()
