@@ -12,7 +12,7 @@ from fused_norm.check.batch_invariance import check_rows
 from fused_norm.cli import main
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.operator import Operator
-from fused_norm.kernels.program import Programs
+from fused_norm.kernels.program import forget_all
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build, tiny_config
@@ -35,7 +35,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, operator: Operator) -> None:
             results[0].view(torch.int32).flatten()[-1] += 1
         return results
 
-    monkeypatch.setattr(operator, "programs", Programs())  # which would repeat an earlier call's launches
+    forget_all()  # programs, which would repeat an earlier call's launches
     monkeypatch.setattr(operator, "_recorded", lambda *_: None)
     monkeypatch.setattr(operator, "forward", damaged)
 

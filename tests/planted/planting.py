@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.operator import BackwardCall, Operator
-from fused_norm.kernels.program import Programs
+from fused_norm.kernels.program import forget_all
 from fused_norm.patcher import fused_block
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.spec import NormSpec
@@ -207,13 +207,15 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
         block.__class__ = fused
 
 
-def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[None]:
     """Replace methods of an operator for the length of a ``with``; it repeats no earlier call's launches meanwhile."""
-
-    def none(*_: Any) -> None:
-        return None
-
-    return mock.patch.multiple(operator, programs=Programs(), _recorded=none, **methods)
+    forget_all()
+    try:
+        with mock.patch.multiple(operator, _recorded=lambda *_: None, **methods):
+            yield
+    finally:
+        forget_all()
 
 
 def _copy(one: Any) -> Any:
