@@ -31,6 +31,7 @@ STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders with tiny models, by the names of the models on the hub."""
     folders = {}
+    torch.manual_seed(67280421310721)  # PyTorch's own default
     for name, (family, layers) in STAND_INS.items():
         folders[name] = str(tmp_path_factory.mktemp("hub") / name.rpartition("/")[2])
         config = tiny_config(family, num_hidden_layers=layers)
