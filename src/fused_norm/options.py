@@ -58,7 +58,7 @@ class FuseOptions:
             paths: for models that learn from what an inference engine wrote, which may round elsewhere than
             transformers does. None replaces nothing.
         recompute: recompute outputs of fused operators in the backward instead of keeping them for it: less memory for
-            a little more time, and the same bits.
+            a little more time, and the same bits unless tensors are written into behind autograd's back.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:

@@ -78,10 +78,11 @@ class Observer:
         self.recomputes: list[Any] = []
 
     def called(self, operator: Any, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
-        results = operator.results_of(spec, *arguments)
-        outputs = results if isinstance(results, tuple) else (results,)
-        self.recomputes.append(operator.recompute(spec, arguments, outputs))
-        return results
+        outputs = operator.results_of(spec, *arguments)
+        results = outputs if isinstance(outputs, tuple) else (outputs,)
+        kept = results[0].grad_fn.saved_tensors[-len(operator.kept) :] if operator.kept else ()
+        self.recomputes.append(operator.recompute(spec, arguments, (*results, *kept)))
+        return outputs
 
 
 def _check(name: str, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
@@ -98,6 +99,14 @@ def _check(name: str, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
         assert recomputed.dtype == output.dtype
         assert torch.equal(recomputed, output)
     return recompute
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_is_kept_is_what_an_operator_saves_last(name: str) -> None:
+    operator = OPERATORS[name]
+    saved = [one.split()[-1] for one in operator.saved.split(",")] if operator.saved else []
+    if operator.kept and saved:
+        assert saved[-len(operator.kept) :] == list(operator.kept)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -237,6 +238,58 @@ def test_under_gradient_checkpointing_it_is_off_and_says_so(
     assert "checkpointing" in messages[0]
 
 
+def checkpointed_inside(around: str, device: str, recompute: bool) -> tuple[nn.Module, nn.Module]:
+    """A fused model and what calls it, whose recomputing modules have a checkpoint inside of them."""
+    model = build("gemma2", seed=0, device=device)
+    caller = model
+    if around == "wrapped layers":
+        layers = model.model.layers
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        caller = nn.ModuleDict({"models": nn.ModuleList([model])})
+    report = fused_norm.apply_fused_norm(caller, recompute=recompute)
+    assert report.counts["norm"] > 4
+    assert not recompute or all(row.reason is None for row in report.recompute)
+    return model, caller
+
+
+@pytest.mark.parametrize("around", [slow("wrapped layers"), "a whole model"])
+def test_a_checkpoint_inside_runs_as_often_and_keeps_as_little_as_without(
+    around: str, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "_explained", set())
+    results, said = [], []
+    for recomputes in (False, True):
+        model, caller = checkpointed_inside(around, device, recomputes)
+        seen: list[StorageWeakRef] = []
+
+        def dropped(module: nn.Module, _: Any, output: Tensor, seen: list[StorageWeakRef] = seen) -> Tensor:
+            output = nn.functional.dropout(output, 0.5)  # another mask for each run
+            seen.append(StorageWeakRef(output.untyped_storage()))
+            return output
+
+        for module in model.model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(dropped)
+        torch.manual_seed(5)
+        with caplog.at_level(logging.WARNING, logger="fused_norm"):
+            loss = loss_of(model, FEW)
+        said.append("other saved-tensor hooks are active" in caplog.text)
+        gc.collect()
+        runs, kept = len(seen), sum(not storage.expired() for storage in seen)
+        loss.backward()
+        gradients = {name: one.grad for name, one in model.named_parameters()}
+        names = {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in gradients.items()}
+        results.append((runs, kept, len(seen), (loss.detach(), names)))
+        del caller
+    assert results[0][:3] == results[1][:3]
+    assert results[0][2] == 2 * results[0][0]
+    assert_same_bits(results[0][3], results[1][3])
+    assert said == [False, True]
+
+
 def test_other_hooks_see_what_they_see_without(device: str) -> None:
     plain, recomputing = pair("qwen3", device)
     seen: list[list[Any]] = []
@@ -392,6 +445,32 @@ def test_what_is_changed_before_the_backward_is_noticed(changed: int, device: st
         inputs[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(result.sum(), inputs[2 if changed < 2 else 1])
+
+
+@pytest.mark.parametrize("read_in", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_what_the_forward_has_read_is_what_is_recomputed_from(replaced: int, read_in: torch.dtype, device: str) -> None:
+    """A parameter's ``data`` is replaced by optimizers, and by ``model.double()``; that makes no version."""
+    inputs = inputs_of(device)
+    expected = normed(*inputs[:2]).detach()
+    result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
+    assert recomputed_in(result.grad_fn) == 1
+    inputs[replaced].data = torch.randn_like(inputs[replaced], dtype=read_in)
+    assert torch.equal(torch.autograd.grad(result.sum(), inputs[2])[0], expected)
+
+
+@pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y.detach()[1:].add_(1)], ids=["itself", "a view"])
+def test_an_output_that_is_written_into_after_it_was_saved_is_noticed(write: Callable, device: str) -> None:
+    def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        y = normed(x, weight)
+        result = y[:, 1:] * factor[:, 1:]
+        write(y)
+        return result
+
+    inputs = inputs_of(device)
+    for result in (forward(*inputs), call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(result.sum(), inputs[2])
 
 
 def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:

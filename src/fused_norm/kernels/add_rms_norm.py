@@ -52,9 +52,9 @@ class AddRMSNorm(Operator):
         _, s, rstd = results
         return (s, weight, rstd), (x.dtype, residual.dtype, scale)
 
-    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
-        y, s = outputs
-        return norm_recompute(spec, s, arguments[2], *self.kept_of(y))
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        _, s, rstd = results
+        return norm_recompute(spec, s, arguments[2], rstd)
 
     def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         dy, ds = call.incoming

@@ -49,7 +49,7 @@ class Glu(Operator):
         gate, up, activation = arguments
         return (gate, up), (activation,)
 
-    def recompute(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
+    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)
 
     def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:

@@ -51,9 +51,8 @@ class NormAddNorm(Operator):
         _, s, inner_rstd, rstd = results
         return (s, x, inner_weight, weight, inner_rstd, rstd), (residual.dtype,)
 
-    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
-        y, s = outputs
-        _, rstd = self.kept_of(y)
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        _, s, _, rstd = results
         return norm_recompute(spec, s, arguments[3], rstd)
 
     def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

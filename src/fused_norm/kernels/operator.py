@@ -65,7 +65,7 @@ class Recompute(NamedTuple):
 
     operator: Operator
     spec: Spec
-    arguments: tuple[Any, ...]
+    arguments: Sequence[Any]
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Make the outputs, outside of autograd."""
@@ -113,7 +113,7 @@ class Operator(ABC):
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     saved: ClassVar[str]
-    """The schema of the tensors that the backward takes besides the gradients of the outputs."""
+    """The schema of the tensors that the backward takes besides the gradients of the outputs, ``kept`` at its end."""
     facts: ClassVar[str] = ""
     """The schema of what else it takes."""
     gradients: ClassVar[tuple[str, ...]]
@@ -185,18 +185,12 @@ class Operator(ABC):
         """``gradients`` by one of the ways to them; None where not needed."""
         return route(self, spec, call)
 
-    def recompute(self, spec: Spec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
+    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is kept anyway.
 
-        None for outputs that cannot be recomputed.
+        ``results``: those of ``forward``. None for outputs that cannot be recomputed.
         """
         return None
-
-    def kept_of(self, output: Any) -> tuple[Tensor, ...]:
-        """``kept`` of the differentiable call that has returned ``output``, before its backward has run."""
-        names = [one.split()[-1] for one in self.saved.split(",")]
-        pairs = zip(names, output.grad_fn.saved_tensors, strict=True)
-        return tuple(tensor for name, tensor in pairs if name in self.kept)
 
     def takes(self, *arguments: Any) -> bool:
         """Return whether kernels can run on good arguments."""

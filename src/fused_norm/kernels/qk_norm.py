@@ -57,7 +57,7 @@ class QKNorm(Operator):
         *inputs, unsqueeze_dim = arguments
         return inputs, (unsqueeze_dim,)
 
-    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)
 
     def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""RMSNorm again, from what its forward has kept."""
+"""RMSNorm of the same x a second time, from the rstd that the first has kept."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ RECOMPUTED_NORM = RecomputedNorm()
 
 
 def norm_recompute(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Recompute | None:
-    """How to recompute a norm of x; None where the rstd that its forward has kept is not the one that it has used."""
+    """How to recompute a norm of x from its rstd; None under casting ``none``, which keeps a more exact rstd."""
     return None if spec.casting == "none" else Recompute(RECOMPUTED_NORM, spec, (x, weight, rstd))

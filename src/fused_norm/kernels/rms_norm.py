@@ -48,9 +48,9 @@ class RMSNorm(Operator):
         x, weight, _ = arguments
         return (x, weight, results[1]), ()
 
-    def recompute(self, spec: NormSpec, arguments: tuple[Any, ...], outputs: Sequence[Tensor]) -> Recompute | None:
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         x, weight, _ = arguments
-        return norm_recompute(spec, x, weight, *self.kept_of(outputs[0]))
+        return norm_recompute(spec, x, weight, results[1])
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, rstd) = call.incoming, call.saved

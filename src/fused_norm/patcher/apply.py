@@ -58,9 +58,10 @@ def apply_fused_norm(
             code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,
             see ``FuseOptions``; None is what stock code computes, everywhere.
         recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
-            backward, are recomputed there from what is kept anyway. Gradients stay the same to the bit. It saves
-            nothing in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves
-            what is kept.
+            backward, are recomputed there from what is kept anyway. Gradients stay the same to the bit, unless such a
+            tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing
+            in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is
+            kept.
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:

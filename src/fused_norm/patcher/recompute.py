@@ -9,6 +9,9 @@ What is saved holds the tensors that are needed themselves, so there are no chai
 only for the output itself and for views of it, told by their history: whoever writes into an output by other
 means than PyTorch's must return it from an autograd function of its own, as Liger's rotary embedding does, and its
 result is saved as it is. Nobody but autograd is concerned: what holds the tensor otherwise, holds the tensor.
+
+Versions of tensors are checked as autograd checks those of what it saves, and it is their memory that is held, so that
+a parameter may get other memory meanwhile. Writes that make no version (through ``.data``, or by NumPy) are not seen.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ _VIEWS = frozenset(
 ) | {"SqueezeBackward1", "SqueezeBackward2"}  # fmt: skip
 """The nodes behind tensors that are nothing but views."""
 
+_OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
 _explained: set[str] = set()
 
 
@@ -59,8 +63,8 @@ def _is_possible() -> bool:
     autograd: Any = torch._C._autograd
     if torch.compiler._is_exporting_flag or not autograd._saved_tensors_hooks_is_enabled():
         return False
-    if autograd._top_saved_tensors_default_hooks(True) is not None:
-        _explain("other saved-tensor hooks are active, as under gradient checkpointing or offloading")
+    if _hooks_in_use() is not None:
+        _explain(_OTHER_HOOKS)
         return False
     if torch._C._current_graph_task_id() != -1:
         _explain("gradient checkpointing runs the layer again in the backward")
@@ -77,23 +81,29 @@ def _explain(reason: str) -> None:
 class _Register:
     """The hook on tensors that autograd saves while a layer runs; it knows the recomputable outputs, and holds none."""
 
-    __slots__ = ("_outputs", "_own_call")
+    __slots__ = ("_outputs", "_saved_by_operator")
 
     def __init__(self) -> None:
         self._outputs: dict[int, _Output] = {}
-        self._own_call = False
+        self._saved_by_operator: list[Tensor] | None = None
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose own backward keeps tensors as they are, and note its outputs."""
-        self._own_call = True
+        saved: list[Tensor] = []
+        self._saved_by_operator = saved
         try:
             results = operator.results_of(spec, *arguments)
         finally:
-            self._own_call = False
+            self._saved_by_operator = None
         outputs = results if isinstance(results, tuple) else (results,)
         if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
             return results
-        recompute = operator.recompute(spec, arguments, outputs)
+        hooks = _hooks_in_use()
+        if hooks is None or hooks[0] != self.pack:
+            _explain(_OTHER_HOOKS)
+            return results
+        kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
+        recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if recompute is None or any(_is_gathered_for_its_module(one) for one in recompute.arguments):
             return results
         recomputed = _Recomputed(recompute, outputs[: len(recompute.operator.outputs)])
@@ -103,13 +113,14 @@ class _Register:
 
     def pack(self, tensor: Tensor) -> Any:
         """The value to save for a tensor: how to recompute it, or the tensor and its version."""
-        if tensor.is_leaf:  # itself, not an alias: whoever shards a parameter gives it other memory meanwhile
-            return tensor, tensor._version
-        if self._outputs and not self._own_call and type(tensor) is Tensor and tensor.layout is torch.strided:
+        if self._saved_by_operator is not None:
+            self._saved_by_operator.append(tensor)
+        elif not tensor.is_leaf and self._outputs and type(tensor) is Tensor and tensor.layout is torch.strided:
             output = self._outputs.get(tensor.untyped_storage()._cdata)
             if output is not None and output.is_behind(tensor) and output.recomputed.is_possible():
                 return output.recomputed.saved(output.place, tensor)
-        return tensor.detach(), tensor._version
+        # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def forget(self) -> None:
         """Let go of all outputs: autograd holds its hooks as long as the graph."""
@@ -119,17 +130,17 @@ class _Register:
 class _Output:
     """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_dtype", "_node", "_storage", "_version", "place", "recomputed")
+    __slots__ = ("_node", "_storage", "_version", "place", "recomputed")
 
     def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
         self.recomputed, self.place = recomputed, place
-        self._node, self._dtype, self._version = output.grad_fn, output.dtype, output._version
+        self._node, self._version = output.grad_fn, output._version
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
     def is_behind(self, tensor: Tensor) -> bool:
         """Return whether a tensor in its memory is the output, or a view of it, as the operator has written it."""
-        if tensor._version != self._version or tensor.dtype != self._dtype or tensor.is_neg():
+        if tensor._version != self._version:
             return False
         node: Any = tensor.grad_fn
         while node is not self._node:
@@ -150,13 +161,19 @@ class _View(NamedTuple):
 
 
 class _Recomputed:
-    """The outputs of one call, recomputed once for all who have saved them, and freed when all have got them."""
+    """The outputs of one call, recomputed once for all who have saved them, and freed when all have got them.
 
-    __slots__ = ("_layouts", "_made", "_needed", "_recompute", "_saved", "_stream", "_waiting")
+    It holds what autograd itself would save: the memory that the forward has read, whatever memory its tensors have
+    been given since, and the versions of all tensors, the outputs' too.
+    """
+
+    __slots__ = ("_layouts", "_made", "_outputs", "_read", "_recompute", "_saved", "_stream", "_waiting")
 
     def __init__(self, recompute: Recompute, outputs: Sequence[Tensor]) -> None:
-        self._recompute = recompute
-        self._needed = [(one, one._version) for one in recompute.arguments if isinstance(one, Tensor)]
+        arguments = tuple(one.detach() if isinstance(one, Tensor) else one for one in recompute.arguments)
+        self._recompute = recompute._replace(arguments=arguments)
+        self._read = [(one, one._version) for one in arguments if isinstance(one, Tensor)]
+        self._outputs = [(_without_memory(output), output._version) for output in outputs]
         self._layouts = [(output.shape, output.stride()) for output in outputs]
         self._saved = self._waiting = 0
         self._made: tuple[Tensor, ...] | None = None
@@ -164,7 +181,7 @@ class _Recomputed:
 
     def is_possible(self) -> bool:
         """Return whether all that is needed is there, and unchanged."""
-        return all(one._version == version and not _is_freed(one) for one, version in self._needed)
+        return all(one._version == version and not _is_freed(one) for one, version in self._read)
 
     def saved(self, place: int, tensor: Tensor) -> _View:
         """Note that somebody saves an output, or a view of it."""
@@ -173,8 +190,10 @@ class _Recomputed:
 
     def take(self, place: int) -> Tensor:
         """An output for one of those who have saved it."""
-        for one, version in self._needed:
-            _check_version(one, version)
+        shape, strides = self._layouts[place]
+        _check_version(*self._outputs[place], shape)
+        for one, version in self._read:
+            _check_version(one, version, one.shape)
             if _is_freed(one):
                 raise RuntimeError(
                     f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
@@ -189,30 +208,39 @@ class _Recomputed:
         self._waiting -= 1
         if self._waiting <= 0:
             self._made = None
-        shape, strides = self._layouts[place]
-        if made[place].stride() != strides:
-            return torch.empty_strided(shape, strides, dtype=made[place].dtype, device=made[place].device).copy_(
-                made[place]
-            )
-        return made[place]
+        output = made[place]
+        if output.stride() != strides:
+            return torch.empty_strided(shape, strides, dtype=output.dtype, device=output.device).copy_(output)
+        return output
 
 
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is _View:
         return saved.recomputed.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
     tensor, version = saved
-    _check_version(tensor, version)
+    _check_version(tensor, version, tensor.shape)
     return tensor
 
 
-def _check_version(tensor: Tensor, version: int) -> None:
+def _check_version(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
     """Raise as autograd does where nobody looks at what it saves."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-            "instead"
+            f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {version} instead"
         )
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """An empty tensor that has the version of this one, now and later."""
+    empty = tensor.detach()
+    empty.data = tensor.new_empty(0)  # which leaves it its version
+    return empty
+
+
+def _hooks_in_use() -> Any:
+    """The hooks that see what this thread saves for a backward, a pair of functions; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _is_gathered_for_its_module(argument: Any) -> bool:
