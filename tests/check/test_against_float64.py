@@ -11,7 +11,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_norm import FusedNormError, apply_fused_norm, remove_fused_norm
-from fused_norm.check.against_float64 import ZERO_SHARE, Deviation, UncheckableError, check_step, relative_errors
+from fused_norm.check import against_float64
+from fused_norm.check.against_float64 import (
+    SLACK,
+    STOCK_STEPS,
+    ZERO_SHARE,
+    Deviation,
+    UncheckableError,
+    budget,
+    check_step,
+    relative_errors,
+)
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 
@@ -157,6 +167,32 @@ def test_a_share_of_one_is_the_whole_budget():
     assert Deviation("loss", 1e-7, 2e-7, 2e-7).ok
     assert not Deviation("loss", 1e-7, 2.1e-7, 2e-7).ok
     assert not Deviation("loss", 1e-7, math.nan, 2e-7).ok
+
+
+def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter():
+    eps = torch.finfo(torch.float32).eps
+    allowed = 1.0 + SLACK + 4 / 8
+    assert budget([1e-3] * 5, 64, 1000, torch.float32) == pytest.approx(1e-3 * allowed + eps)
+    assert budget([1e-3] * 5, 1000, 64, torch.float32) == pytest.approx(1e-3 * allowed + eps)
+    # A stock step that was lucky does not set it alone, and one that was not does not either.
+    lucky, rms = [0.5e-3, 1e-3, 1.5e-3], 1e-3 * math.sqrt(3.5 / 3)
+    scatter = 0.5e-3 / rms
+    assert budget(lucky, 64, 64, torch.float32) == pytest.approx(rms * (1 + SLACK + 4 * math.sqrt(2) * scatter) + eps)
+    assert budget([0.0] * 5, 64, 64, torch.float32) == eps
+    assert budget([math.inf] * 5, 64, 64, torch.float32) == math.inf
+
+
+def test_stock_steps_in_other_orders_differ_by_roundings_and_leave_nothing_behind(device, monkeypatch):
+    found, take = {}, against_float64.budget
+    monkeypatch.setattr(
+        against_float64, "budget", lambda errors, *how: found.setdefault(tuple(errors), take(errors, *how))
+    )
+    model, state = small("qwen3", device=device), torch.get_rng_state()
+    check_step(model, tokens_of(model, device))
+    assert all(len(errors) == STOCK_STEPS and max(errors) < 1e-5 for errors in found)
+    assert all(len(set(errors[1:])) > 1 for errors in found if errors[0] > 1e-6)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_what_cannot_be_judged_is_an_error(device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_norm import apply_fused_norm, remove_fused_norm
-from fused_norm.convergence.control_perturbations import regroup, reorder_norms
+from fused_norm.convergence.control_perturbations import regroup, reordered_norms
 from fused_norm.convergence.tiers import TrainingOptions
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
@@ -21,9 +21,9 @@ def test_a_reordered_model_differs_by_roundings(model_type, dtype):
     model, stock = (build(tiny_config(model_type, num_hidden_layers=1), seed=0, dtype=dtype) for _ in range(2))
     sites = apply_fused_norm(model).fused
     remove_fused_norm(model)
-    reorder_norms(model, sites, seed=1)
     tokens = torch.arange(24).view(1, 24)
-    loss, gradients = step(model, tokens)
+    with reordered_norms(model, sites, seed=1):
+        loss, gradients = step(model, tokens)
     expected, truths = step(stock, tokens)
     eps = torch.finfo(dtype).eps
     assert loss == pytest.approx(expected.item(), rel=4 * eps)
@@ -43,8 +43,9 @@ def test_a_reordered_norm_has_the_stock_norms_rounding_points():
     sites = [site for site in apply_fused_norm(model).fused if site.path == "model.norm"]
     remove_fused_norm(model)
     assert sites[0].spec == spec
-    reorder_norms(model, sites, seed=0)
-    assert (norm(x) != before).float().mean() < 0.01
+    with reordered_norms(model, sites, seed=0):
+        assert (norm(x) != before).float().mean() < 0.01
+    assert torch.equal(norm(x), before)
 
 
 def test_regrouped_steps_keep_their_sequences():

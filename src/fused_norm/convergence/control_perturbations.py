@@ -8,9 +8,11 @@ down. Its steps also take their sequences in another order and in micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,9 @@ from .comparison import NORM_KINDS
 from .tiers import TrainingOptions
 
 
-def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None:
-    """Make the stock norms at ``sites`` compute in another order, on the instances.
+@contextlib.contextmanager
+def reordered_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> Iterator[None]:
+    """Let the stock norms at ``sites`` compute in another order for the length of a ``with``, on the instances.
 
     Args:
         model: not patched.
@@ -31,10 +34,13 @@ def reorder_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> None
         seed: of the order.
     """
     generator = torch.Generator().manual_seed(seed)
-    for site in sites:
-        if site.kind in NORM_KINDS and site.spec is not None and not isinstance(site.spec, GatedNormSpec):
-            norm: Any = model.get_submodule(site.path)
-            norm.forward = _ReorderedNorm(norm, site.spec, generator)
+    with contextlib.ExitStack() as stack:
+        for site in sites:
+            if site.kind in NORM_KINDS and site.spec is not None and not isinstance(site.spec, GatedNormSpec):
+                norm = model.get_submodule(site.path)
+                reordered = _ReorderedNorm(norm, site.spec, generator)
+                stack.enter_context(mock.patch.object(norm, "forward", reordered))
+        yield
 
 
 class _ReorderedNorm:

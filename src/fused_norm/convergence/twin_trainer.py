@@ -16,7 +16,7 @@ from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, FusedNormError
 from .call_probe import CallRecord, probe_calls
 from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
-from .control_perturbations import regroup, reorder_norms
+from .control_perturbations import regroup, reordered_norms
 from .fused_calls import FusedCall, sites_not_compiled
 from .model_source import ModelSource, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
@@ -78,8 +78,8 @@ class TwinTrainer:
 
         @contextlib.contextmanager
         def perturbed(model: nn.Module) -> Iterator[Sequence[Site]]:
-            reorder_norms(model, self.sites, seed=seed)
-            yield self.sites
+            with reordered_norms(model, self.sites, seed=seed):
+                yield self.sites
 
         return self._train(perturbed, on_step, (sequences, options), seed)
 
