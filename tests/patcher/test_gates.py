@@ -104,6 +104,7 @@ GATES = {
         """,
         FUSED,
     ),
+    "a half is deleted": (f"{HALVES}; y = self.act(gate) * up; del gate; return y", FUSED),
     "a half is clamped": (f"{HALVES}; gate = min(gate, 100); return self.act(gate) * up", FUSED),
     "the whole is changed between": (
         "packed = self.gate_up(x); gate, up = packed.chunk(2, dim=-1); packed.mul_(3); return self.act(gate) * up",
@@ -154,6 +155,13 @@ LEFT_ALONE = {
         return (self.act(x) * functional.nn.dropout(x, inplace=True)).value
     """,
     "scales": "return self.act(x) * self.factor + self.act(x) * 3",
+    "scales by numbers": """
+        count = 2
+        for _ in range(2):
+            count = -count * (len("two") if self.flag else 1 / 3)
+        return self.act(x) * count
+    """,
+    "scales by an argument": "return self.act(x) * annotated + self.act(x) * default",
     "later": "return [self.act(y) * x for y in range(3)], (self.act(x) * self.up(x) if self.flag else x)",
     "adds": "return self.act(self.gate(x)) + self.up(x)",
     "masks": "padding_mask = x + 1; return self.act(self.gate(x)) * padding_mask",
@@ -164,7 +172,8 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_only_resembles_a_gate_is_left_alone(name: str) -> None:
-    mlp = layer_of(LEFT_ALONE[name], "x, silu=silu" if "of its own" in name else "x", OwnMethodWrites)
+    parameters = "x, silu=silu" if "of its own" in name else "x, annotated: int = 4, default=2"
+    mlp = layer_of(LEFT_ALONE[name], parameters, OwnMethodWrites)
     assert not [gate for gate in patterns_of(mlp).gates if gate.act.name == "act" or gate.act.is_function]
     assert not [call for call in run(mlp, 2) if not call.startswith("onto")], "a sum may be that of a norm"
 

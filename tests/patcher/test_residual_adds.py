@@ -200,7 +200,7 @@ def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
     # As in Molmo 2 and Higgs Audio 2.
     norm_or_not = layer_of(
         """
-        a = a + 5; r = a
+        a = a + 5 * a; r = a
         if self.flag and not after:
             a = self.norm(a)
         a = self.third(a); a = r + a
@@ -273,6 +273,7 @@ LEFT_ALONE = {
             a = b + c
         return a * 2
     """,
+    "the inner is deleted": "c = self.inner(a); a = b + c; del c; return a * 2",
     "the inner is changed": "a = self.inner(a); a = a * 2; a = b + a; return a * 2",
     "the inner on both sides": "a = self.inner(a); a = a + a; return a * 2",
     "the inner before what reads it": "a = self.inner(a); a = (a * b) + a; return a * 2",
@@ -332,7 +333,7 @@ MISSED = (
         a = c + a
         for _ in range(2):
             d = self.inner(a)
-            a = a + 2
+            a = a + d
         if not self.factor:
             a = self.third(a)
             a = b + a
@@ -341,8 +342,8 @@ MISSED = (
             return self.norm(b) * d
         return self.act(a)
         """,
-        "norm: a += b; other: b + a if flag; third: a + b; inner: c + a; inner: a + 2; third: c + a if not factor; "
-        "third: a + 2 if not factor; act: c + a; act: a + 2; act: b + a if not factor",
+        "norm: a += b; other: b + a if flag; third: a + b; inner: c + a; inner: a + d; third: c + a if not factor; "
+        "third: a + d if not factor; act: c + a; act: a + d; act: b + a if not factor",
     ),
     (
         """

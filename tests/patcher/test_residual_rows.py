@@ -273,6 +273,51 @@ def test_an_add_that_cannot_be_fused_has_a_row_and_what_feeds_no_rms_norm_has_no
     assert {site.path: site.cause for site in off.kept if site.kind == "residual"} == dict.fromkeys(expected, "option")
 
 
+OFFSET = 3
+
+
+class AddsNumbers(nn.Module):
+    """Its norms take sums with numbers, of which the source or the module tells all but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(24, eps=1e-5) for _ in range(8))
+        self.offset = 0.5
+
+    def forward(self, x, given, annotated: float, default=2):
+        x = x + self.offset
+        x = self.norms[0](x)
+        x = 2 + x
+        x = self.norms[1](x)
+        count = 0
+        for _ in range(2):
+            count = count + (-len(x) if self.training else x.shape[-1] / x.size(0))
+        count += 1
+        x = x + count
+        x = self.norms[2](x)
+        x = x + OFFSET
+        x = self.norms[3](x)
+        x = x + annotated
+        x = self.norms[4](x)
+        x = x + default
+        x = self.norms[5](x)
+        x += self.offset
+        x = self.norms[6](x)
+        x = x * 2 + given
+        return self.norms[7](x)
+
+
+def test_a_norm_that_takes_a_sum_with_a_number_keeps_its_kernel_and_has_no_row_of_an_add(launches: list[str]) -> None:
+    stock = AddsNumbers()
+    fused = copy.deepcopy(stock)
+    report = fused_norm.apply_fused_norm(nn.ModuleList([fused]))
+    rows = [(site.path, site.reason) for site in (*report.fused, *report.kept) if site.kind == "residual"]
+    assert rows == [("0.norms.7", None)], "it may be a tensor"
+    x = torch.randn(3, 24)
+    assert relative(fused(x, 0.25, 0.5), stock(x, 0.25, 0.5)) < 1e-6
+    assert launches == ["rms_norm"] * 8
+
+
 QUICK = ("llama", "lfm2", "qwen2_5_vl")
 COUNTED = ("gemma2", "gemma3n_text", "glm4", "glm4v", "granite", "longcat_flash", "olmo2", "qwen3_next")
 

@@ -87,6 +87,14 @@ def of_other_sections(q, k, cos, sin, sections, unsqueeze_dim=1):
     return of_sections(q, k, cos, sin, sections, unsqueeze_dim, order=(1, 0, 2))
 
 
+def of_as_many_as_the_first(q, k, cos, sin, sections, unsqueeze_dim=1):
+    return of_sections(q, k, cos, sin, [sections[0], 1, cos.shape[-1] // 2 - sections[0] - 1], unsqueeze_dim)
+
+
+def of_as_many_as_the_last(q, k, cos, sin, sections, unsqueeze_dim=1):
+    return of_sections(q, k, cos, sin, [1, cos.shape[-1] // 2 - sections[2] - 1, sections[2]], unsqueeze_dim)
+
+
 def of_the_next_positions(q, k, cos, sin, positions, unsqueeze_dim=1):
     return rotates(q, k, cos.roll(-1, 0)[positions], sin.roll(-1, 0)[positions], unsqueeze_dim)
 
@@ -107,7 +115,16 @@ def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
     assert rotation.dtypes == recognise_rotation(full).dtypes
 
 
-@pytest.mark.parametrize("function", [of_other_sections, of_the_next_positions, with_sin_at_its_place])
+OF_OTHER_ANGLES = (
+    of_other_sections,
+    of_as_many_as_the_first,
+    of_as_many_as_the_last,
+    of_the_next_positions,
+    with_sin_at_its_place,
+)
+
+
+@pytest.mark.parametrize("function", OF_OTHER_ANGLES)
 def test_other_angles_are_refused(function) -> None:
     with pytest.raises(UnrecognisedError, match="does not compute the half rotation of q and k"):
         recognise_rotation(function, 5)

@@ -122,7 +122,9 @@ class BlockSurvey:
         return next(done, None)
 
     def _survey_add(self, index: int, add: Add) -> Iterator[Site]:
-        """The rows of an add: with the norm after it, and with the norm of its branch."""
+        """The rows of an add: with the norm after it, and with the norm of its branch; none where it adds a number."""
+        if self._adds_number(add):
+            return
         done = self._parts_done("adds", index) or ()
         norm, inner, before = add.names
         dropout = before is not None and isinstance(self._member(inner or ""), nn.Dropout)
@@ -147,13 +149,16 @@ class BlockSurvey:
         """The rows of an add that reaches a norm in another way than is fused; none where it never does."""
         norms = [norm for norm in self._named(missed.norm) if self._holds_norm(norm)]
         reached = all(bool(getattr(self.module, name, truth)) == truth for name, truth in missed.conditions)
-        if not norms or not reached:
+        if not norms or not reached or self._adds_number(missed):
             return
         if missed.function is not None and not returns_sum(global_of(self._origin, missed.function)):
             return
         for norm in norms:
             row = self._row(norm, "residual", "residual", already=False)
             yield row.kept_for(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
+
+    def _adds_number(self, add: Add | MissedAdd) -> bool:
+        return any(isinstance(self._member(name), (int, float)) for name in add.attributes)
 
     def _named(self, norm: str) -> list[str]:
         """The norms that a ``MissedAdd`` may mean."""

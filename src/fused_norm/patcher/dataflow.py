@@ -32,7 +32,8 @@ class Definition:
     Attributes:
         name: the name.
         value: the expression it stands for from then on; for ``a += b`` that statement, for ``a.add_(b)`` that call;
-            None where it is something else: an argument, a loop's variable, a part of what a call returns.
+            a number for an argument that is one by its annotation or its default; None where it is something else: an
+            argument, a loop's variable, a part of what a call returns.
         statement: the statement that does it, None for an argument.
     """
 
@@ -66,8 +67,8 @@ class Dataflow:
         self._inside: Names = {}  # what the expressions of the statement assign
         inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
         self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
-        given = [node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)]
-        self._run(definition.body, {name: frozenset([Definition(name, None, None)]) for name in given})
+        given = {name: frozenset([Definition(name, value, None)]) for name, value in _arguments(definition.args)}
+        self._run(definition.body, given)
         self._locals = {*given, *(one.name for one in self._made.values())}
 
     def definition_of(self, load: ast.AST | None) -> Definition | None:
@@ -137,6 +138,32 @@ class Dataflow:
                 case _:
                     found.add(one)
         return sorted(found, key=lambda one: (getattr(one, "lineno", 0), getattr(one, "col_offset", 0)))
+
+    def is_number(self, node: ast.AST | None, seen: frozenset[ast.AST] = frozenset()) -> bool:
+        """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
+        if node is None or node in seen:
+            return node is not None
+        parts: Iterable[ast.AST | None]
+        match node:
+            case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")):
+                return True
+            case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
+                return True
+            case ast.Name():
+                parts = [definition.value for definition in self._definitions.get(node, ())]
+                if not parts:
+                    return not self.is_local(node.id)
+            case ast.UnaryOp():
+                parts = [node.operand]
+            case ast.BinOp():
+                parts = [node.left, node.right]
+            case ast.AugAssign():
+                parts = [node.target, node.value]
+            case ast.IfExp():
+                parts = [node.body, node.orelse]
+            case _:
+                return False
+        return all(self.is_number(part, seen | {node}) for part in parts)
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
         """Return whether code may write into a tensor: by an edit in place of any, or in a call that is given it.
@@ -323,6 +350,19 @@ class Dataflow:
             return names
         self._read(target, names)
         return names
+
+
+def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.AST | None]]:
+    """The names of a function's arguments, each with a number where its annotation or its default is one."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: dict[ast.arg, ast.expr | None] = dict(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+    defaults |= dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
+    for one in (node for node in ast.walk(arguments) if isinstance(node, ast.arg)):
+        match one.annotation, defaults.get(one):
+            case (ast.Name("int" | "float"), _) | (_, ast.Constant(int() | float())):
+                yield one.arg, ast.Constant(0)
+            case _:
+                yield one.arg, None
 
 
 def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:

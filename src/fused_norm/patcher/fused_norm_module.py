@@ -101,11 +101,10 @@ class FusedNorm(nn.Module):
                 return RMS_NORM.kept_among(RMS_NORM.programs_as_stock, spec, x, weight, None)
             known = ADD_RMS_NORM.programs_as_stock
             return ADD_RMS_NORM.kept_among(known, spec, x, residual, weight, None, scale)
-        if residual is not None and obstacle(x, weight, None, spec) is None:
-            explain(self.fused_norm_origin, reason, "PyTorch's add")
-            total = residual + scaled(x, scale)
-            return self.forward(total), total
         total = x if residual is None else residual + scaled(x, scale)
+        if residual is not None and obstacle(total, weight, None, spec) is None:
+            explain(self.fused_norm_origin, reason, "PyTorch's add")
+            return self.forward(total), total
         replaced = self.fused_norm_replaced is not None and not is_disabled()
         if reason:
             explain(self.fused_norm_origin, reason, "PyTorch's operators" if replaced else "its stock code")

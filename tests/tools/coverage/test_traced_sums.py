@@ -42,6 +42,17 @@ class Gated(nn.Module):
         return gate * (2.0 if self.how == "scaled" else gate if self.how == "squared" else x)
 
 
+class Reaching(nn.Module):
+    """A sum of its own for a norm that another module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block("plain")
+
+    def forward(self, x, _):
+        return self.block.norms[0](x + x)
+
+
 def traced(block: nn.Module, norms: set[str]) -> TracedSums:
     model = nn.ModuleList([block])
     sums = TracedSums(model, norms)
@@ -66,6 +77,11 @@ def test_a_norm_is_fed_by_an_add_of_the_same_call(how: str, fed: bool) -> None:
     sums = traced(Block(how), {"0.norms.0"})
     assert sums.called == {"0.norms.0"}
     assert bool(sums.fed) == fed
+
+
+def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it() -> None:
+    sums = traced(Reaching(), {"0.block.norms.0"})
+    assert (sums.called, sums.fed) == ({"0.block.norms.0"}, set())
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ import ast
 import copy
 import re
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, mentions
 from .calls import Rewrite, call_of_own, called, is_name, make_call, replace
@@ -81,6 +80,7 @@ class Add:
             where something else is added.
         before: the norm in front of ``inner``, which may be a dropout; None where there is none.
         scale: the factor of the branch.
+        attributes: those of the module that are operands.
     """
 
     body: list[ast.stmt]
@@ -93,6 +93,7 @@ class Add:
     inner: NormCall | None
     before: NormCall | None
     scale: ast.expr | None
+    attributes: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str | None, str | None, str | None]:
@@ -154,12 +155,14 @@ class MissedAdd:
         source: the add, as it is written.
         conditions: those under which it is made and the norm is called, as far as attributes of the module decide it.
         function: the global name of what is called, where it is an add only if that function returns a sum; else None.
+        attributes: those of the module that are operands.
     """
 
     norm: str
     source: str
     conditions: Conditions
     function: str | None
+    attributes: tuple[str, ...]
 
 
 def find_adds(flow: Dataflow) -> list[Add]:
@@ -183,22 +186,31 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
         if norm is None:
             continue
         for one in flow.origins(argument, _SAME_TENSOR):
-            if _is_sum(one, flow) and one not in fused.get(call, ()):
+            operands = _operands(one, flow)
+            if operands and one not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
                 conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
-                missed.append(MissedAdd(norm, ast.unparse(one), conditions, _function_called(one)))
+                attributes = _attributes(flow, *operands)
+                missed.append(MissedAdd(norm, ast.unparse(one), conditions, _function_called(one), attributes))
     return list(dict.fromkeys(missed))
 
 
-def _is_sum(node: ast.AST, flow: Dataflow) -> TypeGuard[ast.BinOp | ast.AugAssign | ast.Call]:
-    """Return whether an expression or statement adds, or calls a function that may."""
+def _operands(node: ast.AST, flow: Dataflow) -> list[ast.expr]:
+    """The operands of an expression or statement that adds, or calls a function that may; none of another."""
     match node:
-        case ast.BinOp(op=ast.Add()) | ast.AugAssign(op=ast.Add()):
-            return True
-        case ast.Call(func=ast.Attribute(attr=method)):
-            return method in _ADD and not flow.is_own(node.func)
+        case ast.BinOp(op=ast.Add()):
+            return [node.left, node.right]
+        case ast.AugAssign(op=ast.Add()):
+            return [node.target, node.value]
+        case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if method in _ADD and not flow.is_own(node.func):
+            return node.args if is_name(tensor, "torch") else [tensor, *node.args]
         case ast.Call(func=ast.Name()):
-            return True
-    return False
+            return [node]
+    return []
+
+
+def _attributes(flow: Dataflow, *operands: ast.expr) -> tuple[str, ...]:
+    """The attributes of the module among operands."""
+    return tuple(one.attr for one in operands if flow.is_own(one))
 
 
 def _function_called(node: ast.AST) -> str | None:
@@ -239,7 +251,8 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
     if choice is not None and not isinstance(choice.orelse, ast.Name):
         return None
     residual, branch = value.left, value.right
-    if any(use.call in (residual, branch) for use in taken):
+    attributes = _attributes(flow, residual, branch)
+    if any(use.call in (residual, branch) for use in taken) or any(map(flow.is_number, (residual, branch))):
         return None
     inner = behind = None
     if choice is None:
@@ -265,7 +278,8 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
     for one, other in ((branch, residual), (residual, branch)):
         if inner is None and scale is None and (factors := _factors(one, flow)) is not None:
             residual, (branch, scale) = other, factors
-    return Add(body, statement, residual, branch, residual is value.right, choice, after, inner, behind, scale)
+    first = residual is value.right
+    return Add(body, statement, residual, branch, first, choice, after, inner, behind, scale, attributes)
 
 
 def _norm_in_front(

@@ -177,13 +177,15 @@ def _factors(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
+    if flow.is_number(factor):
+        return True
     if isinstance(factor, ast.Subscript):
         factor = factor.value
     if isinstance(factor, ast.Name):
         return "mask" in factor.id
     if isinstance(factor, ast.Attribute):
         return flow.is_own(factor)
-    return isinstance(factor, (ast.Constant, ast.UnaryOp))
+    return isinstance(factor, ast.UnaryOp)
 
 
 def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr) -> Gate | None:
