@@ -51,9 +51,10 @@ class FuseOptions:
         residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
-        modules: which sites may be fused, by the path of the norm in the model, or of the attention or MLP where a site
-            has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or a function of
-            path and module. None is all.
+        adapter: leave out the casts of PEFT's LoRA layers that autocast takes back. None is on.
+        modules: which sites may be fused, by the path of the norm in the model, or of the attention, MLP or LoRA layer
+            where a site has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or
+            a function of path and module. None is all.
         casting: rounding points that norms get in place of their own, ``"llama"`` or ``"gemma"``, by patterns of their
             paths: for models that learn from what an inference engine wrote, which may round elsewhere than
             transformers does. None replaces nothing.
@@ -72,6 +73,7 @@ class FuseOptions:
     residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
+    adapter: bool | None = _switch("adapter", "the casts of LoRA layers that autocast takes back")
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
     recompute: bool = False

@@ -231,7 +231,10 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     ("options", "says"),
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
-        ("--no-norms --no-qk --no-mlp", "--no-norms and --no-qk and --no-mlp leave nothing to fuse"),
+        (
+            "--no-norms --no-qk --no-mlp --no-adapter",
+            "--no-norms and --no-qk and --no-mlp and --no-adapter leave nothing to fuse",
+        ),
     ],
 )
 def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):

@@ -23,6 +23,7 @@ NOT_SAID = {
     "; recompute in … layers",
     "…, in place of …",
     "its stock code",
+    "no cast under autocast",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
 }
 """Parts of messages and of the summary, and code: texts of three words or more that are no message by themselves."""

@@ -215,7 +215,11 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"norms": False, "sandwich": True}, ValueError, "sandwich=True contradicts norms=False"),
         ({"across": True}, TypeError, "across"),
         ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
-        ({"norms": False, "qk": False, "mlp": False}, ValueError, "qk=False and mlp=False leave nothing to fuse"),
+        (
+            dict.fromkeys(("norms", "qk", "mlp", "adapter"), False),
+            ValueError,
+            "adapter=False leave nothing to fuse",
+        ),
         ({"modules": 3}, TypeError, "modules must be"),
         ({"modules": ["a", 3]}, TypeError, "modules must be"),
         ({"modules": []}, TypeError, "modules must be"),
@@ -597,7 +601,7 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual"}
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
     assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
-    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp"}
+    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "adapter"}
     assert FuseOptions(norms=False).because("sandwich") == "norms=False"
     assert FuseOptions(residual=False).because("sandwich") == "residual=False"
     assert FuseOptions(sandwich=False).because("sandwich") == "sandwich=False"

@@ -324,7 +324,7 @@ def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
         report = fused_norm.apply_fused_norm(fused)
         fused = peft.get_peft_model(fused, config)
         fused.load_state_dict(stock.state_dict())
-    assert report.counts == sites("qwen3")
+    assert report.counts == sites("qwen3") | {"adapter": 6 if first == "peft" else 0}
     expected = step(stock, tokens(device))
     assert all("lora" in name for name in expected[1])
     assert_near(step(fused, tokens(device)), expected)

@@ -136,6 +136,8 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[s
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind."""
     missing = []
     for site in sites:
+        if site.kind not in _OPERATORS_OF:
+            continue  # it leaves a cast out and runs no operator
         if site.kind in _METHODS_OF:
             mine = [c for c in calls if c.path == site.path and c.method.__name__ in _METHODS_OF[site.kind]]
         else:
@@ -149,7 +151,8 @@ def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[st
     """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
     names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}
     names |= {"qk_norm_rope"} if "qk_norm" in names else set()  # one operator, with and without
-    return tuple(f"{site.path} ({site.kind})" for site in sites if _OPERATORS_OF[site.kind].isdisjoint(names))
+    operators = ((site, _OPERATORS_OF.get(site.kind, names)) for site in sites)
+    return tuple(f"{site.path} ({site.kind})" for site, wanted in operators if wanted.isdisjoint(names))
 
 
 def is_tensor(one: Any) -> bool:

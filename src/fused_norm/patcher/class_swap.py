@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..spec import Casting, FusedNormError, GatedNormSpec, NormSpec
+from .adapter_casts import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .patterns import activations_of, rewritten_forward, rotations_of
@@ -23,7 +24,7 @@ from .patterns.calls import Rewrite
 from .recompute import call_recomputing
 from .source import cells_of
 
-Fused = FusedNorm | FusedBlock
+Fused = FusedNorm | FusedBlock | FusedAdapter
 """The bases of fused classes."""
 
 _Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -91,6 +92,12 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: boo
         fused_norm_activations=activations_of(rewrites),
         forward=rewritten_or_replaced,
     )
+
+
+def fused_adapter_class(origin: Any) -> type[nn.Module]:
+    """The fused class for LoRA layers of class ``origin``."""
+    recipe: _Recipe = fused_adapter_class, ()
+    return _known(origin, recipe) or _derive(FusedAdapter, origin, recipe)
 
 
 def _known(origin: Any, recipe: _Recipe, **members: Any) -> Any:

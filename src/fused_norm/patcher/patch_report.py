@@ -20,7 +20,7 @@ class Site:
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
-            attention. ``mlp``: the module with the product.
+            attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer.
         kind: one of ``KINDS``.
         module: the class of the norm; of the layer, attention or MLP for the kinds that fuse more than a norm.
         spec: what the norm computes; None where it was not recognised, and for a site without one.
@@ -43,6 +43,8 @@ class Site:
     @property
     def what(self) -> str:
         """The norm or activation that runs at a fused site, in words."""
+        if self.kind == "adapter":
+            return "no cast under autocast"
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "no norm"

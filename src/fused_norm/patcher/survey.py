@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
+from .adapter_casts import casts_input, is_lora_layer, why_cast
 from .block_survey import BlockSurvey, SurveyedModel, may_rotate_or_gate, why_deselected
 from .class_swap import (
     ClassChange,
@@ -18,6 +19,7 @@ from .class_swap import (
     change_to,
     class_forward_replaced,
     foreign_forward,
+    fused_adapter_class,
     fused_forward_replaced,
     fused_norm_class,
     stock_class,
@@ -48,10 +50,11 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in modules.items()
         if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
     }
+    adapters = {path: module for path, module in modules.items() if is_lora_layer(module)}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
-        if not any(named.selects(path, module) for path, module in (norms | blocks).items()):
+        if not any(named.selects(path, module) for path, module in (norms | blocks | adapters).items()):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention or MLP"
             )
@@ -76,6 +79,10 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         block = BlockSurvey(path, known, is_layer=path in holders and path.rpartition(".")[2].isdigit())
         rows += block.rows()
         changes += block.changes
+    for path, layer in adapters.items():
+        found, change = _survey_adapter(path, layer, options)
+        rows += found
+        changes += change
     return rows, changes
 
 
@@ -106,6 +113,20 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     if owner := fused_forward_replaced(fused):
         return site.kept_for(owner, "overridden"), []
     return site, change_to(norm, fused)
+
+
+def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
+    origin = stock_class(layer)
+    if not casts_input(layer):
+        return [], change_to(layer, origin)
+    site = Site(path, "adapter", origin.__name__)
+    if owner := foreign_forward(layer) or class_forward_replaced(origin):
+        return [site.kept_for(owner, "overridden")], []
+    if unwanted := why_deselected("adapter", path, layer, options):
+        return [site.kept_for(unwanted, "option")], change_to(layer, origin)
+    if reason := why_cast(layer, training=True):
+        return [site.kept_for(reason)], change_to(layer, origin)
+    return [site], change_to(layer, fused_adapter_class(origin))
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:

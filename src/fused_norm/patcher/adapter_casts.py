@@ -1,0 +1,70 @@
+"""LoRA layers without the cast of their input that autocast takes back.
+
+PEFT's LoRA layer casts its input to the dtype of its adapter, float32 beside a 16-bit model. Under autocast the
+adapter's first product casts it back at once, so it gets the same numbers without either cast.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
+
+
+class FusedAdapter(nn.Module):
+    """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
+
+    fused_norm_origin: ClassVar[Any]
+    fused_norm_origin_forward: ClassVar[Any]
+
+    def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+        """``x`` in ``dtype``; in its own where autocast takes that cast back and nothing else sees its result."""
+        if _is_taken_back(x, dtype) and has_origin_forward(type(self)) and why_cast(self) is None:
+            return x
+        return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
+
+
+def is_lora_layer(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    origin = module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
+    # Older ones cast in their forward.
+    return layers is not None and origin is layers.Linear and hasattr(origin, "_cast_input_dtype")
+
+
+def casts_input(layer: Any) -> bool:
+    """Return whether a LoRA layer casts 16-bit inputs: PEFT's own switch is on, and an adapter is of float32."""
+    switched_on = getattr(layer, "cast_input_dtype_enabled", True)
+    return switched_on and any(one.weight.dtype == torch.float32 for one in layer.lora_A.values())
+
+
+def why_cast(layer: Any, *, training: bool = False) -> str | None:
+    """The reason why a LoRA layer has to cast its input; None where no active adapter could tell.
+
+    ``training``: judge its dropout as if the layer were in training mode.
+    """
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        if name in getattr(layer, "lora_variant", ()):
+            return f"{type(layer.lora_variant[name]).__name__} may compute more with its input"
+        first, dropout = layer.lora_A[name], layer.lora_dropout[name]
+        if type(first) is not nn.Linear or type(dropout) not in (nn.Identity, nn.Dropout):
+            return f"its adapter has a {type(first).__name__} behind a {type(dropout).__name__}"
+        if any("forward" in vars(one) or has_hooks(one) for one in (first, dropout)):
+            return "other code sees the input of its adapter"
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0 and (training or dropout.training):
+            return "its dropout draws other numbers for another dtype"
+    return None
+
+
+def _is_taken_back(x: Any, dtype: torch.dtype) -> bool:
+    """Return whether autocast would cast ``x``, cast to ``dtype``, back in front of a product."""
+    if dtype != torch.float32 or not isinstance(x, Tensor) or is_disabled() or torch.compiler.is_compiling():
+        return False
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
