@@ -11,7 +11,7 @@ from .markdown_pages import ROOT
 
 PAGE = ROOT / "docs" / "reasons.md"
 PATCHER = ROOT / "src" / "fused_norm" / "patcher"
-PLACEMENTS = ROOT / "src" / "fused_norm" / "kernels" / "sharded.py"
+KERNELS = ROOT / "src" / "fused_norm" / "kernels"
 
 NOT_SAID = {
     "gate and up",
@@ -27,6 +27,23 @@ NOT_SAID = {
     "kernel_layer_name: a fused norm takes no kernel from the hub",
 }
 """Parts of messages and of the summary, and code: texts of three words or more that are no message by themselves."""
+
+OF_USERS_CALLS = {
+    "… must be one of …, not …",
+    "… must be True or False, not …",
+    "eps must be a Python float, not …",
+    "eps must be finite and at least 0, not …",
+    "scale must be a Python float or int, not …; pass x multiplied by it instead",
+    "casting must be llama or gemma, not …, which has no rounding points for a gate",
+    "groups must be an int, not …",
+    "groups must divide x's last dimension, …, into equal parts; … does not",
+    "zero_centered needs a weight: without one there is no gamma to centre",
+    "it has no form for DTensors",
+    "rstd has shape …, and x …",
+    "rstd must be float32, not …",
+    "under casting 'none' the forward uses another rstd than it keeps",
+}
+"""Refusals of options, and of operators that no model calls: a patched model does not give them."""
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
@@ -56,13 +73,26 @@ def said(paths: Iterable[Path]) -> set[str]:
     return {text.partition("\n")[0] for text in found - NOT_SAID}
 
 
+def refusals(paths: Iterable[Path]) -> set[str]:
+    """The reasons in sources of operators: what functions say that return a refusal, or one as a text."""
+    functions = (
+        node
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.returns is not None
+    )
+    given = (one for one in functions if ast.unparse(one.returns) in ("Refusal | None", "str | None"))
+    return {text for one in given for text in texts_of(one)} - OF_USERS_CALLS
+
+
 def on_page(page: str) -> set[str]:
     """The messages in the first column of the tables of a page."""
     return {found.strip() for found in re.findall(r"^\| ``? ?(.+?) ?``? \|", page, re.MULTILINE)}
 
 
 def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
-    messages, entries = said([*PATCHER.rglob("*.py"), PLACEMENTS]), on_page(PAGE.read_text(encoding="utf-8"))
+    messages = said(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
+    entries = on_page(PAGE.read_text(encoding="utf-8"))
     assert messages - entries == set(), "not on the page"
     assert entries - messages == set(), "on the page, and nowhere in the patcher"
 

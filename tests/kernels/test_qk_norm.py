@@ -127,6 +127,7 @@ def run(
     }
     q_out, k_out = function(replace(inputs, **leaves))
     used = [(y, d) for n, y, d in (("q_out", q_out, inputs.dq), ("k_out", k_out, inputs.dk)) if n not in frozen]
+    used = [(y, d) for y, d in used if y.requires_grad]
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     grads = torch.autograd.grad([y for y, _ in used], tuple(wanted.values()), [d for _, d in used], allow_unused=True)
     found = {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}

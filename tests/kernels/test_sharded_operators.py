@@ -23,12 +23,14 @@ from fused_norm.kernels.operator import calls
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.sharded import placement_obstacle
+from fused_norm.spec import NormSpec
 
 from ..patcher.ranks import Called
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 5, 4, 16
 SHAPES = {"x": (BATCH, TOKENS, WIDTH), "h": (BATCH, HEADS, TOKENS, WIDTH), "w": (WIDTH,), "a": (1, TOKENS, WIDTH)}
 WHOLE = "wa"
+LLAMA = NormSpec("llama")
 
 OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
     "rms_norm": (kernels.rms_norm, "xw"),
@@ -161,7 +163,7 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
     assert placement_obstacle((rows,), (weight,)) == "DTensors and plain tensors meet in it"
     elsewhere = DTensor.from_local(whole.detach(), init_device_mesh(device, (1, 2)), [Replicate()] * 2, run_check=False)
     assert placement_obstacle((alike, elsewhere), (w,)) == "its DTensors are on several meshes"
-    assert not RMS_NORM.takes(cut, w, None)
+    assert RMS_NORM.refuses(LLAMA, cut, w, None) == ("the input is placed as Shard(dim=2)", None)
 
 
 def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(mesh: DeviceMesh, device: str) -> None:
@@ -169,10 +171,11 @@ def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(m
     whole = spread(angles, angles, mesh, Replicate())
     by_heads, by_tokens = (spread(q, part_of(q, Shard(dim)), mesh, Shard(dim)) for dim in (1, 2))
     part = spread(angles, part_of(angles, Shard(1)), mesh, Shard(1))
-    assert QK_NORM.takes(by_heads, by_heads, None, None, whole, whole, 1)
-    assert not QK_NORM.takes(by_tokens, by_tokens, None, None, whole, whole, 1)
-    assert not QK_NORM.takes(by_heads, by_heads, None, None, part, part, 1)
-    assert QK_NORM.takes(by_tokens, by_tokens, None, None, None, None, 1)
+    refusal = "not every device has cos and sin for all its tokens", None
+    assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, whole, whole, 1) is None
+    assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, whole, whole, 1) == refusal
+    assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, part, part, 1) == refusal
+    assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, None, None, 1) is None
 
 
 def test_the_result_of_a_running_collective_is_waited_for(device: str) -> None:

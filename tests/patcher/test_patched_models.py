@@ -267,9 +267,9 @@ def test_calls_that_kernels_cannot_take_run_stock_code_and_say_so(device: str, c
     assert launches == ["rms_norm"]
     messages = [record.message for record in caplog.records]
     assert messages == [
-        "NewRMSNorm runs its stock code: the input is torch.float64",
-        "NewRMSNorm runs PyTorch's add: the residual has another shape or device than the input",
-        "NewRMSNorm runs its stock code: the weight has shape (72,) and the input rows of 5",
+        "NewRMSNorm runs its stock code: x is torch.float64",
+        "NewRMSNorm runs PyTorch's add: residual must have x's shape (2, 4, 72), not (72,); expand it first",
+        "NewRMSNorm runs its stock code: weight must have shape (5,), the last dimension of x, not (72,)",
     ]
     assert torch.equal(norm(hidden_states=x), norm(x))
 

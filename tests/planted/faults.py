@@ -374,9 +374,9 @@ def _faults() -> Iterator[Fault]:
         what = "the gradient of a weight is 1 % too large in compiled code"
         yield Fault(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), where="compile")
     silent = "runs its parts in silence"
-    yield Fault("fallback-rotated", silent, falls_back("_qk_obstacle", "_pair_obstacle"))
-    yield Fault("fallback-sandwich", silent, falls_back("_norm_add_norm", answer=None))
-    yield Fault("fallback-onto", silent, falls_back("obstacle"))
+    yield Fault("fallback-rotated", silent, falls_back(QK_NORM, ROPE, GLU))
+    yield Fault("fallback-sandwich", silent, falls_back(NORM_ADD_NORM))
+    yield Fault("fallback-onto", silent, falls_back(NORM_ADD))
     yield Fault("left-stock", "one block has its stock class, and the report says fused", left_stock)
 
 

@@ -172,21 +172,20 @@ def in_compiled_backward(operator: Operator) -> Planting:
     return planted
 
 
-def falls_back(*names: str, answer: str | None = "") -> Planting:
-    """Plant fallbacks: these functions of fused blocks decline, so that the modules are called one after the other.
-
-    ``answer``: what the functions return, which the caller takes for the reason.
-    """
+def falls_back(*operators: Operator) -> Planting:
+    """Plant fallbacks: fused blocks do not get these operators, so that modules are called one after the other."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state = PlantedFault()
+        state, right = PlantedFault(), fused_block.run_fused
 
-        def declines(*arguments: Any, **named: Any) -> str | None:
+        def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
+            if operator not in operators:
+                return right(operator, *arguments, **named)
             state.calls, state.share = state.calls + 1, 1.0
-            return answer
+            return None, ""
 
-        with mock.patch.multiple(fused_block, may_be_known=lambda *_: False, **dict.fromkeys(names, declines)):
+        with mock.patch.object(fused_block, "run_fused", declines):
             yield state
 
     return planted

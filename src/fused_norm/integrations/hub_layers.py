@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..kernels.operator import norm_spec
 from ..kernels.rms_norm import RMS_NORM
-from ..patcher.fused_norm_module import obstacle
+from ..patcher.fused_norm_module import run_fused
 from ..patcher.norm_recognition import Recognised, recognise
 from ..patcher.probe import UnrecognisedError
 
@@ -36,8 +36,9 @@ class RMSNorm(nn.Module):
             known = meaning.spec
             spec = norm_spec(known.casting, known.zero_centered, getattr(self, meaning.eps_name))
             weight = self.weight if known.weighted else None
-            if obstacle(hidden_states, weight, None, spec) is None:
-                return RMS_NORM(spec, hidden_states, weight, None)
+            y, reason = run_fused(RMS_NORM, spec, hidden_states, weight, None)
+            if reason is None:
+                return y
         return type(self).forward(self, hidden_states)
 
 

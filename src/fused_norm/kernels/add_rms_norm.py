@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import check_norm, check_residual, check_scale
+from .arguments import Refusal, other_order, wrong_mode, wrong_scale
 from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
 from .recomputed_norm import norm_recompute
 from .triton.memory import empty_rows_like, empty_weight_grad
@@ -24,16 +24,18 @@ class AddRMSNorm(Operator):
     tensors = "Tensor x, Tensor residual, Tensor? weight"
     options = "str? mode, float scale"
     outputs = ("y", "s")
+    same_shape = ("residual",)
     kept = ("rstd",)
     saved = "Tensor s, Tensor? weight, Tensor rstd"
     facts = "ScalarType x_dtype, ScalarType residual_dtype, float scale"
     gradients = ("dx", "dr", "dw")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, residual, weight, mode, scale = arguments
-        check_norm(self.name, x, weight, mode)
-        check_residual(self.name, x, residual)
-        check_scale(self.name, scale)
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        x, *_, mode, scale = arguments
+        return wrong_mode(x, mode) or wrong_scale(scale)
+
+    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
+        return other_order(*arguments[:2])
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         x, residual, weight, _, scale = arguments

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import check_gated_norm
+from .arguments import GATES, Refusal, wrong_choice, wrong_flag
 from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
@@ -26,17 +26,32 @@ class GatedRMSNorm(Operator):
     tensors = "Tensor x, Tensor gate, Tensor? weight"
     options = "str activation, bool norm_before_gate, int groups"
     outputs = ("y",)
+    same_shape = ("gate",)
     kept = ("rstd",)
     saved = "Tensor x, Tensor gate, Tensor? weight, Tensor rstd"
     facts = options
     gradients = ("dx", "dgate", "dw")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, gate, weight, activation, _, groups = arguments
-        check_gated_norm(self.name, spec.casting, x, gate, weight, activation, groups)
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        x, *_, activation, norm_before_gate, groups = arguments
+        if spec.casting not in ("llama", "gemma"):
+            return Refusal(
+                f"casting must be llama or gemma, not {spec.casting!r}, which has no rounding points for a gate",
+                ValueError,
+            )
+        if isinstance(groups, bool) or not isinstance(groups, int):
+            return Refusal(f"groups must be an int, not {type(groups).__name__}", TypeError)
+        if groups < 1 or x.shape[-1] % groups:
+            return Refusal(
+                f"groups must divide x's last dimension, {x.shape[-1]}, into equal parts; {groups} does not", ValueError
+            )
+        return wrong_choice("activation", activation, GATES) or wrong_flag("norm_before_gate", norm_before_gate)
 
-    def takes(self, *arguments: Any) -> bool:
-        return super().takes(*arguments) and arguments[0].shape[-1] // arguments[-1] <= WIDEST_GATED
+    def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        width, groups = arguments[0].shape[-1], arguments[-1]
+        if width // groups <= WIDEST_GATED:
+            return None
+        return Refusal(f"rows of {width} in {groups} groups are more than a kernel holds")
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         return reference.gated_rms_norm(spec, *arguments)
@@ -111,4 +126,4 @@ def gated_rms_norm(
             casting but these two, and where ``rms_norm`` raises it.
     """
     spec = norm_spec(casting, zero_centered, eps)
-    return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, bool(norm_before_gate), groups)
+    return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, norm_before_gate, groups)

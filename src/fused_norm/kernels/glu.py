@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from . import reference
-from .arguments import check_glu
+from .arguments import ACTIVATIONS, Refusal, other_dtype, wrong_choice
 from .operator import BackwardCall, Facts, Operator, Recompute, Route, Spec, Tensors
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
@@ -25,12 +25,23 @@ class Glu(Operator):
     tensors = "Tensor gate, Tensor? up"
     options = "str activation"
     outputs = ("y",)
+    same_shape = ("up",)
     saved = tensors
     facts = options
     gradients = ("dgate", "dup")
 
-    def check(self, spec: Spec, *arguments: Any) -> None:
-        check_glu(self.name, *arguments)
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        gate, up, activation = arguments
+        if up is None and gate.shape[-1] % 2:
+            return Refusal(
+                "without up, gate must have an even last dimension, whose halves are gate and up, not shape"
+                f" {tuple(gate.shape)}",
+                ValueError,
+            )
+        return wrong_choice("activation", activation, ACTIVATIONS)
+
+    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+        return other_dtype("gate", "up", *arguments[:2])
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None

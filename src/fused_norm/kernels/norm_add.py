@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import check_norm, check_residual
+from .arguments import other_order
 from .operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from .rms_norm import RMS_NORM
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
@@ -21,15 +21,14 @@ class NormAdd(Operator):
     name = "norm_add"
     tensors = "Tensor x, Tensor residual, Tensor? weight"
     outputs = ("s",)
+    same_shape = ("residual",)
     kept = ("rstd",)
     saved = "Tensor x, Tensor? weight, Tensor rstd"
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, residual, weight = arguments
-        check_norm(self.name, x, weight)
-        check_residual(self.name, x, residual)
+    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
+        return other_order(*arguments[:2])
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         return reference.norm_add(spec, *arguments)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import check_norm, check_residual
+from .arguments import other_order
 from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
 from .recomputed_norm import norm_recompute
 from .rms_norm import RMS_NORM
@@ -24,16 +24,14 @@ class NormAddNorm(Operator):
     name = "norm_add_norm"
     tensors = "Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight"
     outputs = ("y", "s")
+    same_shape = ("residual",)
     kept = ("inner_rstd", "rstd")
     saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dinner", "dw")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, residual, inner_weight, weight = arguments
-        check_norm(self.name, x, inner_weight, weight_name="inner_weight")
-        check_norm(self.name, x, weight)
-        check_residual(self.name, x, residual)
+    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
+        return other_order(*arguments[:2])
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         return reference.norm_add_norm(spec, *arguments)

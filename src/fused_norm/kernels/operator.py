@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
+from .arguments import Refusal, wrong_device, wrong_eps, wrong_flag, wrong_rows, wrong_shape, wrong_tensor, wrong_weight
 from .observation import Observation
 from .program import Program, Programs, recorded, with_one_more
-from .sharded import call_on_parts, is_sharded, placement_obstacle
+from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import launches
 
@@ -88,10 +89,11 @@ calls = Observation()
 class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
-    ``operator.checked(spec, *tensors, *options)`` is for users' arguments; ``operator(spec, *tensors, *options)`` for
-    arguments known to be good and tensors that kernels take. A call goes, in this order, to
+    ``operator.checked(spec, *tensors, *options)`` is for users' arguments, ``operator.run_or_refuse(...)`` for those of
+    patched modules, and ``operator(spec, *tensors, *options)`` for arguments that kernels are known to take: the one
+    decision on that is ``refuses``. A call goes, in this order, to
 
-    - the PyTorch reference, where kernels cannot run (``checked`` alone);
+    - the PyTorch reference, where kernels do not take it (``checked``), or back (``run_or_refuse``);
     - for DTensors, the same operator on the part that the device holds;
     - a program that repeats the launches of a call like it, or is recorded now, where nobody watches the dispatcher;
     - the launch itself, if a call does more than allocate and launch; both are inside an autograd function where a
@@ -110,6 +112,10 @@ class Operator(ABC):
     outputs: ClassVar[tuple[str, ...]]
     not_differentiable: ClassVar[tuple[str, ...]] = ()
     """The outputs that no gradient flows into."""
+    same_shape: ClassVar[tuple[str, ...]] = ()
+    """The tensors that must have the shape of the first one."""
+    other_rules: ClassVar[tuple[str, ...]] = ()
+    """The tensors that ``wrong`` looks at, and nobody before it."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     saved: ClassVar[str]
@@ -122,10 +128,14 @@ class Operator(ABC):
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
         semantics = _SPEC if self.has_norm else ""
-        self.tensor_count, self.option_count = _count(self.tensors), _count(self.options)
-        names = [one.split()[-1] for one in self.tensors.split(",")]
+        self.tensor_count, self.option_count = len(_names(self.tensors)), len(_names(self.options))
+        names = self.tensor_names = _names(self.tensors)
+        self._is_optional = ["?" in one for one in self.tensors.split(",")]
         self._is_weight = [name.endswith("weight") for name in names]
         self._is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
+        self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
+        self._is_kept = [name in _names(self.saved) for name in names]
+        self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
             f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
             f" -> {_results((*self.outputs, *self.kept))}",
@@ -148,9 +158,17 @@ class Operator(ABC):
         self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
 
-    @abstractmethod
-    def check(self, spec: Spec, *arguments: Any) -> None:
-        """Raise TypeError or ValueError for arguments that are no good."""
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        """What is wrong with a call of good tensors: with its options, and with how its tensors go together."""
+        return None
+
+    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        """What kernels cannot compute of a good call, whose tensors they take."""
+        return None
+
+    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+        """What kernels would do otherwise than the stock code of a model, in a call that they take."""
+        return None
 
     @abstractmethod
     def reference(self, spec: Spec, *arguments: Any) -> Any:
@@ -192,32 +210,140 @@ class Operator(ABC):
         """
         return None
 
-    def takes(self, *arguments: Any) -> bool:
-        """Return whether kernels can run on good arguments."""
-        tensors = arguments[: self.tensor_count]
-        if not runs_kernels_on(*tensors):
-            return False
-        if _is_unwatched(tensors):
-            return True
-        if self.not_differentiable:
-            return not any(is_sharded(one) for one in tensors)
-        rows = [one for one, shared in zip(tensors, self._is_shared, strict=True) if not shared]
-        weights = [one for one, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
-        return placement_obstacle(rows, weights, elementwise=self.is_elementwise(*tensors)) is None
-
     def is_elementwise(self, *tensors: Any) -> bool:
         """Return whether elements of outputs depend on those at their place alone, so that rows may be cut."""
         return False
 
+    def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
+        """The places of the outputs that no gradient flows into, where these of ``gradients`` are wanted."""
+        return self._not_differentiable
+
+    def public_name(self, *arguments: Any) -> str:
+        """The name of the public function that makes this call."""
+        return self.name
+
+    def refuses(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        """Why kernels do not take a call; None where they do.
+
+        What is wrong with its arguments comes before what PyTorch's own operators can compute and kernels cannot.
+        """
+        tensors = arguments[: self.tensor_count]
+        return (
+            self._wrong_tensors(spec, tensors)
+            or self.wrong(spec, *arguments)
+            or self._tensors_beyond_kernels(tensors)
+            or self.beyond_kernels(spec, *arguments)
+        )
+
+    def _wrong_tensors(self, spec: Spec, tensors: Sequence[Any]) -> Refusal | None:
+        """What is wrong with each tensor by itself, and beside the one that its shape and device go by."""
+        first = self.tensor_names[0], tensors[0]
+        for place, (name, one) in enumerate(zip(self.tensor_names, tensors, strict=True)):
+            if name in self.other_rules or (one is None and self._is_optional[place]):
+                continue
+            refusal = wrong_tensor(name, one) or wrong_device((name, one), first)
+            if refusal is None and self._is_weight[place]:
+                rows = self._rows_of[place]
+                refusal = wrong_weight((name, one), (self.tensor_names[rows], tensors[rows]))
+            elif refusal is None and not self._is_shared[place]:
+                refusal = wrong_shape((name, one), first) if name in self.same_shape else wrong_rows(name, one)
+            if refusal is not None:
+                return refusal
+        if spec is not None and spec.zero_centered and all(one is None for one in self._weights(tensors)):
+            return Refusal("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
+        return None
+
+    def _tensors_beyond_kernels(self, tensors: Sequence[Any]) -> Refusal | None:
+        """Why kernels cannot compute with good tensors."""
+        if is_transformed():
+            return Refusal("" if torch.jit.is_tracing() else "torch.func or forward AD transforms it")
+        for name, one in zip(self.tensor_names, tensors, strict=True):
+            if one is not None and one.dtype == torch.float64:
+                return Refusal(f"{name} is {one.dtype}")
+        if not runs_kernels_on(*tensors):
+            return Refusal(f"kernels do not run on {tensors[0].device.type}")
+        reason = None
+        if _is_unwatched(tensors):
+            reason = self._inference_tensor(tensors)
+        elif self.not_differentiable:
+            reason = "it has no form for DTensors" if any(is_sharded(one) for one in tensors) else None
+        else:
+            rows = [one for one, is_shared in zip(tensors, self._is_shared, strict=True) if not is_shared]
+            reason = placement_obstacle(rows, self._weights(tensors), elementwise=self.is_elementwise(*tensors))
+        return None if reason is None else Refusal(reason)
+
+    def _inference_tensor(self, tensors: Tensors) -> str | None:
+        """The reason not to run kernels that keep a tensor for their backward, which autograd cannot keep."""
+        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
+            for name, one, is_kept in zip(self.tensor_names, tensors, self._is_kept, strict=True):
+                if is_kept and one is not None and one.is_inference():
+                    return f"{name} was made in inference mode, and is needed in the backward"
+        return None
+
+    def _weights(self, tensors: Sequence[Any]) -> list[Any]:
+        return [one for one, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
+
     def checked(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs, for arguments of any kind: checked, and computed by the reference where kernels do not run."""
+        """The outputs, for arguments of any kind, by the reference where kernels do not take them.
+
+        Raises:
+            TypeError: for arguments of a wrong type or dtype.
+            ValueError: for wrong values, and tensors that do not go together.
+        """
         outputs = self.known(self.programs, spec, *arguments)
         if outputs is not None:
             return outputs
-        self.check(spec, *arguments)
-        if not self.takes(*arguments):
-            return self.reference(spec, *arguments)
-        return self(spec, *arguments)
+        refusal = self.refuses(spec, *arguments)
+        if refusal is None:
+            return self(spec, *arguments)
+        if refusal.error is not None:
+            raise refusal.error(f"{self.public_name(*arguments)}: {refusal.reason}")
+        return self.reference(spec, *arguments)
+
+    def run_or_refuse(
+        self,
+        spec: Spec,
+        *arguments: Any,
+        programs: Programs | None = None,
+        unless: Callable[[], str | None] | None = None,
+    ) -> tuple[Any, str | None]:
+        """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
+
+        The reason is empty where it is not worth a log, as where the stock code is left to the compiler.
+
+        Args:
+            spec: the meaning of the norm.
+            arguments: those of the call, of any kind.
+            programs: of calls that are known to do what that stock code does; ``programs_as_stock`` unless given.
+            unless: returns a further reason, for good arguments of a call that is not known.
+        """
+        programs = self.programs_as_stock if programs is None else programs
+        outputs = self.known(programs, spec, *arguments)
+        if outputs is not None:
+            return outputs, None
+        refusal = self.refuses(spec, *arguments)
+        reason = self._unlike_stock(spec, *arguments) if refusal is None else refusal.reason
+        if reason is None and unless is not None:
+            reason = unless()
+        if reason is not None:
+            return None, reason
+        # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
+        if torch.compiler._is_exporting_flag or is_left_to_the_compiler(arguments[0]):
+            return None, ""
+        outputs = self(spec, *arguments)
+        if not is_dynamo_compiling() and _is_unwatched(arguments[: self.tensor_count]):
+            shape = arguments[0].shape
+            for one in self.programs.of(shape):
+                if one.is_recorded and one.fits(spec, *arguments) and one not in programs.of(shape):
+                    programs.remember(shape, one)
+        return outputs, None
+
+    def _unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+        """``unlike_stock``, and tensors with a behaviour of their own, which stock code knows."""
+        for name, one in zip(self.tensor_names, arguments, strict=False):
+            if one is not None and type(one) not in _PLAIN and not is_taken(one):
+                return f"{name} is a {type(one).__name__}"
+        return self.unlike_stock(spec, *arguments)
 
     def known(self, among: Programs, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that has a program among these; None for all others, which nobody has checked."""
@@ -236,16 +362,6 @@ class Operator(ABC):
             if outputs is not None:
                 return outputs
         return None
-
-    def kept_among(self, programs: Programs | None, spec: Spec, *arguments: Any) -> Any:
-        """The outputs of a call, whose program ``programs`` has from now on, so that ``known`` finds it there."""
-        outputs = self(spec, *arguments)
-        if programs is not None and not is_dynamo_compiling() and _is_unwatched(arguments[: self.tensor_count]):
-            shape = arguments[0].shape
-            for one in self.programs.of(shape):
-                if one.is_recorded and one.fits(spec, *arguments) and one not in programs.of(shape):
-                    programs.remember(shape, one)
-        return outputs
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
@@ -282,7 +398,8 @@ class Operator(ABC):
             if not trained:
                 return outputs, None
             saved, facts = self.save(arguments, results)
-            return (outputs, tuple(saved)), (spec, facts)
+            needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
+            return (outputs, tuple(saved)), (spec, facts, self.without_gradient(needed))
 
         further = (spec, *arguments[self.tensor_count :])
         program = recorded(tensors, further, forward, apply=self._apply_program if trained else None)
@@ -321,7 +438,8 @@ class Operator(ABC):
         spec, rest = self._spec_of(arguments)
         incoming, rest = rest[: len(self.outputs)], rest[len(self.outputs) :]
         needed = rest[-len(self.gradients) :]
-        saved, facts = rest[: _count(self.saved)], rest[_count(self.saved) : -len(self.gradients)]
+        count = len(_names(self.saved))
+        saved, facts = rest[:count], rest[count : -len(self.gradients)]
         lead = next(gradient for gradient in incoming if gradient is not None)
         call = BackwardCall(incoming, saved, tuple(facts), needed)
         return _filled(self.backward(spec, call, launch=launch), lead)
@@ -376,16 +494,20 @@ def norm_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
     """The meaning of a call's norm; equal arguments give the same object.
 
     Raises:
-        ValueError: for an unknown casting.
+        TypeError: for an eps that is no number, and a ``zero_centered`` that is neither True nor False.
+        ValueError: for an unknown casting, and an eps that is negative or not finite.
     """
-    if is_dynamo_compiling():
-        return NormSpec(casting, zero_centered, eps=eps)
-    return _kept_spec(casting, zero_centered, float(eps))
+    return _new_spec(casting, zero_centered, eps) if is_dynamo_compiling() else _kept_spec(casting, zero_centered, eps)
 
 
-@lru_cache(maxsize=1024)
-def _kept_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
-    return NormSpec(casting, zero_centered, eps=eps)
+def _new_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
+    refusal = wrong_flag("zero_centered", zero_centered) or wrong_eps(eps)
+    if refusal is not None and refusal.error is not None:
+        raise refusal.error(refusal.reason)
+    return NormSpec(casting, zero_centered, eps=float(eps))
+
+
+_kept_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 
 
 def _route_of(call: BackwardCall) -> Route:
@@ -428,10 +550,10 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
     """Two functions with one backward: the first takes the operator's arguments, the second a program and tensors."""
     differentiated = len(operator.gradients)
     behind = operator.tensor_count - differentiated
-    outputs_apart = [operator.outputs.index(output) for output in operator.not_differentiable]
 
-    def mark(ctx: Any, outputs: Any) -> None:
-        ctx.mark_non_differentiable(*(outputs[index] for index in outputs_apart if outputs[index] is not None))
+    def mark(ctx: Any, outputs: Any, apart: Sequence[int]) -> None:
+        if apart:
+            ctx.mark_non_differentiable(*(outputs[place] for place in apart if outputs[place] is not None))
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
@@ -439,8 +561,7 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
         outputs = operator.only_outputs(results)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        if outputs_apart:
-            mark(ctx, outputs)
+        mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + differentiated]))
         ctx.spec_and_facts = spec, facts
         return outputs
 
@@ -453,8 +574,8 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
     def forward_by_program(ctx: Any, program: Any, *tensors: Any) -> Any:
         ctx.program, ctx.materialize_grads = program, False  # what the method for the latter does
         outputs = program.forward(ctx, *tensors)
-        if outputs_apart:
-            mark(ctx, outputs)
+        if program.facts[2]:
+            mark(ctx, outputs, program.facts[2])
         return outputs
 
     def backward_by_program(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -471,7 +592,7 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
                 gradients = one.call(*saved, *incoming)
                 if gradients is not None:
                     return gradients
-        spec, facts = program.facts
+        spec, facts, _ = program.facts
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
         route = _route_of(call)
 
@@ -510,8 +631,13 @@ def _is_unwatched(tensors: Tensors) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(t is not None and (type(t) not in _PLAIN or t.is_meta or t.is_neg()) for t in tensors)
+        or any(t is not None and (type(t) not in _PLAIN or _is_without_values(t)) for t in tensors)
     )
+
+
+def _is_without_values(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory does not hold its values: it has none, or it holds them with the other sign."""
+    return tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -544,5 +670,5 @@ def _results(names: Sequence[str]) -> str:
     return "Tensor" if len(names) == 1 else f"({_joined(*(f'Tensor {name}' for name in names))})"
 
 
-def _count(schema: str) -> int:
-    return len(schema.split(",")) if schema else 0
+def _names(schema: str) -> list[str]:
+    return [one.split()[-1] for one in schema.split(",")] if schema else []

@@ -9,18 +9,15 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import check_heads, check_rope
-from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
-from .sharded import are_angles_of
+from .arguments import Refusal, wrong_angles, wrong_pair
+from .heads import HeadsOperator
+from .operator import BackwardCall, Facts, Recompute, Tensors, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
-from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward, takes_angles
+from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
-class QKNorm(Operator):
-    """``qk_norm_rope`` as an operator; without cos and sin it is ``qk_norm``.
-
-    Kernels take angles that are the same for all heads and want no gradient.
-    """
+class QKNorm(HeadsOperator):
+    """``qk_norm_rope`` as an operator; without cos and sin it is ``qk_norm``."""
 
     name = "qk_norm"
     tensors = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
@@ -30,17 +27,17 @@ class QKNorm(Operator):
     facts = options
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        q, k, q_weight, k_weight, cos, sin, unsqueeze_dim = arguments
-        name = "qk_norm" if cos is None else "qk_norm_rope"
-        check_heads(name, q, k, q_weight, k_weight)
-        if cos is not None:
-            check_rope(name, q, k, cos, sin, unsqueeze_dim)
+    def public_name(self, *arguments: Any) -> str:
+        return "qk_norm" if arguments[4] is None else "qk_norm_rope"
 
-    def takes(self, *arguments: Any) -> bool:
-        q, *_, cos, sin, unsqueeze_dim = arguments
-        fit = cos is None or (takes_angles(cos, sin, unsqueeze_dim) and are_angles_of(q, (cos, sin), unsqueeze_dim))
-        return fit and super().takes(*arguments)
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        q, k, *weights, cos, sin, unsqueeze_dim = arguments
+        for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
+            if (pair[0] is None) != (pair[1] is None):
+                missing, given = names if pair[0] is None else names[::-1]
+                return Refusal(f"{missing} is None and {given} is not; pass both or neither", ValueError)
+        refusal = wrong_pair(q, k, "rms_norm")
+        return refusal or (None if cos is None else wrong_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         return reference.qk_norm_rope(spec, *arguments)
@@ -59,18 +56,6 @@ class QKNorm(Operator):
 
     def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)
-
-    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        # A side that is unused, or that needs nothing, gets no work.
-        needed = list(call.needed)
-        incoming = list(call.incoming)
-        for side in (0, 1):
-            if incoming[side] is None or not (needed[side] or needed[side + 2]):
-                incoming[side], needed[side], needed[side + 2] = None, False, False
-        if not any(needed):
-            return None, None, None, None
-        call = call._replace(incoming=tuple(incoming), needed=tuple(needed))
-        return super().gradients_by(route, spec, call)
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, *_ = call.saved
@@ -175,5 +160,7 @@ def qk_norm_rope(
         TypeError: for a dtype that is not floating point.
         ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
     """
+    if cos is None and sin is None:
+        raise TypeError("qk_norm_rope: cos and sin must be tensors, not None; qk_norm goes without them")
     spec = norm_spec(casting, zero_centered, eps)
     return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..spec import NormSpec
 from . import reference
-from .arguments import check_norm
+from .arguments import Refusal
 from .operator import Facts, Operator, Recompute, Tensors
 from .triton.memory import empty_rows_like, norm_dtype
 from .triton.norm_forward import launch_norm_from_rstd
@@ -25,17 +25,15 @@ class RecomputedNorm(Operator):
     saved = ""
     gradients = ()
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, weight, rstd = arguments
-        check_norm(self.name, x, weight)
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        x, _, rstd = arguments
         if rstd.shape != (*x.shape[:-1], 1):
-            raise ValueError(f"{self.name}: rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}")
+            return Refusal(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
         if rstd.dtype != torch.float32:
-            raise TypeError(f"{self.name}: rstd must be float32, not {rstd.dtype}")
-        if rstd.device != x.device:
-            raise ValueError(f"{self.name}: rstd is on {rstd.device} and x on {x.device}; move them to one device")
+            return Refusal(f"rstd must be float32, not {rstd.dtype}", TypeError)
         if spec.casting == "none":
-            raise ValueError(f"{self.name}: under casting 'none' the forward uses another rstd than it keeps")
+            return Refusal("under casting 'none' the forward uses another rstd than it keeps", ValueError)
+        return None
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Any:
         x, weight, _ = arguments

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import check_norm
+from .arguments import Refusal, wrong_mode
 from .operator import BackwardCall, Facts, Operator, Recompute, Tensors, norm_spec
 from .recomputed_norm import norm_recompute
 from .triton.memory import empty_rows_like, empty_weight_grad
@@ -28,9 +28,9 @@ class RMSNorm(Operator):
     saved = "Tensor x, Tensor? weight, Tensor rstd"
     gradients = ("dx", "dw")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, weight, mode = arguments
-        check_norm(self.name, x, weight, mode)
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        x, _, mode = arguments
+        return wrong_mode(x, mode)
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         x, weight, _ = arguments

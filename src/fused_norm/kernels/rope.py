@@ -9,18 +9,17 @@ from typing import Any, overload
 from torch import Tensor
 
 from . import reference
-from .arguments import check_rotated
-from .operator import BackwardCall, Facts, Operator, Route, Spec, Tensors
-from .sharded import are_angles_of
+from .arguments import Refusal, wrong_angles, wrong_flag, wrong_pair
+from .heads import HeadsOperator
+from .operator import BackwardCall, Facts, Spec, Tensors
 from .triton.memory import empty_in_order, memory_order
-from .triton.qk_launch import empty_rotated, launch_qk_forward, takes_angles
+from .triton.qk_launch import empty_rotated, launch_qk_forward
 
 
-class Rope(Operator):
+class Rope(HeadsOperator):
     """``rope`` as an operator, which has no norm.
 
-    Kernels take angles that are the same for all heads and want no gradient. The backward turns the other way: of q and
-    k it knows the dtypes and the order in memory alone.
+    The backward turns the other way: of q and k it knows the dtypes and the order in memory alone.
     """
 
     name = "rope"
@@ -32,13 +31,11 @@ class Rope(Operator):
     facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
     gradients = ("dq", "dk")
 
-    def check(self, spec: Spec, *arguments: Any) -> None:
-        check_rotated(self.name, *arguments[:-1])
-
-    def takes(self, *arguments: Any) -> bool:
-        q, _, cos, sin, unsqueeze_dim, _ = arguments
-        fit = takes_angles(cos, sin, unsqueeze_dim) and are_angles_of(q, (cos, sin), unsqueeze_dim)
-        return fit and super().takes(*arguments)
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        q, k, *angles, single_rounding = arguments
+        sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
+        pair = None if k is None else wrong_pair(q, k, self.name)
+        return wrong_angles(sides, *angles) or pair or wrong_flag("single_rounding", single_rounding)
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, cos, sin, unsqueeze_dim, single_rounding = arguments
@@ -63,14 +60,6 @@ class Rope(Operator):
         q, k, cos, sin, unsqueeze_dim, _ = arguments
         dtypes = q.dtype, None if k is None else k.dtype
         return (cos, sin), (unsqueeze_dim, *dtypes, memory_order(q), [] if k is None else memory_order(k))
-
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        # A side that is unused, or that needs nothing, gets no work.
-        present = [d if need else None for d, need in zip(call.incoming, call.needed, strict=True)]
-        needed = [d is not None for d in present]
-        if not any(needed):
-            return None, None
-        return super().gradients_by(route, spec, call._replace(incoming=present, needed=needed))
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.facts
@@ -135,4 +124,4 @@ def rope(
         TypeError: for a dtype that is not floating point.
         ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
     """
-    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, bool(single_rounding))
+    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, single_rounding)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import weakref
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -20,17 +20,12 @@ from torch.nn.modules import module as nn_module
 
 from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
-from ..kernels.arguments import KERNEL_DTYPES
+from ..kernels.arguments import wrong_eps
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
-from ..kernels.operator import is_left_to_the_compiler, norm_spec
-from ..kernels.plans import WIDEST_GATED
+from ..kernels.operator import Operator, norm_spec
+from ..kernels.program import Programs
 from ..kernels.rms_norm import RMS_NORM
-from ..kernels.sharded import is_plain, is_taken, placement_obstacle
-from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from ..kernels.triton.memory import memory_order
 from ..spec import Casting, GatedNormSpec, NormSpec
-
-_KNOWN_TYPES = (Tensor, nn.Parameter, type(None))
 
 logger = logging.getLogger("fused_norm")
 
@@ -86,29 +81,18 @@ class FusedNorm(nn.Module):
             return self.fused_norm_origin.forward(self, *given, **named)
         if named:
             (x,) = named.values()
-        spec = spec_of(self)
-        weight = weight_of(self)
-        if may_be_known(spec):
-            if residual is None:
-                found = RMS_NORM.known(RMS_NORM.programs_as_stock, spec, x, weight, None)
-            else:
-                found = ADD_RMS_NORM.known(ADD_RMS_NORM.programs_as_stock, spec, x, residual, weight, None, scale)
-            if found is not None:
+        spec, weight = spec_of(self), weight_of(self)
+        total, no_add = x, None
+        if residual is not None:
+            found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
+            if no_add is None:
                 return found
-        reason = obstacle(x, weight, residual, spec)
-        if reason is None:
-            if residual is None:
-                return RMS_NORM.kept_among(RMS_NORM.programs_as_stock, spec, x, weight, None)
-            known = ADD_RMS_NORM.programs_as_stock
-            return ADD_RMS_NORM.kept_among(known, spec, x, residual, weight, None, scale)
-        total = x if residual is None else residual + scaled(x, scale)
-        if residual is not None and obstacle(total, weight, None, spec) is None:
-            explain(self.fused_norm_origin, reason, "PyTorch's add")
-            return self.forward(total), total
-        replaced = self.fused_norm_replaced is not None and not is_disabled()
-        if reason:
-            explain(self.fused_norm_origin, reason, "PyTorch's operators" if replaced else "its stock code")
-        y = reference.rms_norm(spec, total, weight) if replaced else self.fused_norm_origin.forward(self, total)
+            total = residual + scaled(x, scale)
+        y, no_norm = run_fused(RMS_NORM, spec, total, weight, None)
+        if no_norm is not None:
+            y = _without_kernel(self, spec, total, weight, no_norm)
+        elif no_add:
+            explain(self.fused_norm_origin, no_add, "PyTorch's add")
         return y if residual is None else (y, total)
 
 
@@ -129,21 +113,26 @@ class FusedGatedNorm(FusedNorm):
             (x,) = named.values()
         if gate is None:
             return self.fused_norm_origin.forward(self, x)
-        spec = self.fused_norm_spec
-        weight = weight_of(self)
-        how = spec.activation, spec.norm_before_gate, spec.groups
-        plain = norm_spec(spec.casting, spec.zero_centered, getattr(self, self.fused_norm_eps_name))
-        known = GATED_RMS_NORM.programs_as_stock
-        if not spec.width and may_be_known(plain):
-            found = GATED_RMS_NORM.known(known, plain, x, gate, weight, *how)
-            if found is not None:
+        how = self.fused_norm_spec
+        if how.width and isinstance(x, Tensor) and x.shape[-1:] != (how.width,):
+            # The stock code may keep the number of groups, or their width.
+            reason: str | None = f"its groups are those of rows of {how.width}, and x has shape {tuple(x.shape)}"
+        else:
+            options = how.activation, how.norm_before_gate, how.groups
+            found, reason = run_fused(GATED_RMS_NORM, spec_of(self), x, gate, weight_of(self), *options)
+            if reason is None:
                 return found
-        reason = gated_obstacle(x, gate, weight, spec)
-        if reason is None:
-            return GATED_RMS_NORM.kept_among(known, plain, x, gate, weight, *how)
-        if reason:
-            explain(self.fused_norm_origin, reason)
+        explain(self.fused_norm_origin, reason)
         return self.fused_norm_origin.forward(self, x, gate)
+
+
+def _without_kernel(norm: FusedNorm, spec: NormSpec | None, x: Any, weight: Any, reason: str) -> Any:
+    """The norm by its stock code, or by PyTorch's operators where options replace its rounding points."""
+    if norm.fused_norm_replaced is None or spec is None or is_disabled():
+        explain(norm.fused_norm_origin, reason)
+        return norm.fused_norm_origin.forward(norm, x)
+    explain(norm.fused_norm_origin, reason, "PyTorch's operators")
+    return reference.rms_norm(spec, x, weight)
 
 
 def has_origin_forward(fused: Any) -> bool:
@@ -151,14 +140,12 @@ def has_origin_forward(fused: Any) -> bool:
     return fused.fused_norm_origin.forward is fused.fused_norm_origin_forward
 
 
-def spec_of(norm: FusedNorm) -> NormSpec:
-    """The norm's meaning, with its eps at the time of the call."""
+def spec_of(norm: FusedNorm) -> NormSpec | None:
+    """The norm's meaning, with its eps at the time of the call; None where that is not a number that kernels take."""
     spec, eps = norm.fused_norm_spec, getattr(norm, norm.fused_norm_eps_name)
-    if eps == spec.eps:
+    if type(spec) is NormSpec and type(eps) is float and eps == spec.eps:
         return spec
-    if isinstance(spec, GatedNormSpec):
-        return replace(spec, eps=eps)
-    return norm_spec(spec.casting, spec.zero_centered, eps)
+    return None if wrong_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps)
 
 
 def weight_of(norm: FusedNorm) -> Tensor | None:
@@ -199,93 +186,39 @@ def takes_residual(norm: Any) -> bool:
 def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
     """Return whether two norms differ in nothing but their weights."""
     a, b = spec_of(one), spec_of(other)
-    return a.casting == b.casting and a.zero_centered == b.zero_centered and a.eps == b.eps
+    return (
+        a is not None and b is not None and (a.casting, a.zero_centered, a.eps) == (b.casting, b.zero_centered, b.eps)
+    )
 
 
-def may_be_known(spec: NormSpec | None) -> bool:
-    """Return whether a call may go by a program that has passed ``obstacle`` before; programs do not see autocast."""
-    return not _disabled_depth and (spec is None or spec.casting != "none")
-
-
-def obstacle(
-    x: Any,
-    weight: Any,
-    residual: Any,
+def run_fused(
+    operator: Operator,
     spec: NormSpec | None,
-    *,
-    elementwise: bool = False,
-    leads: bool = True,
-) -> str | None:
-    """The reason why kernels may not take a call; None where they may, an empty string for what is not worth a log.
+    *arguments: Any,
+    programs: Programs | None = None,
+    unless: Callable[[], str | None] | None = None,
+) -> tuple[Any, str | None]:
+    """``operator.run_or_refuse`` where nothing that only this call knows, and no tensor, is in the way.
 
     Args:
-        x: the input.
-        weight: the norm's, or None.
-        residual: what is added, or None.
-        spec: None where the call computes no norm.
-        elementwise: rows may be cut into parts for several devices.
-        leads: x is the operator's first tensor, the size of which decides in compiled graphs.
+        operator: what would replace stock code.
+        spec: the meaning of the norm, as ``spec_of`` has it; None for an operator without one.
+        arguments: the operator's.
+        programs: as in ``run_or_refuse``.
+        unless: the same.
     """
     if _disabled_depth:
-        return ""
-    if not is_taken(x) or x.dim() == 0:
-        return f"the input is a {type(x).__name__}"
-    if x.dtype not in KERNEL_DTYPES:
-        return f"the input is {x.dtype}"
-    if not runs_kernels_on(x):
-        if torch.jit.is_tracing():
-            return ""
-        return (
-            "torch.func or forward AD transforms it" if is_transformed() else f"kernels do not run on {x.device.type}"
-        )
-    if weight is not None:
-        if not is_taken(weight):
-            return f"the weight is a {type(weight).__name__}"
-        if weight.dtype not in KERNEL_DTYPES or weight.device != x.device:
-            return f"the weight is {weight.dtype} on {weight.device}, the input {x.dtype} on {x.device}"
-        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-            return f"the weight has shape {tuple(weight.shape)} and the input rows of {x.shape[-1]}"
-    if residual is not None:
-        if not is_taken(residual) or residual.dtype not in KERNEL_DTYPES:
-            return f"the residual is a {type(residual).__name__}"
-        if residual.shape != x.shape or residual.device != x.device:
-            return "the residual has another shape or device than the input"
-        if not (x.is_contiguous() and residual.is_contiguous()) and not _lie_alike(x, residual):
-            return "the residual lies in another order in memory than the input"
-    if spec is not None and spec.casting == "none" and torch.is_autocast_enabled(x.device.type):
-        return "autocast changes what an uncast norm rounds to"
-    if not (type(x) is Tensor and type(weight) in _KNOWN_TYPES and type(residual) in _KNOWN_TYPES):
-        reason = placement_obstacle((x, residual), (weight,), elementwise=elementwise)
-        if reason is not None:
-            return reason
-    # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
-    return "" if torch.compiler._is_exporting_flag or (leads and is_left_to_the_compiler(x)) else None
+        return None, ""
+    if spec is None:
+        if operator.has_norm:
+            return None, "its eps is not a finite number of at least 0"
+    elif spec.casting == "none" and _is_under_autocast(arguments[0]):
+        return None, "autocast changes what an uncast norm rounds to"
+    return operator.run_or_refuse(spec, *arguments, programs=programs, unless=unless)
 
 
-def _lie_alike(x: Tensor, residual: Tensor) -> bool:
-    """Return whether a kernel lays out the sum of two tensors as PyTorch does: it follows x, and PyTorch the first."""
-    return not (is_plain(x) and is_plain(residual)) or memory_order(x) == memory_order(residual)
-
-
-def gated_obstacle(x: Any, gate: Any, weight: Any, spec: GatedNormSpec) -> str | None:
-    """``obstacle`` for a norm with a gate."""
-    reason = obstacle(x, weight, None, None)
-    if reason is not None:
-        return reason
-    if not is_taken(gate):
-        return f"the gate is a {type(gate).__name__}"
-    if gate.dtype not in KERNEL_DTYPES:
-        return f"the gate is {gate.dtype}"
-    if gate.shape != x.shape or gate.device != x.device:
-        return "the gate has another shape or device than the input"
-    reason = placement_obstacle((x, gate), (weight,))
-    if reason is not None:
-        return reason
-    if spec.width not in (0, x.shape[-1]):  # the stock code may keep their number, or their width
-        return f"the input has rows of {x.shape[-1]}, and its groups are those of rows of {spec.width}"
-    if x.shape[-1] > WIDEST_GATED * spec.groups:
-        return f"rows of {x.shape[-1]} in {spec.groups} groups are more than a kernel holds"
-    return None
+def _is_under_autocast(x: Any) -> bool:
+    return isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -299,8 +232,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def explain(origin: type[nn.Module], reason: str, what: str = "its stock code") -> None:
-    """Log, once for each class and reason, why a norm runs ``what`` and no kernel."""
-    if not torch.compiler.is_compiling() and reason not in _explained.setdefault(origin, set()):
-        _explained[origin].add(reason)
+def explain(origin: type[nn.Module], reason: str | None, what: str = "its stock code") -> None:
+    """Log, once for each class and sort of reason, why a norm runs ``what`` and no kernel; nothing for no reason."""
+    if not reason or torch.compiler.is_compiling():
+        return
+    sort = re.sub(r"\([\d, ]*\)|\d+", "", reason)  # whatever the shapes
+    if sort not in _explained.setdefault(origin, set()):
+        _explained[origin].add(sort)
         logger.warning("%s runs %s: %s", origin.__name__, what, reason)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...spec import Casting, NormSpec
 from .. import reference
 from ..add_rms_norm import ADD_RMS_NORM
-from ..arguments import KERNEL_DTYPES, check_norm, check_residual, check_scale
+from ..arguments import KERNEL_DTYPES, Refusal, wrong_scale
 from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..recomputed_norm import RecomputedNorm
@@ -35,19 +35,20 @@ class NormFP8(Operator):
     options = f"float scale, {FORMAT_OPTIONS}, bool transposed"
     outputs = ("q", "scale", "transposed", "placeholder", "s", "rstd")
     not_differentiable = ("q", "scale", "transposed", "rstd")
+    same_shape = ("residual",)
+    other_rules = ("codes", "codes_scale")
     saved = "Tensor s, Tensor? codes_scale, Tensor? weight, Tensor rstd"
     facts = f"{ADD_RMS_NORM.facts}, bool added"
     gradients = ("dx", "dr", "dw")
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        x, residual, weight, codes, codes_scale, scale, *options, transposed = arguments
-        name = "rms_norm_fp8" if residual is None else "add_rms_norm_fp8"
+    def public_name(self, *arguments: Any) -> str:
+        return "rms_norm_fp8" if arguments[1] is None else "add_rms_norm_fp8"
+
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        x, _, _, codes, codes_scale, scale, *options, transposed = arguments
+        name = self.public_name(*arguments)
         if codes is not None:
             _check_codes(name, spec, x, codes, codes_scale)
-        check_norm(name, x, weight)
-        if residual is not None:
-            check_residual(name, x, residual)
-        check_scale(name, scale)
         fp8_format = format_from(options)
         if fp8_format.over_rows:
             raise ValueError(
@@ -55,12 +56,14 @@ class NormFP8(Operator):
                 " rows"
             )
         check_format(name, fp8_format, x.shape[-1], transposed)
+        return wrong_scale(scale)
 
-    def takes(self, *arguments: Any) -> bool:
+    def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         tensors, fp8_format = arguments[: self.tensor_count], format_from(arguments[6:-1])
         if tensors[3] is not None and tensors[3].dtype not in CODES_OF_KERNELS:
-            return False
-        return arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(fp8_format, *tensors)
+            return Refusal(f"the codes of x are {tensors[3].dtype}")
+        fits = arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(fp8_format, *tensors)
+        return None if fits else Refusal("its rows or codes are none of kernels")
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
         x, residual, weight, codes, codes_scale, scale, *options, transposed = arguments
@@ -129,15 +132,16 @@ class RMSNormColumnsFP8(RecomputedNorm):
     outputs = ("q", "scale")
     not_differentiable = outputs
 
-    def check(self, spec: NormSpec, *arguments: Any) -> None:
-        super().check(spec, *arguments[:3])
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         fp8_format = format_from(arguments[3:])
         check_format(self.name, fp8_format, arguments[0].shape[-1])
         if not fp8_format.over_rows:
             raise ValueError(f"{self.name}: scales must be shared over rows; one of the tensor is the forward's")
+        return super().wrong(spec, *arguments[:3])
 
-    def takes(self, *arguments: Any) -> bool:
-        return runs_fp8_kernels_on(format_from(arguments[3:]), *arguments[:3])
+    def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        fits = runs_fp8_kernels_on(format_from(arguments[3:]), *arguments[:3])
+        return None if fits else Refusal("its codes are none of kernels")
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
         q, scale, _ = cast(super().reference(spec, *arguments[:3]), format_from(arguments[3:]))

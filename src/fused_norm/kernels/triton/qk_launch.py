@@ -69,12 +69,6 @@ class _Layout(NamedTuple):
     long: bool
 
 
-def takes_angles(cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-    """Return whether kernels take these angles: the same for all heads, and without a gradient."""
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return not learned and heads_dim_of(cos, unsqueeze_dim) is not None
-
-
 def empty_heads(spec: NormSpec, x: Tensor, weight: Tensor | None, cos: Tensor | None) -> Tensor:
     """The forward's output for q or k, not yet written, with the dtype and memory order that stock code gives it."""
     dtype = norm_dtype(spec, x.dtype, weight)
