@@ -6,8 +6,10 @@ plus ``floor``. The stock code is what a modelling file says, run by autograd in
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,52 @@ WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 25
 WIDE = (3571, 5120, 5121, 7001, 12288, 12289, 17001, WIDEST_FORWARD + 617)
 """Rows on, above and below every limit of the launch plans, odd ones among them; the last two are read in chunks."""
 
-EVERY_WIDTH = (*WIDTHS, *(pytest.param(width, marks=pytest.mark.slow) for width in WIDE))
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that are left to the slow tests."""
+    return [pytest.param(value, marks=pytest.mark.slow, id=str(value)) for value in values]
+
+
+EVERY_WIDTH = (*WIDTHS, *slow(*WIDE))
+
+
+class Tensors(SimpleNamespace):
+    """Tensors by name, which are read as attributes; one that is not there is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def present(self) -> dict[str, Any]:
+        """Those that are there, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def mapped(self, convert: Callable[[Tensor], Tensor]) -> Tensors:
+        """The same with every tensor converted."""
+        return Tensors(**{n: convert(one) if isinstance(one, Tensor) else one for n, one in vars(self).items()})
+
+    def but(self, **others: Any) -> Tensors:
+        """The same but for those given."""
+        return Tensors(**vars(self) | others)
+
+
+Scales = dict[str, Tensor]
+"""What errors are relative to, by the name of a result."""
+
+
+def drawn(device: str, seed: int = 0, **kinds: tuple[Sequence[int], torch.dtype | None, float]) -> Tensors:
+    """Normally distributed values by shape, dtype and scale, the same on every device; None where there is no dtype.
+
+    Arguments come first, and then ``dy`` for an output ``y``, in the order of outputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return Tensors(
+        **{
+            name: (scale * torch.randn(*shape, generator=generator)).to(device, dtype)
+            for name, (shape, dtype, scale) in kinds.items()
+            if dtype is not None
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +109,19 @@ class Norm:
         if self.w is None or self.casting in ("gemma", "rounded_gamma"):
             return self.sum_dtype
         return self.w if self.casting == "weight_dtype" else torch.promote_types(self.sum_dtype, self.w)
+
+    def inputs(self, shape: Sequence[int], device: str, seed: int = 0) -> Tensors:
+        """Arguments and incoming gradients, ``ds`` where there is a residual."""
+        r = None if self.r is None else self.sum_dtype
+        return drawn(
+            device,
+            seed,
+            x=(shape, self.x, 1.5),
+            r=(shape, self.r, 2.0),
+            w=(shape[-1:], self.w, 1.5),
+            dy=(shape, self.y_dtype, 1.0),
+            ds=(shape, r, 1.0),
+        )
 
     def fused(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The kernels' ``(y, s)``."""
@@ -165,33 +225,6 @@ ROUND_RSTD = ("rounded_rstd", "none")
 """The castings that round a row's rstd: another order of its sum may move that, and with it the whole row."""
 
 
-@dataclass
-class Inputs:
-    """Arguments of a norm and the gradients that flow into its outputs (``ds`` where there is a residual)."""
-
-    x: Tensor
-    r: Tensor | None
-    w: Tensor | None
-    dy: Tensor
-    ds: Tensor | None
-
-
-def make_inputs(norm: Norm, shape: Sequence[int], device: str, seed: int = 0) -> Inputs:
-    """Normally distributed values, the same on every device; weights lie far from one and from zero, on both sides."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def values(size: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(*size, generator=generator)).to(device, dtype)
-
-    return Inputs(
-        x=values(shape, norm.x, 1.5),
-        r=None if norm.r is None else values(shape, norm.r, 2.0),
-        w=None if norm.w is None else values(shape[-1:], norm.w, 1.5),
-        dy=values(shape, norm.y_dtype),
-        ds=None if norm.r is None else values(shape, norm.sum_dtype),
-    )
-
-
 def squares_that_round_up(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     """Values near 1.2 whose squares all gain a fifth of a unit or more when rounded, and with them their mean."""
     values = torch.arange(1, 1.41, torch.finfo(dtype).eps).to(dtype)
@@ -201,46 +234,41 @@ def squares_that_round_up(shape: Sequence[int], dtype: torch.dtype, device: str)
     return values[torch.randint(len(values), tuple(shape), generator=generator)].to(device)
 
 
-@dataclass
-class Results:
-    """Outputs and gradients of a norm, each None where there is none."""
+def run(
+    function: Callable[..., Any], inputs: Tensors, frozen: Sequence[str] = (), used: Sequence[str] | None = None
+) -> Tensors:
+    """Outputs and gradients by name, an input ``dy`` being the gradient that flows into the output ``y``.
 
-    y: Tensor
-    s: Tensor | None
-    dx: Tensor | None
-    dr: Tensor | None
-    dw: Tensor | None
-
-    def present(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-Function = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-def run(function: Function, inputs: Inputs, frozen: str = "") -> Results:
-    """Outputs and gradients of ``function(x, r, w) -> (y, s)``; names in ``frozen`` ("w", "xr") take no gradient.
-
-    Gradients are those the autograd function returns: two may be one tensor, which the ``grad`` of leaves never are.
+    Arguments in ``frozen`` take no gradient, and gradients flow into the outputs in ``used`` alone if given. They are
+    those the autograd function returns: two may be one tensor, which the ``grad`` of leaves never are.
     """
     leaves = {
-        name: None if tensor is None else tensor.detach().requires_grad_(name not in frozen)
-        for name, tensor in (("x", inputs.x), ("r", inputs.r), ("w", inputs.w))
+        name: tensor.detach().requires_grad_(name not in frozen)
+        for name, tensor in inputs.present().items()
+        if isinstance(tensor, Tensor) and not name.startswith("d") and name not in ("cos", "sin")
     }
-    y, s = function(leaves["x"], leaves["r"], leaves["w"])
-    outputs, gradients = [y], [inputs.dy]
-    if s is not None and s.requires_grad:
-        outputs.append(s)
-        gradients.append(inputs.ds)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
-    found = dict(zip(wanted, torch.autograd.grad(outputs, tuple(wanted.values()), gradients), strict=True))
-    return Results(y.detach(), None if s is None else s.detach(), *(found.get(name) for name in "xrw"))
+    outputs = called(function, inputs.but(**leaves))
+    into = {name: (y, inputs.present()[f"d{name}"]) for name, y in outputs.present().items() if y.requires_grad}
+    ys, dys = zip(*(both for name, both in into.items() if used is None or name in used), strict=True)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(ys, tuple(wanted.values()), dys, allow_unused=used is not None)
+    found = {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    return Tensors(**{name: y.detach() for name, y in outputs.present().items()}, **found)
 
 
-def run_true(norm: Norm, inputs: Inputs, frozen: str = "") -> Results:
+def called(function: Callable[..., Any], inputs: Tensors) -> Tensors:
+    """The outputs by name; a function's arguments without a default are the tensors of that name, ``inputs`` is all."""
+    given = inputs.but(inputs=inputs)
+    parameters = inspect.signature(function).parameters.values()
+    results = function(*(getattr(given, one.name) for one in parameters if one.default is one.empty))
+    outputs = [results] if isinstance(results, Tensor) else [one for one in results if one is not None]
+    names = [name[1:] for name in inputs.present() if name.startswith("d")]
+    return Tensors(**dict(zip(names, outputs, strict=True)))
+
+
+def run_true(norm: Norm, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
     """The float64 result, from exactly the values the kernels see."""
-    wide = {name: None if tensor is None else tensor.double() for name, tensor in vars(inputs).items()}
-    return run(norm.true, Inputs(**wide), frozen)
+    return run(norm.true, inputs.mapped(Tensor.double), frozen)
 
 
 def floor(dtype: torch.dtype) -> float:
@@ -251,9 +279,9 @@ def floor(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 + 8 * torch.finfo(FP32).eps
 
 
-def scales(norm: Norm, inputs: Inputs, truth: Results) -> dict[str, Tensor]:
+def scales(norm: Norm, inputs: Tensors, truth: Tensors) -> Scales:
     """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
-    y, s = truth.y, inputs.x.double() if truth.s is None else truth.s
+    s = inputs.x.double() if truth.s is None else truth.s
     rstd = (s.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     dy = inputs.dy.double().abs()
     g = dy
@@ -263,28 +291,43 @@ def scales(norm: Norm, inputs: Inputs, truth: Results) -> dict[str, Tensor]:
     if inputs.ds is not None:
         terms = torch.maximum(terms, inputs.ds.double().abs().amax(-1, keepdim=True))
     rows = tuple(range(dy.dim() - 1))
-    return {
-        "y": y.abs().amax(-1, keepdim=True),
-        "s": s.abs().amax(-1, keepdim=True),
-        "dx": terms * abs(norm.scale),
-        "dr": terms,
-        "dw": (dy * (s * rstd).abs()).sum(rows),
-    }
+    return {"dx": terms * abs(norm.scale), "dr": terms, "dw": (dy * (s * rstd).abs()).sum(rows)}
 
 
-def assert_within_budget(norm: Norm, inputs: Inputs, frozen: str = "") -> Results:
-    """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
-    ours, stock = run(norm.fused, inputs, frozen), run(norm.stock, inputs, frozen)
-    truth = run_true(norm, inputs, frozen)
+def assert_near(
+    ours: Tensors, stock: Tensors, truth: Tensors, scale: Scales, rounded_before: torch.dtype | None = None
+) -> None:
+    """Asserts the rule, in units of ``scale`` or else of a row's largest value; dtypes and shapes are stock's.
+
+    ``rounded_before``: a dtype in which a result may be off by a rounding that comes before the last one.
+    """
     assert ours.present().keys() == stock.present().keys()
-    scale = scales(norm, inputs, truth)
     for name, value in ours.present().items():
         expected, exact = getattr(stock, name), getattr(truth, name)
         assert value.dtype == expected.dtype, f"{name} is {value.dtype}, stock's is {expected.dtype}"
         assert value.shape == expected.shape, name
-        unit = scale[name].clamp_min(torch.finfo(torch.float64).tiny)
+        unit = scale.get(name, exact.abs().amax(-1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
         error, allowed = ((result.double() - exact).abs().div(unit).amax().item() for result in (value, expected))
-        assert error <= allowed + floor(value.dtype), f"{name}: error {error:.3g}, the stock code's is {allowed:.3g}"
+        allowed += max(floor(value.dtype), floor(rounded_before or value.dtype))
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed by the stock code's is {allowed:.3g}"
+
+
+def assert_rounded_once(
+    ours: Tensors, truth: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
+) -> None:
+    """Asserts fp32 arithmetic and one rounding: the error of each element is half a unit of that element."""
+    for name in names:
+        exact = getattr(truth, name)
+        error = (getattr(ours, name).double() - exact).abs()
+        allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
+        assert (error <= allowed).all(), name
+
+
+def assert_within_budget(norm: Norm, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
+    """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
+    ours, stock = run(norm.fused, inputs, frozen), run(norm.stock, inputs, frozen)
+    truth = run_true(norm, inputs, frozen)
+    assert_near(ours, stock, truth, scales(norm, inputs, truth))
     rounded = stock.y
     if norm.casting == "none":
         total = inputs.x if stock.s is None else stock.s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,10 +10,19 @@ from torch import Tensor
 
 from fused_norm.kernels import norm_add, norm_add_norm
 
-from .numerics import _STOCK, FP32, ROUND_RSTD, Norm, assert_same_rounding, floor, none_rounded_once
-
-Tensors = dict[str, Tensor]
-Function = Callable[..., tuple[Tensor, ...]]
+from .numerics import (
+    _STOCK,
+    FP32,
+    ROUND_RSTD,
+    Norm,
+    Scales,
+    Tensors,
+    assert_near,
+    assert_same_rounding,
+    drawn,
+    none_rounded_once,
+    run,
+)
 
 
 @dataclass(frozen=True)
@@ -55,81 +64,53 @@ class Sandwich:
     def y(self) -> torch.dtype:
         return self.outer_norm.y_dtype
 
-    def fused(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None = None) -> tuple[Tensor, ...]:
+    def inputs(self, shape: tuple[int, ...], device: str) -> Tensors:
+        """Arguments and the gradients that flow in; weights lie far from one and from zero, on both sides."""
+        return drawn(
+            device,
+            x=(shape, self.x, 3.0),
+            r=(shape, self.r, 2.0),
+            inner=(shape[-1:], self.inner, 1.5),
+            w=(shape[-1:], self.w, 1.5),
+            dy=(shape, self.y if self.closed else None, 1.0),
+            ds=(shape, self.s, 1.0),
+        )
+
+    def fused(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None) -> tuple[Tensor, ...]:
         """``(y, s)``, or ``(s,)``."""
         semantics = {"casting": self.casting, "zero_centered": self.zero_centered}
         if self.closed:
             return norm_add_norm(x, r, inner, w, self.eps, **semantics)
         return (norm_add(x, r, inner, self.eps, **semantics),)
 
-    def stock(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None = None) -> tuple[Tensor, ...]:
+    def stock(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None) -> tuple[Tensor, ...]:
         norm = _STOCK[self.casting]
         s = r + norm(x, inner, self.eps, self.zero_centered)
         return (norm(s, w, self.eps, self.zero_centered), s) if self.closed else (s,)
 
-    def true(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None = None) -> tuple[Tensor, ...]:
+    def true(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None) -> tuple[Tensor, ...]:
         branch, _ = self.inner_norm.true(x, None, inner)
         s = r + branch
         return (self.outer_norm.true(s, None, w)[0], s) if self.closed else (s,)
 
 
-def make_inputs(sandwich: Sandwich, shape: tuple[int, ...], device: str, seed: int = 0) -> Tensors:
-    """Arguments and the gradients that flow in; weights lie far from one and from zero, on both sides."""
-    generator = torch.Generator().manual_seed(seed)
-    dtypes = {"x": sandwich.x, "r": sandwich.r, "inner": sandwich.inner, "ds": sandwich.s}
-    if sandwich.closed:
-        dtypes |= {"w": sandwich.w, "dy": sandwich.y}
-    spread = {"x": 3.0, "r": 2.0, "inner": 1.5, "w": 1.5, "dy": 1.0, "ds": 1.0}
-    return {
-        name: (spread[name] * torch.randn(shape[-1:] if name in ("inner", "w") else shape, generator=generator)).to(
-            device, dtype
-        )
-        for name, dtype in dtypes.items()
-        if dtype is not None
-    }
-
-
-def run(function: Function, inputs: Tensors, frozen: tuple[str, ...] = (), used: str = "ys") -> Tensors:
-    """Outputs and gradients by name; arguments in ``frozen`` take none, and only outputs in ``used`` flow back."""
-    leaves = {name: inputs[name].detach() for name in ("x", "r", "inner", "w") if name in inputs}
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name not in frozen)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    arguments = [leaves.get(name) for name in ("x", "r", "inner", "w")]
-    outputs = function(*arguments)
-    outputs = dict(zip(("y", "s")[-len(outputs) :], outputs, strict=True))
-    flowing = [name for name in outputs if name in used and outputs[name].requires_grad]
-    gradients = torch.autograd.grad(
-        [outputs[name] for name in flowing],
-        tuple(wanted.values()),
-        [inputs[f"d{name}"] for name in flowing],
-        allow_unused=used != "ys",
-    )
-    results = {name: output.detach() for name, output in outputs.items()}
-    return results | {
-        f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None
-    }
-
-
-def scales(sandwich: Sandwich, inputs: Tensors) -> Tensors:
+def scales(sandwich: Sandwich, inputs: Tensors) -> Scales:
     """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
-    wide = {name: tensor.double() for name, tensor in inputs.items()}
-    x, r, ds = wide["x"], wide["r"], wide["ds"]
+    wide = inputs.mapped(Tensor.double)
+    x, ds = wide.x, wide.ds
     one = 1.0 if sandwich.zero_centered else 0.0
     rstd = (x.square().mean(-1, keepdim=True) + sandwich.eps).rsqrt()
     x_hat = (x * rstd).abs()
-    inner_gamma = (wide["inner"] + one).abs() if "inner" in wide else torch.ones_like(x[..., :])
-    outputs = sandwich.true(x, r, wide.get("inner"), wide.get("w"))
-    s = outputs[-1]
+    inner_gamma = torch.ones_like(x) if wide.inner is None else (wide.inner + one).abs()
+    s = sandwich.true(x, wide.r, wide.inner, wide.w)[-1]
     found = {"s": torch.maximum(s.abs(), x_hat * inner_gamma)}
     terms = ds.abs()
     if sandwich.closed:
         outer_rstd = (s.square().mean(-1, keepdim=True) + sandwich.eps).rsqrt()
-        gamma = (wide["w"] + one).abs() if "w" in wide else torch.ones_like(s)
-        found["y"] = outputs[0].abs()
+        gamma = torch.ones_like(s) if wide.w is None else (wide.w + one).abs()
         s_hat = (s * outer_rstd).abs()
-        g = wide["dy"].abs() * gamma
-        found["dw"] = wide["dy"].abs() * s_hat
+        g = wide.dy.abs() * gamma
+        found["dw"] = wide.dy.abs() * s_hat
         terms = terms + outer_rstd * (g + s_hat * (g * s_hat).mean(-1, keepdim=True))
     found |= {"dr": terms, "dx": terms * inner_gamma * rstd, "dinner": terms * x_hat}
     rows = tuple(range(x.dim() - 1))
@@ -139,25 +120,17 @@ def scales(sandwich: Sandwich, inputs: Tensors) -> Tensors:
     }
 
 
-def assert_within_budget(
-    sandwich: Sandwich, inputs: Tensors, frozen: tuple[str, ...] = (), used: str = "ys"
-) -> Tensors:
+def run_true(sandwich: Sandwich, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
+    """The float64 result, from exactly the values the kernels see."""
+    return run(sandwich.true, inputs.mapped(Tensor.double), frozen)
+
+
+def assert_within_budget(sandwich: Sandwich, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
     """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
-    ours, stock = (run(function, inputs, frozen, used) for function in (sandwich.fused, sandwich.stock))
-    truth = run(sandwich.true, {name: tensor.double() for name, tensor in inputs.items()}, frozen, used)
-    assert ours.keys() == stock.keys()
-    unit = scales(sandwich, inputs)
-    for name, value in ours.items():
-        assert value.dtype == stock[name].dtype, f"{name} is {value.dtype}, stock's is {stock[name].dtype}"
-        assert value.shape == stock[name].shape, name
-        smallest = unit[name].clamp_min(torch.finfo(torch.float64).tiny)
-        error, allowed = (
-            (result.double() - truth[name]).abs().div(smallest).amax().item() for result in (value, stock[name])
-        )
-        # A row's rstd that is rounded too may be the neighbour of the stock code's.
-        rounding = sandwich.x if sandwich.casting in ROUND_RSTD else value.dtype
-        allowed += max(floor(rounding), floor(value.dtype))
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed by the stock code's is {allowed:.3g}"
+    ours, stock = (run(function, inputs, frozen) for function in (sandwich.fused, sandwich.stock))
+    # A row's rstd that is rounded too may be the neighbour of the stock code's.
+    rounded_before = sandwich.x if sandwich.casting in ROUND_RSTD else None
+    assert_near(ours, stock, run_true(sandwich, inputs, frozen), scales(sandwich, inputs), rounded_before)
     assert_rounded_as_stock(sandwich, inputs, ours)
     return ours
 
@@ -167,9 +140,9 @@ def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) 
 
     As in ``numerics.assert_same_rounding``; the sum of a branch that moved by units of its own moves as far.
     """
-    branch = _rounded_once(sandwich.inner_norm, inputs["x"], inputs.get("inner"))
-    expected = (inputs["r"] + branch).double()
-    distance = (ours["s"].double() - expected).abs()
+    branch = _rounded_once(sandwich.inner_norm, inputs.x, inputs.inner)
+    expected = (inputs.r + branch).double()
+    distance = (ours.s.double() - expected).abs()
     noise = 8 * torch.finfo(FP32).eps * (branch.double().abs() + expected.abs())
     share = (distance > noise).double().mean().item()
     allowed = 0.01 + 1 / distance.numel()
@@ -182,9 +155,7 @@ def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) 
     grain = grain + torch.finfo(sandwich.s).eps * expected.abs()
     assert (distance <= grains * grain + noise).all()
     if sandwich.closed:
-        assert_same_rounding(
-            sandwich.outer_norm, ours["y"], _rounded_once(sandwich.outer_norm, ours["s"], inputs.get("w"))
-        )
+        assert_same_rounding(sandwich.outer_norm, ours.y, _rounded_once(sandwich.outer_norm, ours.s, inputs.w))
 
 
 def _rounded_once(norm: Norm, x: Tensor, w: Tensor | None) -> Tensor:

@@ -23,7 +23,6 @@ from .numerics import (
     Norm,
     assert_same_row,
     assert_within_budget,
-    make_inputs,
     run,
     run_true,
 )
@@ -40,7 +39,7 @@ IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
 @pytest.mark.parametrize("mode", ["multi_wave_cached", "multi_wave_reload"])
 def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: str, planned: Planned) -> None:
     norm = Norm("none", x=BF16, w=BF16)
-    inputs = make_inputs(norm, (5, 145), device)
+    inputs = norm.inputs((5, 145), device)
     given = NormInputs(inputs.x, inputs.w)
     outputs = empty_norm(norm.spec, given, True)
     planned(replace(forward_plan(145, mode=mode), block=256 if mode == "multi_wave_cached" else 64))
@@ -58,13 +57,13 @@ def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: s
 def test_every_mode_computes_the_same_and_is_followed_by_the_same_backward(
     norm: Norm, width: int, mode: str, device: str
 ) -> None:
-    inputs = make_inputs(norm, (9 if width > 80 else 70, width), device)
+    inputs = norm.inputs((9 if width > 80 else 70, width), device)
     assert_within_budget(replace(norm, mode=mode), inputs)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wave_smaller_than_the_work_strides_over_all_of_it(mode: str, device: str, planned: Callable) -> None:
-    inputs = make_inputs(LLAMA, (37, 130), device)
+    inputs = LLAMA.inputs((37, 130), device)
     expected = run(LLAMA.fused, inputs).y
     planned(replace(forward_plan(130, mode=mode), rows=2 if mode != "multi_wave_reload" else 1, programs=3))
     assert_same_row(run(LLAMA.fused, inputs).y, expected)
@@ -85,7 +84,7 @@ def test_rows_in_two_pieces_have_all_their_gradients(
     norm: Norm, width: int, reload: bool, device: str, planned: Callable
 ) -> None:
     planned(replace(IN_TWO_PIECES, reload=reload))
-    assert_within_budget(norm, make_inputs(norm, (9, width), device))
+    assert_within_budget(norm, norm.inputs((9, width), device))
 
 
 @pytest.mark.parametrize(("plan", "grid"), [(IN_TWO_PIECES, (2, 1)), (IN_CHUNKS, (2, 4))], ids=str)
@@ -94,7 +93,7 @@ def test_a_backward_has_no_more_programs_than_planned(
 ) -> None:
     """Each holds a share of dw; without a dw there may be one for each tile."""
     planned(plan)
-    inputs = make_inputs(LLAMA, (19, 48), device)
+    inputs = LLAMA.inputs((19, 48), device)
     run(LLAMA.fused, inputs)
     assert launches[-2].grid == grid
     run(LLAMA.fused, inputs, frozen="w")
@@ -117,11 +116,11 @@ def test_one_below_at_and_one_above_every_limit_of_the_plans(
     width: int, r: torch.dtype | None, frozen: str, device: str
 ) -> None:
     norm = replace(LLAMA, r=r)
-    assert_within_budget(norm, make_inputs(norm, (5, width), device), frozen)
+    assert_within_budget(norm, norm.inputs((5, width), device), frozen)
 
 
 def test_an_eps_that_is_a_whole_number_prepares_no_launch_of_integers(device: str) -> None:
-    inputs = make_inputs(LLAMA, (5, 96), device)
+    inputs = LLAMA.inputs((5, 96), device)
     for eps in (1, 0, 1e-6, 1):
         norm = replace(LLAMA, eps=eps)
         torch.testing.assert_close(run(norm.fused, inputs).y.double(), run_true(norm, inputs).y, rtol=2**-6, atol=2**-8)
@@ -131,13 +130,13 @@ def test_an_eps_that_is_a_whole_number_prepares_no_launch_of_integers(device: st
 @pytest.mark.parametrize("width", [4096, 20480])
 def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, device: str) -> None:
     """Aligned and unaligned pointers, other strides and row counts, another stream, and a launch hook in between."""
-    wide = make_inputs(LLAMA, (300, width + 8), device)
-    inputs = make_inputs(LLAMA, (300, width), device)
+    wide = LLAMA.inputs((300, width + 8), device)
+    inputs = LLAMA.inputs((300, width), device)
     expected = run_true(LLAMA, inputs)
     seen: list[object] = []
 
     def check(rows: int, x: Tensor = inputs.x) -> None:
-        ours = run(LLAMA.fused, replace(inputs, x=x[:rows], dy=inputs.dy[:rows]))
+        ours = run(LLAMA.fused, inputs.but(x=x[:rows], dy=inputs.dy[:rows]))
         torch.testing.assert_close(ours.y.double(), expected.y[:rows], rtol=2**-7, atol=2**-9)
         torch.testing.assert_close(ours.dx.double(), expected.dx[:rows], rtol=2**-6, atol=2**-8)
 
@@ -164,13 +163,13 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, devi
 @pytest.mark.parametrize("width", [20480, 40000, 131_072])
 def test_many_more_wide_rows_than_programs_repeat_bit_for_bit(width: int, r: torch.dtype | None, device: str) -> None:
     norm = replace(LLAMA, r=r)
-    inputs = make_inputs(norm, (1501 if width < 100_000 else 401, width), device)
+    inputs = norm.inputs((1501 if width < 100_000 else 401, width), device)
     first = run(norm.fused, inputs)
     for _ in range(20):
         again = run(norm.fused, inputs)
         assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
-    rows = {name: value[::97] for name, value in vars(inputs).items() if value is not None and name != "w"}
-    assert torch.equal(assert_within_budget(norm, replace(inputs, **rows)).dx, first.dx[::97])
+    rows = {name: value[::97] for name, value in vars(inputs).items() if name != "w"}
+    assert torch.equal(assert_within_budget(norm, inputs.but(**rows)).dx, first.dx[::97])
     total = inputs.x if inputs.r is None else inputs.r + inputs.x
     exact = torch.zeros(width, dtype=torch.float64, device=device)
     for s, dy in zip(total.double().split(100), inputs.dy.double().split(100), strict=True):
@@ -182,7 +181,7 @@ def test_a_grid_may_be_smaller_than_the_rows_need(
     in_chunks: None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norm = Norm("llama", x=BF16, w=BF16)
-    inputs = make_inputs(norm, (13, 130), device)
+    inputs = norm.inputs((13, 130), device)
     whole = run(norm.fused, inputs, frozen="w")
     monkeypatch.setattr(norm_backward, "_GRID_LIMIT", 2)
     assert torch.equal(run(norm.fused, inputs, frozen="w").dx, whole.dx)

@@ -25,11 +25,10 @@ from fused_norm.kernels import (
     rms_norm,
     rope,
 )
-from fused_norm.kernels.triton import norm_backward, norm_forward, weight_grad
 
 from .calls import CALLS, NORMED_CALLS, every_call, present
 from .conftest import OPERATORS
-from .numerics import BF16, WIDE, Inputs, Norm, make_inputs, run
+from .numerics import BF16, WIDE, Norm, run
 
 pytestmark = pytest.mark.usefixtures("large_graphs")
 
@@ -274,19 +273,6 @@ def test_exports(trained: bool, device: str) -> None:
         assert torch.equal(program.module()(x), block(x))
 
 
-@pytest.mark.gpu
-def test_another_number_of_rows_compiles_no_kernel_again(device: str) -> None:
-    def compiled() -> int:
-        kernels = (norm_forward._forward_kernel, norm_backward._backward_kernel, weight_grad._sum_shares_kernel)
-        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
-
-    run(LLAMA.fused, make_inputs(LLAMA, (64, 96), device))
-    before = compiled()
-    for rows in (1, 5, 16, 64, 1000, 4096):
-        run(LLAMA.fused, make_inputs(LLAMA, (rows, 96), device))
-    assert compiled() == before
-
-
 @pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow)])
 @NORMED_CALLS
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(index: int, rows: int, device: str) -> None:
@@ -370,10 +356,10 @@ def test_outputs_want_a_gradient_when_an_argument_of_theirs_does(index: int, dev
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 4096, WIDE[-1]])
 def test_cuda_graphs_replay_forward_and_backward(width: int, device: str) -> None:
-    inputs = make_inputs(LLAMA, (64, width), device)
+    inputs = LLAMA.inputs((64, width), device)
     expected = run(LLAMA.fused, inputs)
     torch.use_deterministic_algorithms(False)
-    static = Inputs(**{name: tensor.clone() for name, tensor in vars(inputs).items()})
+    static = inputs.mapped(Tensor.clone)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

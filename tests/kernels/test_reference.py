@@ -26,7 +26,6 @@ from .numerics import (
     FP32,
     Norm,
     assert_same_rounding,
-    make_inputs,
     none_rounded_once,
     squares_that_round_up,
 )
@@ -50,7 +49,7 @@ EPS = 1e-3
 @pytest.mark.parametrize("cls", MODULES, ids=lambda cls: cls.__name__)
 def test_equals_the_modules_of_transformers(cls: type[nn.Module], x: torch.dtype, w: torch.dtype, device: str) -> None:
     casting, zero_centered = MODULES[cls]
-    inputs = make_inputs(Norm(casting, zero_centered, x=x, w=w), (4, 6, 130), device)
+    inputs = Norm(casting, zero_centered, x=x, w=w).inputs((4, 6, 130), device)
     norm = cls(130, eps=EPS).to(device, w)
     with torch.no_grad():
         norm.weight.copy_(inputs.w)
@@ -70,7 +69,7 @@ def test_equals_the_stock_formula(
     casting: str, x: torch.dtype, zero_centered: bool, weighted: bool, device: str
 ) -> None:
     norm = Norm(casting, zero_centered, x=x, w=BF16 if weighted else None, eps=EPS)
-    inputs = make_inputs(norm, (64, 128), device)
+    inputs = norm.inputs((64, 128), device)
     expected, _ = norm.stock(inputs.x, None, inputs.w)
     ours = reference.rms_norm(norm.spec, inputs.x, inputs.w)
     if casting == "none" and x != FP32:  # torch sums 16-bit numbers in another order than fp32 ones
@@ -89,16 +88,16 @@ def test_casting_none_rounds_the_squares_and_their_mean(units: float, dtype: tor
 
 def test_castings_differ() -> None:
     """A test in which all of them agreed would prove nothing."""
-    inputs = make_inputs(Norm(x=BF16, w=BF16), (64, 128), "cpu")
+    inputs = Norm(x=BF16, w=BF16).inputs((64, 128), "cpu")
     results = {c: reference.rms_norm(NormSpec(c, eps=EPS), inputs.x, inputs.w) for c in CASTINGS}
     equal = ({"llama", "weight_dtype"}, {"gemma", "rounded_gamma"})  # of one dtype, and not centered
     for a, b in itertools.combinations(CASTINGS, 2):
         share = (results[a] != results[b]).double().mean()
         assert share == 0 if {a, b} in equal else share > 0.05, (a, b)
-    inputs = make_inputs(Norm(x=BF16, w=FP32), (64, 128), "cpu")
+    inputs = Norm(x=BF16, w=FP32).inputs((64, 128), "cpu")
     llama, weight_dtype = (reference.rms_norm(NormSpec(c), inputs.x, inputs.w) for c in ("llama", "weight_dtype"))
     assert (llama != weight_dtype).double().mean() > 0.1
-    inputs = make_inputs(Norm(x=BF16, w=BF16), (64, 128), "cpu")
+    inputs = Norm(x=BF16, w=BF16).inputs((64, 128), "cpu")
     castings = ("llama", "gemma", "rounded_gamma")
     centered = {c: reference.rms_norm(NormSpec(c, True, eps=EPS), inputs.x, inputs.w) for c in castings}
     for a, b in itertools.combinations(castings, 2):
@@ -106,7 +105,7 @@ def test_castings_differ() -> None:
 
 
 def test_the_inverse_root_can_be_spelled_in_another_way() -> None:
-    inputs = make_inputs(Norm(x=FP32, w=FP32), (64, 128), "cpu")
+    inputs = Norm(x=FP32, w=FP32).inputs((64, 128), "cpu")
     wide = inputs.x.pow(2).mean(-1, keepdim=True) + EPS
     spec = NormSpec("gemma", eps=EPS)
     ours = reference.rms_norm(spec, inputs.x, inputs.w, spelling=reference.Spelling(lambda v: 1 / torch.sqrt(v) * 2))
@@ -121,7 +120,7 @@ def test_casting_none_squares_beyond_fp16() -> None:
 
 
 def test_the_sum_is_rounded_before_it_is_normalised() -> None:
-    inputs = make_inputs(Norm(x=BF16, r=FP16, w=BF16), (4, 128), "cpu")
+    inputs = Norm(x=BF16, r=FP16, w=BF16).inputs((4, 128), "cpu")
     spec = NormSpec("gemma", True, eps=EPS)
     for x, r in ((inputs.x, inputs.r), (inputs.x, inputs.x.flip(0)), (inputs.r, inputs.r.flip(0))):
         y, s = reference.add_rms_norm(spec, x, r, inputs.w)
