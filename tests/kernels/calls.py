@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_norm.kernels.triton.launch import Launch, launches
 from fused_norm.spec import NormSpec
 
 from .conftest import OPERATORS
@@ -67,6 +68,24 @@ class Call(NamedTuple):
     def placed(self, place: int, tensor: Tensor) -> Call:
         """The call with another tensor in one place."""
         return self._replace(tensors=[*self.tensors[:place], tensor, *self.tensors[place + 1 :]])
+
+
+class _Noted:
+    """Notes launches instead of making them."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def launched(self, launch: Launch) -> None:
+        self.launches.append(launch)
+
+
+def launches_of(call: Callable[[], Any]) -> list[Launch]:
+    """The launches that a call would make; none is made."""
+    noted = _Noted()
+    with launches.by(noted):
+        call()
+    return noted.launches
 
 
 def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:

@@ -16,6 +16,8 @@ LAYERS = (
     "kernels.triton",
     "kernels.reference",
     "kernels.arguments",
+    "kernels.guards",
+    "kernels.straight_lines",
     "kernels.program",
     "kernels.operator",
 )

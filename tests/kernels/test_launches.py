@@ -1,15 +1,107 @@
-"""Launches from several threads."""
+"""Launches: what kernels are told that an interpreter does not need, and launches from several threads."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from fused_norm.kernels import rms_norm
+from fused_norm.kernels.fp8 import FORMATS
+from fused_norm.kernels.fp8 import kernels as fp8_kernels
+from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.plans import WIDEST_BACKWARD, Device
+from fused_norm.kernels.triton import gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch
+from fused_norm.kernels.triton.launch import Launch
+
+from .calls import every_call, launches_of
+from .numerics import BF16, FP16, FP32
+
+LAUNCHERS = (fp8_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch)
+LLAMA = norm_spec("llama", False, 1e-6)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
+    """Has every launcher plan for a device."""
+
+    def use(device: Device) -> None:
+        for module in LAUNCHERS:
+            monkeypatch.setattr(module, "device_facts", lambda _: device)
+
+    return use
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("width", [16, 20000])
+def test_a_sum_of_shares_awaits_the_backward_that_lets_it_begin(
+    overlaps: bool, width: int, device: str, on: Callable[[Device], None]
+) -> None:
+    on(Device(overlaps=overlaps))
+    sums = 0
+    for call in every_call(device, rows=1, width=width):
+        if width > 16 and call.name not in ("rms_norm", "add_rms_norm", "norm_add_norm"):
+            continue
+        made = launches_of(call.results)
+        for one, behind in zip(made, [*made[1:], None], strict=True):
+            sums += is_sum(one)
+            assert one.options.get("launch_pdl", False) == (overlaps and is_sum(one))
+            assert one.constants.get("OVERLAPS", False) == (overlaps and (is_sum(one) or is_sum(behind)))
+    assert sums > 3
+
+
+def is_sum(launch: Launch | None) -> bool:
+    return launch is not None and launch.name == "_sum_shares_kernel"
+
+
+def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[Device], None]) -> None:
+    """Neither are the orders of their sums."""
+    on(Device(processors=1))
+    few, many = (
+        [
+            [(one.name, one.constants, one.options) for one in launches_of(call.results)]
+            for call in every_call(device, rows=rows)
+            if call.name not in ("qk_norm", "rope")  # whose rows are heads here
+        ]
+        for rows in (3, 700)
+    )
+    assert few == many
+
+
+def fused(launch: Launch) -> bool:
+    """Products may be added without being rounded."""
+    return bool(launch.options.get("enable_fp_fusion", True))
+
+
+def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(device: str) -> None:
+    """Squares of fp32 rows, two norms in one kernel, products of angles and those of a gate."""
+    for dtype in (FP32, BF16, FP16):
+        for call in every_call(device, dtype=dtype):
+            forward = launches_of(call.outputs)[0]
+            rounded = call.name in ("glu", "rope", "norm_add", "norm_add_norm")
+            rounded = rounded or (dtype == FP32 and call.name in ("rms_norm", "add_rms_norm"))
+            rounded = rounded or (call.name == "qk_norm" and call.tensors[4] is not None)
+            assert fused(forward) == (not rounded), (call.name, dtype)
+        x, w = (torch.randn(shape, device=device).to(dtype) for shape in ((3, 128), (128,)))
+        for r, wide in ((None, dtype), (x, dtype), (x.float(), FP32)):
+            outputs = fp8_kernels.empty_norm_fp8(LLAMA, x, r, w, FORMATS["block128"], False)
+            tensors = x, r, w, None, None
+            (made,) = launches_of(partial(fp8_kernels.launch_norm_fp8, LLAMA, tensors, FORMATS["block128"], outputs))
+            assert fused(made) == (wide != FP32)
+
+
+def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: Callable[[Device], None]) -> None:
+    on(Device())
+    x = torch.empty(2**18, WIDEST_BACKWARD + 16, device="meta")
+    rstd, dx = torch.empty(2**18, 1, device="meta"), torch.empty_like(x)
+    saved = norm_backward.NormSaved(dx, None, x, None, rstd)
+    gradients = norm_backward.NormGradients(dx, None, None)
+    made = launches_of(partial(norm_backward.launch_norm_backward, LLAMA, saved, gradients))
+    assert [one.grid[1] for one in made] == [1, 65_535]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 
-from fused_norm.kernels import add_rms_norm, glu, norm_add, program, rms_norm
+from fused_norm.kernels import add_rms_norm, glu, guards, norm_add, program, rms_norm, straight_lines
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.operator import calls, norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
@@ -127,7 +127,7 @@ def programs(name: str) -> list[program.Program]:
 
 def straight(one: program.Program) -> bool:
     """Whether it runs as a few lines, and not by Triton's own launches."""
-    return "stream_of" in getattr(one.call if one.forward is None else one.forward, "__globals__", {})
+    return "stream_of" in getattr(getattr(one, "forward", one.call), "__globals__", {})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -264,6 +264,34 @@ def test_rows_at_any_address_and_copied_rows(device: str) -> None:
         assert torch.equal(dx, expected)
 
 
+def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
+    x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
+    torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
+    assert ran == ["_forward_kernel", "_backward_kernel", "_sum_shares_kernel"]
+    with torch.inference_mode():
+        assert rms_norm(x, w).is_inference()
+    with torch.no_grad():
+        assert not rms_norm(x, w).requires_grad
+
+
+def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_are_for_a_while(device: str) -> None:
+    w, copied = weight(device), rows(device, layout="columns")
+    for _ in range(2):
+        assert torch.equal(rms_norm(copied, w), rms_norm(copied.contiguous(), w))
+    (one,) = programs("rms_norm")[:1]
+    assert not straight(one)
+    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, copied, w, None) is not None
+    program.forget_all()
+    memory = torch.randn(200, device=device)
+    rms_norm(memory[1:97].view(2, 3, 16), w)
+    assert not programs("rms_norm")
+    rms_norm(memory[:96].view(2, 3, 16), w)
+    assert all(map(straight, programs("rms_norm")))
+
+
 def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(
     recorded: tuple[Tensor, Tensor],
 ) -> None:
@@ -386,11 +414,11 @@ def test_random_calls_in_turn_do_what_the_general_path_does(
             assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)
 
 
-@pytest.mark.parametrize("without", ["TensorGuards", "_empty_strided_cuda"])
+@pytest.mark.parametrize("without", [(guards, "TensorGuards"), (straight_lines, "_empty_strided_cuda")])
 def test_without_parts_of_pytorch_that_are_not_public(
-    without: str, device: str, monkeypatch: pytest.MonkeyPatch
+    without: tuple[Any, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, without, None)
+    monkeypatch.setattr(*without, None)
     x, w = rows(device).requires_grad_(), weight(device)
     expected = step(lambda *a: RMS_NORM._launched(LLAMA, *a), (x, w, None), (True,))
     for _ in range(3):
@@ -427,7 +455,7 @@ def test_a_compiled_kernel_gets_its_arguments_as_its_triton_wants_them(
     x = rows(device)
     launch = Launch(kernel, (3, 1), (x, None, x), (6, 1, None), {"SPEC": LLAMA, "N": 16}, {})
     compiled = Compiled(dict(zip(names, kinds, strict=True)), release)
-    entry = program._Cuda.entry(launch, compiled)
+    entry = straight_lines.Cuda.entry(launch, compiled)
     addresses = [None if at is None else 16 * at for at in entry.tensors]
     arguments = (*addresses, *entry.numbers)
     entry.call(3, 1, 1, "stream", *entry.head, *([arguments] if entry.packed else arguments))

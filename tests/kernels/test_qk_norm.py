@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as rotate_part
 
 from fused_norm.kernels import qk_norm, qk_norm_rope
-from fused_norm.kernels.plans import Device
+from fused_norm.kernels.plans import Device, heads_backward_plan
 from fused_norm.kernels.triton import qk_launch
 from fused_norm.kernels.triton.devices import device_facts
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.kernels.triton.launch import launches as observed
 from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.spec import NormSpec
 
+from .calls import launches_of
 from .numerics import (
     BF16,
     FP16,
@@ -396,16 +398,6 @@ def test_empty_tensors(device: str) -> None:
                 assert (x.numel() == 0) == (not getattr(ours, f"d{side}_weight").any())
 
 
-class Noted:
-    """Notes launches instead of making them."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def launched(self, launch: Launch) -> None:
-        self.launches.append(launch)
-
-
 @pytest.mark.parametrize("far", ["q", "k", "cos", "sin", None])
 def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device())
@@ -413,11 +405,52 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
     q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
     cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))
     inputs, outputs = (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
-    observer = Noted()
-    with observed.by(observer):
-        qk_launch.launch_qk_forward(NormSpec("llama"), inputs, outputs, 1)
-        qk_launch.launch_qk_backward(NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
-    assert [bool(one.constants["SHAPE"].LONG) for one in observer.launches] == [far is not None] * 2
+    assert [bool(one.constants["SHAPE"].LONG) for one in _both_ways(inputs, outputs)] == [far is not None] * 2
+
+
+def _both_ways(inputs: qk_launch.NormedInputs, outputs: qk_launch.Sides) -> list[Launch]:
+    """The launches of a forward and of a backward without gradients of weights."""
+    forward = partial(qk_launch.launch_qk_forward, NormSpec("llama"), inputs, outputs, 1)
+    backward = partial(qk_launch.launch_qk_backward, NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
+    return [*launches_of(forward), *launches_of(backward)]
+
+
+def _on_meta(heads: int, width: int, rotary: int, dtype: torch.dtype = BF16) -> tuple[Any, Any]:
+    """Arguments and outputs of a rotation that nobody computes."""
+    q, k = (torch.empty(1, count, 9, width, dtype=dtype, device="meta") for count in (heads, 1))
+    cos, sin = (torch.empty(9, rotary, dtype=FP32, device="meta") for _ in range(2))
+    return (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
+
+
+@pytest.mark.parametrize("rotary", [2, 4, 6, 12, 24, 32, 80, 96, 128])
+def test_columns_said_to_be_together_are_swapped_together(rotary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE swaps halves: what the compiler reads in one piece lies in one of them."""
+    monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device())
+    for launch in _both_ways(*_on_meta(2, 160, rotary)):
+        grain = launch.constants["SHAPE"].GRAIN
+        assert (rotary // 2) % grain == 0
+        assert grain == 16 or (rotary // 2) % (2 * grain) == 1 or (rotary // 2) % (2 * grain) == grain
+
+
+@pytest.mark.parametrize(("rotary", "loads"), [(64, 2), (128, 1)])
+def test_tiles_in_flight_fit_in_shared_memory(rotary: int, loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has x, the gradient (of a row that is turned in part twice), cos and sin, these in fp32."""
+    inputs, outputs = _on_meta(32, 128, rotary)
+    tile = heads_backward_plan(32, 1, 128, rotary)
+    tile_bytes = max(side.tokens * side.heads for side in (tile.q, tile.k)) * 128 * (2 + loads * 2 + 2 * 4)
+    for memory, stages in ((2 * tile_bytes, 3), (2 * tile_bytes - 1, 2)):
+        device = Device(shared_memory=memory + 10_240)
+        monkeypatch.setattr(qk_launch, "device_facts", lambda _, device=device: device)
+        assert _both_ways(inputs, outputs)[1].constants["STAGES"] == stages
+
+
+@pytest.mark.parametrize(("q_heads", "k_heads"), [(40, 1), (1, 40)])
+def test_few_programs_are_split_between_many_heads_and_one(
+    q_heads: int, k_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side has one at least, however few tiles it has."""
+    monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device(processors=1))
+    assert_within_budget(LLAMA, LLAMA.inputs(16, device, 1, q_heads, k_heads, tokens=64))
 
 
 def test_one_launch_serves_every_batch_and_length(device: str, launches: list[Launch]) -> None:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ..spec import Casting, NormSpec
 from .arguments import Refusal, wrong_device, wrong_eps, wrong_flag, wrong_rows, wrong_shape, wrong_tensor, wrong_weight
 from .observation import Observation
-from .program import Program, Programs, recorded, with_one_more
+from .program import Programs, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import launches
@@ -334,7 +334,7 @@ class Operator(ABC):
         if not is_dynamo_compiling() and _is_unwatched(arguments[: self.tensor_count]):
             shape = arguments[0].shape
             for one in self.programs.of(shape):
-                if one.is_recorded and one.fits(spec, *arguments) and one not in programs.of(shape):
+                if one.fits(spec, *arguments) and one not in programs.of(shape):
                     programs.remember(shape, one)
         return outputs, None
 
@@ -354,7 +354,7 @@ class Operator(ABC):
         except (AttributeError, TypeError):  # no tensor, or one of symbolic sizes
             return None
         if Observation.active and (launches.observer is not None or calls.observer is not None):
-            if launches.observer is None and any(one.is_recorded and one.fits(spec, *arguments) for one in programs):
+            if launches.observer is None and any(one.fits(spec, *arguments) for one in programs):
                 return calls.observer.called(self, spec, arguments)
             return None
         for program in programs:
@@ -380,32 +380,36 @@ class Operator(ABC):
         """The outputs of a call that is not traced, whoever observes it."""
         tensors = arguments[: self.tensor_count]
         if _is_unwatched(tensors) and launches.observer is None:
-            like = (one for one in self.programs.of(tensors[0].shape) if one.fits(spec, *arguments))
-            program = next(like, None) or self._recorded(spec, arguments)
-            outputs = None if program is None else program.call(spec, *arguments)
+            for program in self.programs.of(tensors[0].shape):
+                outputs = program.call(spec, *arguments)
+                if outputs is not None:
+                    return outputs
+            outputs = self._recorded(spec, arguments)
             if outputs is not None:
                 return outputs
         return self._launched(spec, *arguments)
 
-    def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Program | None:
-        """A new program for calls like this one, which is plain; None where there can be none."""
-        tensors = arguments[: self.tensor_count]
+    def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+        """The outputs of a plain call, and from now on a program for calls like it; None where there can be none."""
+        tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
         trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
+        apart = self.without_gradient(needed) if trained else ()
 
-        def forward() -> tuple[Any, Any]:
-            results = self.forward(spec, *arguments, training=trained)
+        def forward(*tensors: Tensor | None) -> Any:
+            results = self.forward(spec, *tensors, *options, training=trained)
             outputs = self.only_outputs(results)
             if not trained:
-                return outputs, None
-            saved, facts = self.save(arguments, results)
-            needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
-            return (outputs, tuple(saved)), (spec, facts, self.without_gradient(needed))
+                return outputs
+            saved, facts = self.save((*tensors, *options), results)
+            return outputs, tuple(saved), (spec, facts, apart)
 
-        further = (spec, *arguments[self.tensor_count :])
-        program = recorded(tensors, further, forward, apply=self._apply_program if trained else None)
-        if program is not None:
-            self.programs.remember(tensors[0].shape, program)
-        return program
+        found = recorded(tensors, (spec, *options), forward, apply=self._apply_program if trained else None)
+        if found is None:
+            return None
+        program, outputs = found
+        self.programs.remember(tensors[0].shape, program)
+        return outputs
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs by kernels, with a backward if a gradient is wanted."""
@@ -595,19 +599,13 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
         spec, facts, _ = program.facts
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
         route = _route_of(call)
-
-        def gradients_of_call() -> tuple[Tensor | None, ...]:
-            return None, *operator.gradients_by(route, spec, call), *(None,) * behind
-
-        is_new = may_repeat and not any(one.fits(*saved, *incoming) for one in program.backwards)
-        if is_new and route is _by_kernels:
-            found = recorded((*saved, *incoming), (), lambda: (gradients_of_call(), None), in_any_grad_mode=True)
+        if may_repeat and route is _by_kernels:
+            function = _backward_function(operator, spec, facts, call.needed, len(saved))
+            found = recorded((*saved, *incoming), (), function, in_any_grad_mode=True)
             if found is not None:
-                program.backwards = with_one_more(program.backwards, found)
-                gradients = found.call(*saved, *incoming)
-                if gradients is not None:
-                    return gradients
-        return gradients_of_call()
+                program.backwards = with_one_more(program.backwards, found[0])
+                return found[1]
+        return None, *operator.gradients_by(route, spec, call), *(None,) * behind
 
     def function(forward: Any, backward: Any) -> Any:
         # Made by its name, which PyTorch gives the nodes of the graph.
@@ -619,6 +617,17 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
     if hasattr(programmed, "_backward_cls"):
         programmed._backward_cls.apply = backward_by_program  # spares PyTorch's frame around it
     return function(forward, backward), programmed
+
+
+def _backward_function(operator: Operator, spec: Spec, facts: Facts, needed: Sequence[bool], saved: int) -> Any:
+    """The backward by kernels as a function of the ``saved`` tensors and the incoming gradients; it holds no tensor."""
+
+    def backward(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        call = BackwardCall(tensors[saved:], tensors[:saved], facts, needed)
+        behind = operator.tensor_count - len(operator.gradients)
+        return None, *operator.gradients_by(_by_kernels, spec, call), *(None,) * behind
+
+    return backward
 
 
 def _is_unwatched(tensors: Tensors) -> bool:

@@ -17,13 +17,10 @@ def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | No
 
     ``dtype`` and ``width``, the length of a row, are x's own unless given.
     """
-    if width is None and x.is_contiguous():
-        return torch.empty_like(x, dtype=dtype)
-    dtype = x.dtype if dtype is None else dtype
     shape = x.shape if width is None else (*x.shape[:-1], width)
     if x.is_contiguous():
         return x.new_empty(shape, dtype=dtype)
-    return empty_in_order(memory_order(x), shape, dtype, x.device)
+    return empty_in_order(memory_order(x), shape, x.dtype if dtype is None else dtype, x.device)
 
 
 def empty_in_order(order: Sequence[int], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,223 @@
+"""Straight lines: what a call allocates and launches, as lines of Python that do it again for tensors like its own.
+
+They allocate, gather addresses and launch, by parts of PyTorch and Triton that are not public. Tensors have names:
+those of the inputs are given, what is allocated is m0, m1 and so on, and the address of m0 is pm0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from .triton.devices import INTERPRETED
+from .triton.launch import Launch
+from .triton.memory import INT32_LIMIT
+
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+
+
+class NotRecordableError(Exception):
+    """The call does something that a program cannot repeat."""
+
+
+class _Entry(NamedTuple):
+    """The function that launches a compiled kernel, called as ``call(x, y, 1, stream, *head, arguments...)``.
+
+    Attributes:
+        call: the function.
+        head: what it takes in front of the kernel's arguments.
+        packed: whether these are one tuple, without those that were compiled in; otherwise all of them follow.
+        numbers: the arguments that are no tensors.
+        tensors: the index of each tensor argument that is passed; None is passed as it is.
+    """
+
+    call: Callable[..., Any]
+    head: tuple[Any, ...]
+    packed: bool
+    numbers: tuple[Any, ...]
+    tensors: tuple[int | None, ...]
+
+
+class _Names:
+    """The names of the tensors of a call; ``asked`` has those that anyone has asked for."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._named: dict[int, str] = {}
+        self._at: dict[int, list[str]] = {}
+        self.asked: set[str] = set()
+        for tensor, name in zip(tensors, names, strict=True):
+            if tensor is not None and id(tensor) not in self._named:
+                self._tensors[name], self._named[id(tensor)] = tensor, name
+                self._at.setdefault(tensor.data_ptr(), []).append(name)
+
+    def of(self, tensor: Tensor) -> str:
+        """The name of a tensor, or of the one that begins where this view does."""
+        name = self._named.get(id(tensor))
+        if name is None:
+            found = self._at.get(tensor.data_ptr(), [])
+            if len(found) != 1 or self._tensors[found[0]].element_size() != tensor.element_size():
+                raise NotRecordableError("a tensor is neither an input nor allocated for it")
+            name = found[0]
+        self.asked.add(name)
+        return name
+
+    def expression(self, results: Any) -> str:
+        """Results, in nested tuples, by their names."""
+        if results is None:
+            return "None"
+        if not isinstance(results, Tensor):
+            return f"({', '.join(map(self.expression, results))}{',' * (len(results) == 1)})"
+        name = self.of(results)
+        one = self._tensors[name]
+        if (one.shape, one.stride(), one.dtype) != (results.shape, results.stride(), results.dtype):
+            raise NotRecordableError("a result is a view of another tensor")
+        return name
+
+
+def straight_lines(
+    machine: Cuda | Interpreter,
+    inputs: Sequence[Tensor | None],
+    arguments: Sequence[str],
+    allocated: Sequence[tuple[Tensor, bool]],
+    performed: Sequence[tuple[Launch, Any]],
+    results: Any,
+) -> tuple[list[str], dict[str, Any]]:
+    """Lines that repeat a call, and the names that they know, to which the caller adds ``repeat``.
+
+    They call that with all arguments where the compiled kernels are not for their addresses, and where someone wants to
+    hear of launches.
+
+    Args:
+        machine: where it was made.
+        inputs: its tensors.
+        arguments: the names of these; with a context, ``ctx``, in front of them, which gets what is saved.
+        allocated: the tensors that it has made, and whether each is to be zero.
+        performed: its launches with their compiled kernels.
+        results: in nested tuples; with a context the outputs, then what is saved.
+
+    Raises:
+        NotRecordableError: where one of the tensors is of unknown origin.
+    """
+    made = [f"m{index}" for index in range(len(allocated))]
+    names = _Names([*inputs, *(t for t, _ in allocated)], [*arguments[len(arguments) - len(inputs) :], *made])
+    runtime = knobs.runtime
+    known = {"kept": [compiled for _, compiled in performed], "index": machine.index, "empty": machine.empty}
+    known |= {"device": machine.device, "stream_of": machine.stream, "runtime": runtime}
+    known |= {"enter": runtime.launch_enter_hook, "leave": runtime.launch_exit_hook}
+    launches: list[str] = []
+    for index, (launch, compiled) in enumerate(performed):
+        if any(isinstance(number, int) and number >= INT32_LIMIT for number in launch.numbers):
+            raise NotRecordableError(f"{launch.name} is compiled anew for numbers like these")
+        entry = machine.entry(launch, compiled)
+        places = [None if t is None else f"p{names.of(t)}" for t in launch.tensors]
+        head = {f"h{index}_{i}": value for i, value in enumerate(entry.head)}
+        numbers = {f"n{index}_{i}": value for i, value in enumerate(entry.numbers)}
+        known |= {
+            f"call{index}": entry.call,
+            f"x{index}": launch.grid[0],
+            f"y{index}": launch.grid[1],
+            **head,
+            **numbers,
+        }
+        given = ", ".join((*("None" if at is None else str(places[at]) for at in entry.tensors), *numbers))
+        given = f"({given},)" if entry.packed else given
+        launches.append(f"call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {given})")
+    passed = sorted(names.asked)
+    if len(arguments) > len(inputs):
+        results, saved = results
+        launches.append(f"ctx.to_save = {names.expression(saved)}")
+    launches.append(f"return {names.expression(results)}")
+    otherwise = f"    return repeat({', '.join(arguments)})"
+    hooks = "enter is not runtime.launch_enter_hook or enter.calls or leave is not runtime.launch_exit_hook"
+    lines = [f"if {hooks} or leave.calls{' or device() != index' * machine.is_one_of_several}:", otherwise]
+    for name, (tensor, zero) in zip(made, allocated, strict=True):
+        if name in names.asked:
+            known |= {f"size_{name}": tuple(tensor.shape), f"stride_{name}": tensor.stride()}
+            known[f"dtype_{name}"] = tensor.dtype
+            lines += [f"{name} = empty(size_{name}, stride_{name}, dtype_{name})", *[f"{name}.zero_()"] * zero]
+    lines += [f"p{name} = {name}.data_ptr()" for name in passed]
+    if passed:
+        lines += [f"if ({' | '.join(f'p{name}' for name in passed)}) & 15:", otherwise, "stream = stream_of(index)"]
+    return [*lines, *launches], known
+
+
+class Cuda:
+    """Launches on an NVIDIA or AMD GPU, by parts of PyTorch and Triton that are not public."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index: Any = device.index
+        self.is_one_of_several = torch.cuda.device_count() > 1
+        self.empty = _empty_strided_cuda
+        self.device, self.stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+    @staticmethod
+    def entry(launch: Launch, compiled: Any) -> _Entry:
+        """The launch of a compiled kernel, as directly as this Triton lets it."""
+        launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        behind = launch.kernel.arg_names[len(launch.tensors) + len(launch.numbers) :]
+        constants = tuple(launch.constants[name] for name in behind)
+        everything = tuple(None if one is None else index for index, one in enumerate(launch.tensors))
+        direct = getattr(launcher, "launch", None)
+        scratch = [getattr(launcher, f"{sort}_scratch_size", None) for sort in ("global", "profile")]
+        if torch.version.hip or direct is None or scratch != [0, 0] or getattr(launcher, "gsan_enabled", False):
+            head: tuple[Any, ...] = (function, metadata, None, None, None)
+            return _Entry(launcher, head, False, (*launch.numbers, *constants), everything)
+        how = function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        if not hasattr(launcher, "arg_annotations"):  # Triton 3.6
+            head = (*how, None, None, metadata, None, None, None)
+            return _Entry(direct, head, False, (*launch.numbers, *constants), everything)
+        passed = [kind != "constexpr" for kind in compiled.src.signature.values()]
+        annotations = [one for one, is_passed in zip(launcher.arg_annotations, passed, strict=True) if is_passed]
+        head = (*how, metadata, None, None, None, None, None, annotations, launcher.kernel_signature)
+        tensors = tuple(index for index in range(len(launch.tensors)) if passed[index])
+        behind_tensors = passed[len(launch.tensors) : len(launch.tensors) + len(launch.numbers)]
+        numbers = tuple(one for one, is_passed in zip(launch.numbers, behind_tensors, strict=True) if is_passed)
+        return _Entry(direct, head, True, numbers, tensors)
+
+
+class Interpreter:
+    """Stands for a GPU where kernels are interpreted: makes tensors of the addresses that it is given."""
+
+    index, is_one_of_several = 0, True
+
+    device, stream = staticmethod(lambda: 0), staticmethod(lambda index: 0)
+    # As on a GPU, but uninitialised memory is filled where PyTorch is told so.
+    empty = staticmethod(lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+
+    @staticmethod
+    def entry(launch: Launch, compiled: Any) -> _Entry:
+        """The launch of a kernel, which gets tensors like those of ``launch`` at other addresses."""
+        like = tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in launch.tensors)
+
+        def call(x: int, y: int, z: int, stream: int, launch: Launch, arguments: tuple[Any, ...]) -> None:
+            addresses = iter(arguments)
+            tensors = tuple(None if one is None else tensor_at(next(addresses), *one) for one in like)
+            launch._replace(grid=(x, y), tensors=tensors, numbers=tuple(addresses)).run()
+
+        tensors = tuple(index for index, one in enumerate(launch.tensors) if one is not None)
+        return _Entry(call, (launch._replace(tensors=()),), True, launch.numbers, tensors)
+
+
+def machine_of(device: torch.device) -> Cuda | Interpreter | None:
+    """The machine that launches kernels on ``device``; None where it is not known how to do that."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    if not all(hasattr(hook, "calls") for hook in hooks):
+        return None
+    if device.type == "cpu":
+        return Interpreter() if INTERPRETED else None
+    return Cuda(device) if device.type == "cuda" and not INTERPRETED and _empty_strided_cuda is not None else None
+
+
+def tensor_at(address: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU's memory at ``address``."""
+    import ctypes
+
+    extent = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
+    memory = torch.frombuffer((ctypes.c_byte * extent).from_address(address), dtype=torch.uint8, count=extent)
+    return memory.view(dtype).as_strided(shape, stride)
