@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -36,6 +37,8 @@ BAD_NORMS = {
     "wide weight": (lambda: rms_norm(X, torch.ones(9)), ValueError, r"weight must have shape \(8,\).*, not \(9,\)"),
     "flat weight": (lambda: rms_norm(X, W[None]), ValueError, r"weight must have shape \(8,\).*, not \(1, 8\)"),
     "weight elsewhere": (lambda: rms_norm(X, W.to("meta")), ValueError, "weight is on meta and x on cpu"),
+    "unknown mode": (lambda: rms_norm(X, W, mode="best"), ValueError, "mode must be one of .* or None, not 'best'"),
+    "centred nothing": (lambda: rms_norm(X, None, zero_centered=True), ValueError, "zero_centered needs a weight"),
 }
 BAD_SUMS = {
     "narrow weight": (lambda: add_rms_norm(X, X, W[:1]), ValueError, r"weight must have shape \(8,\)"),
@@ -87,6 +90,9 @@ BAD_HEADS = {
     "k elsewhere": (lambda: qk_norm(H, H.to("meta"), None, None), ValueError, "k is on meta and q on cpu"),
 }
 BAD_ANGLES = {
+    "no cos": (lambda: qk_norm_rope(H, H, W, W, None, C), ValueError, "cos is None and sin is not; pass both"),
+    "no sin": (lambda: qk_norm_rope(H, H, W, W, C, None), ValueError, "sin is None and cos is not; pass both"),
+    "no angles": (lambda: qk_norm_rope(H, H, W, W, None, None), TypeError, "cos and sin must be tensors, not None"),
     "three dimensions": (lambda: qk_norm_rope(H[0], H, W, W, C, C), ValueError, "q must have 4 dimensions"),
     "heads where": (
         lambda: qk_norm_rope(H, H, W, W, C, C, unsqueeze_dim=3),
@@ -121,6 +127,13 @@ BAD_ROTATIONS = {
     "other tokens of k": (lambda: rope(H, H[:, :, :3], C, C), ValueError, "broadcast against k of shape"),
     "odd angles": (lambda: rope(H, H, C[..., :7], C[..., :7]), ValueError, "even last dimension.*not 7"),
     "elsewhere": (lambda: rope(H, H, C, C, unsqueeze_dim=0), ValueError, "unsqueeze_dim must be .*, not 0"),
+    "a truth value for a dimension": (lambda: rope(H, H, C, C, unsqueeze_dim=True), ValueError, "must be .*, not True"),
+    "a float for a dimension": (lambda: rope(H, H, C, C, unsqueeze_dim=1.0), ValueError, "must be .*, not 1.0"),
+    "a word for a truth value": (
+        lambda: rope(H, H, C, C, single_rounding="yes"),
+        TypeError,
+        "single_rounding must be True or False, not 'yes'",
+    ),
 }
 BAD_GATES = {
     "unknown activation": (lambda: glu(X, X, "relu"), ValueError, "one of silu, gelu, gelu_tanh, not 'relu'"),
@@ -144,6 +157,11 @@ BAD_GATED_NORMS = {
         "groups must divide .*, 8, .*; 3 does not",
     ),
     "no groups": (lambda: gated_rms_norm(X, X, W, groups=0), ValueError, "0 does not"),
+    "a word for a truth value": (
+        lambda: gated_rms_norm(X, X, W, norm_before_gate="no"),
+        TypeError,
+        "norm_before_gate must be True or False, not 'no'",
+    ),
     "half a group": (lambda: gated_rms_norm(X, X, W, groups=0.5), TypeError, "groups must be an int, not float"),
 }
 BAD = {
@@ -193,9 +211,86 @@ def test_casting_and_centering_are_named_not_counted(name: str) -> None:
         CALLS[name](1e-6, "llama")
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, known: bool) -> None:
+    """Beside a call with good ones as well, the program of which is known."""
+    if known:
+        CALLS[name](zero_centered=True, eps=1e-6)
+    for bad, error, says in (
+        ({"zero_centered": "no"}, TypeError, "zero_centered must be True or False, not 'no'"),
+        ({"zero_centered": 1}, TypeError, "zero_centered must be True or False, not 1"),
+        ({"eps": -1e-6}, ValueError, "eps must be finite and at least 0, not -1e-06"),
+        ({"eps": math.nan}, ValueError, "eps must be finite and at least 0, not nan"),
+        ({"eps": W[:1]}, TypeError, "eps must be a Python float, not Tensor"),
+        ({"eps": "1e-6"}, TypeError, "eps must be a Python float, not str"),
+        ({"eps": None}, TypeError, "eps must be a Python float, not NoneType"),
+    ):
+        with pytest.raises(error, match=says):
+            CALLS[name](**bad)
+
+
+def nested(layout: torch.layout) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda one: torch.nested.nested_tensor([one, one], layout=layout)
+
+
+OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "a list": (torch.Tensor.tolist, "a tensor, not list"),
+    "a float": (lambda one: 1.0, "a tensor, not float"),
+    "an array": (torch.Tensor.numpy, "a tensor, not ndarray"),
+    "sparse": (torch.Tensor.to_sparse, "a dense tensor, not torch.sparse_coo"),
+    "MKL-DNN": (torch.Tensor.to_mkldnn, "a dense tensor, not torch._mkldnn"),
+    "nested": (nested(torch.strided), "a dense tensor, not nested"),
+    "jagged": (nested(torch.jagged), "a dense tensor, not nested"),
+}
+TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
+    "rms_norm": (rms_norm, {"x": X, "weight": W}),
+    "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
+    "norm_add": (norm_add, {"x": X, "residual": X, "weight": W}),
+    "norm_add_norm": (norm_add_norm, {"x": X, "residual": X, "inner_weight": W, "weight": W}),
+    "gated_rms_norm": (gated_rms_norm, {"x": X, "gate": X, "weight": W}),
+    "glu": (glu, {"gate": X, "up": X}),
+    "qk_norm": (qk_norm, {"q": H, "k": H, "q_weight": W, "k_weight": W}),
+    "qk_norm_rope": (qk_norm_rope, {"q": H, "k": H, "q_weight": W, "k_weight": W, "cos": C, "sin": C}),
+    "rope": (rope, {"q": H, "k": H, "cos": C, "sin": C}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("sort", OTHER_SORTS)
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_is_no_dense_tensor_is_refused_by_its_name(name: str, sort: str) -> None:
+    function, tensors = TENSORS[name]
+    convert, says = OTHER_SORTS[sort]
+    for argument, tensor in tensors.items():
+        with pytest.raises(TypeError, match=f"^{name}: {argument} must be {says}"):
+            function(**{**tensors, argument: convert(tensor)})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_that_has_to_be_there_is_refused_by_its_name(name: str) -> None:
+    function, tensors = TENSORS[name]
+    for argument in tensors:
+        if argument.endswith(("weight", "up", "cos", "sin")) or (name, argument) == ("rope", "k"):
+            continue
+        with pytest.raises(TypeError, match=f"^{name}: {argument} must be a tensor, not NoneType"):
+            function(**{**tensors, argument: None})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_zeros_without_memory_are_zeros(name: str) -> None:
+    function, tensors = TENSORS[name]
+    for argument, tensor in tensors.items():
+        given = {key: one.clone() for key, one in tensors.items()}
+        expected = function(**{**given, argument: torch.zeros_like(tensor)})
+        actual = function(**{**given, argument: torch._efficientzerotensor(tensor.shape)})
+        for one, other in zip(
+            *(made if isinstance(made, tuple) else (made,) for made in (actual, expected)), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
 def test_without_a_weight_there_is_nothing_to_centre() -> None:
-    with pytest.raises(ValueError, match="rms_norm: zero_centered needs a weight"):
-        rms_norm(X, None, zero_centered=True)
     plain, centered = (norm_add_norm(X, X, None, W, zero_centered=centered) for centered in (False, True))
     assert torch.equal(plain[1], centered[1])
     assert torch.equal(2 * plain[0], centered[0])

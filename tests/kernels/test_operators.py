@@ -353,6 +353,36 @@ def test_outputs_want_a_gradient_when_an_argument_of_theirs_does(index: int, dev
                 assert output.requires_grad == (expected and enabled and (not apart or place == wanting % 2))
 
 
+@CALLS
+def test_what_was_made_in_inference_mode_trains_as_by_the_formula(index: int, device: str) -> None:
+    """Autograd cannot keep such a tensor; where the formula needs it as well, its error is the formula's."""
+    call = every_call(device)[index]
+    operator = OPERATORS[call.name]
+    for place, tensor in enumerate(call.tensors):
+        if tensor is None:
+            continue
+        with torch.inference_mode():
+            made = tensor.clone()
+
+        def results(by: Callable[..., object], place: int = place, made: Tensor = made) -> list[Tensor] | str:
+            given = call.leaves()
+            given[place] = made
+            wanted = [one for one in given if one is not None and one.requires_grad]
+            try:
+                outputs = [y for y in call.outputs(given, by) if y.requires_grad]
+                return [*outputs, *torch.autograd.grad([y.sin().sum() for y in outputs], wanted)]
+            except RuntimeError as error:
+                return str(error)
+
+        ours, formula = results(operator.checked), results(operator.reference)
+        if isinstance(formula, str) and isinstance(ours, str):
+            assert ours == formula
+            continue
+        assert not isinstance(ours, str)
+        for one, other in zip(ours, ours if isinstance(formula, str) else formula, strict=True):
+            assert (one.float() - other.float()).norm() <= 0.01 * other.float().norm() + 1e-6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 4096, WIDE[-1]])
 def test_cuda_graphs_replay_forward_and_backward(width: int, device: str) -> None:

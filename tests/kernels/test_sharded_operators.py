@@ -22,6 +22,7 @@ from fused_norm import kernels
 from fused_norm.kernels.operator import calls
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.sharded import placement_obstacle
 from fused_norm.spec import NormSpec
 
@@ -176,6 +177,28 @@ def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(m
     assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, whole, whole, 1) == refusal
     assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, part, part, 1) == refusal
     assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, None, None, 1) is None
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_angles_of_four_dimensions_tell_the_heads_whatever_unsqueeze_dim_is(
+    heads_dim: int, mesh: DeviceMesh, device: str
+) -> None:
+    """The second device turned its tokens by the angles of the first one's."""
+    q, k = (torch.randn(2, 4, 4, WIDTH, device=device) for _ in range(2))
+    angles = torch.randn(2, 1, 4, WIDTH, device=device).unbind()
+    cos, sin = (one.unsqueeze(heads_dim) for one in angles)
+    given = [spread(one, one, mesh, Replicate()) for one in (cos, sin)]
+    for unsqueeze_dim in (1, 2):
+        for dim in (1, 2):
+            heads = [spread(one, part_of(one, Shard(dim)), mesh, Shard(dim)) for one in (q, k)]
+            by_norm = QK_NORM.refuses(LLAMA, *heads, None, None, *given, unsqueeze_dim)
+            by_itself = ROPE.refuses(None, *heads, *given, unsqueeze_dim, False)
+            assert (by_norm is None) == (by_itself is None) == (dim == heads_dim)
+            if by_itself is None:
+                turned = kernels.rope(*heads, *given, unsqueeze_dim=unsqueeze_dim)
+                expected = kernels.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+                for one, whole in zip(turned, expected, strict=True):
+                    assert torch.equal(one.to_local(), part_of(whole, Shard(dim)))
 
 
 def test_the_result_of_a_running_collective_is_waited_for(device: str) -> None:

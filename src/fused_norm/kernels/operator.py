@@ -351,7 +351,7 @@ class Operator(ABC):
             return None
         try:
             programs = among.by_shape.get(arguments[0].shape, ())
-        except (AttributeError, TypeError):  # no tensor, or one of symbolic sizes
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
         if Observation.active and (launches.observer is not None or calls.observer is not None):
             if launches.observer is None and any(one.fits(spec, *arguments) for one in programs):

@@ -28,7 +28,7 @@ class QKNorm(HeadsOperator):
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
 
     def public_name(self, *arguments: Any) -> str:
-        return "qk_norm" if arguments[4] is None else "qk_norm_rope"
+        return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         q, k, *weights, cos, sin, unsqueeze_dim = arguments
