@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm
 from fused_norm import FusedNormError
@@ -34,7 +36,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
 
 from .models import assert_same_bits, snapshot, step, tokens
-from .ranks import on_two_ranks
+from .ranks import Called, on_two_ranks
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 SPEC = norm_spec("llama", False, 1e-6)
@@ -147,12 +149,12 @@ def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomp
     _, recomputing = pair("qwen3", device)
     loss = loss_of(recomputing, FEW)
     held = {id(one.recomputed): one.recomputed for one in saved_in(loss.grad_fn) if type(one) is recompute._View}
-    *others, up, other_up, qkv, other_qkv = sorted(recomputed._saved for recomputed in held.values())
+    *others, up, other_up, qkv, other_qkv = sorted(sum(one._saved.values()) for one in held.values())
     assert (up, other_up, qkv, other_qkv) == (2, 2, 3, 3)
     assert set(others) <= {1, 2}  # q and k, of which transformers 4 saves a copy of k
     loss.backward(retain_graph=True)
     assert len(recomputed_by) == len(held)
-    assert all(recomputed._made is None for recomputed in held.values())
+    assert all(not recomputed._made for recomputed in held.values())
     first = {name: one.grad.clone() for name, one in recomputing.named_parameters()}
     recomputing.zero_grad()
     loss.backward()
@@ -161,6 +163,27 @@ def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomp
     del held, loss
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is recompute._Recomputed]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text")])
+def test_under_autocast_the_casts_that_linears_read_are_recomputed(
+    model_type: str, device: str, recomputed_by: list[str]
+) -> None:
+    results = []
+    for model in pair(model_type, device):
+        with torch.autocast(device, BF16):
+            loss = loss_of(model, FEW)
+        kept = recomputed_in(loss.grad_fn), saved_bytes(loss.grad_fn)
+        loss.backward()
+        results.append((*kept, loss.detach(), {name: one.grad for name, one in model.named_parameters()}))
+    (none, before, *expected), (recomputed, after, *found) = results
+    layers = len(model.model.layers)
+    assert none == 0
+    assert recomputed >= 6 * layers  # read by q, k, v, gate, up and down; attention may keep copies of its own
+    assert recomputed_by.count("recomputed_norm") == 2 * layers
+    widths = 5 * model.config.hidden_size + model.config.intermediate_size
+    assert before - after >= BF16.itemsize * FEW.numel() * widths * layers
+    assert_same_bits(expected, found)
 
 
 @pytest.mark.parametrize("trained", [slow("input_layernorm"), slow("q_proj"), slow("embed_tokens")])
@@ -173,14 +196,16 @@ def test_frozen_weights_change_nothing(trained: str, device: str) -> None:
 
 
 @pytest.mark.slow
-def test_lora_changes_nothing(device: str, recomputed_by: list[str]) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lora_changes_nothing(autocast: bool, device: str, recomputed_by: list[str]) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], init_lora_weights=False)
     models = []
     for options in ({}, {"recompute": True}):
         torch.manual_seed(0)
         models.append(peft.get_peft_model(build("qwen3", seed=0, device=device), config))
         fused_norm.apply_fused_norm(models[-1], **options)
-    assert_same_bits(*(step(model, FEW) for model in models))
+    with torch.autocast(device, BF16, enabled=autocast):
+        assert_same_bits(*(step(model, FEW) for model in models))
     assert "recomputed_norm" in recomputed_by
 
 
@@ -409,9 +434,64 @@ def edited_without_gradient(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor
     return y * factor
 
 
+def scaled(change: Callable[[Tensor], Tensor]) -> Callable:
+    """The product of what is made of a norm's output in another memory order, which is what is saved."""
+
+    def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        y = normed(x.view(2, 2, 16).transpose(0, 1), weight)
+        return change(y) * factor.view(2, 2, 16)[..., :1] + y.sum()
+
+    return forward
+
+
+BF16 = torch.bfloat16
+
+
+def edited_then_cast(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.mul_(3)
+    return y.to(BF16)
+
+
+def cast_then_edited(y: Tensor) -> Tensor:
+    y = y.to(BF16)
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+def replaced(y: Tensor) -> Tensor:
+    y.data = y.detach() * 3
+    return y
+
+
+def replaced_then_cast(y: Tensor) -> Tensor:
+    return replaced(y).to(BF16)
+
+
+class Own(Tensor):
+    """A tensor with a class of its own."""
+
+
 SAVED: dict[str, tuple[Callable, int]] = {
     "as it is": (as_it_is, 1),
     "through views": (through_views, 1),
+    "cast": (scaled(lambda y: y.to(BF16)), 1),
+    "copied by a cast": (scaled(lambda y: y.to(y.dtype, copy=True)), 1),
+    "through views of a cast": (scaled(lambda y: y.double().transpose(0, 1)[1:, :, 3:5].unsqueeze(0)), 1),
+    "cast twice": (scaled(lambda y: y.to(BF16).float()), 0),
+    "a cast of a view": (scaled(lambda y: y.transpose(0, 1).to(BF16)), 0),
+    "cast into another order": (scaled(lambda y: y.to(BF16, memory_format=torch.contiguous_format)), 0),
+    "edited, then cast": (scaled(edited_then_cast), 0),
+    "cast, then edited": (scaled(cast_then_edited), 0),
+    "given other memory, then cast": (scaled(replaced_then_cast), 0),
+    "cast and forgotten": (lambda x, weight, factor: normed(x, weight).to(BF16) * factor, 0),
+    "given other memory": (scaled(replaced), 0),
+    "its bits as integers": (scaled(lambda y: y.view(torch.int32)), 0),
+    "negated as a view": (scaled(torch._neg_view), 0),
+    "in complex numbers": (scaled(lambda y: torch.view_as_complex(y.unflatten(2, (8, 2))).conj().imag), 0),
+    "of a class of its own": (scaled(lambda y: y.as_subclass(Own)), 0),
+    "sparse": (lambda x, weight, factor: torch.sparse.mm(normed(x, weight).to_sparse(), factor.t()), 0),
     "edited in place": (lambda x, weight, factor: normed(x, weight).mul_(3) * factor, 0),
     "edited without gradient": (edited_without_gradient, 0),
     "doubled unseen": (lambda x, weight, factor: Doubled.apply(normed(x, weight)) * factor.t(), 0),
@@ -459,18 +539,58 @@ def test_what_the_forward_has_read_is_what_is_recomputed_from(replaced: int, rea
     assert torch.equal(torch.autograd.grad(result.sum(), inputs[2])[0], expected)
 
 
-@pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y.detach()[1:].add_(1)], ids=["itself", "a view"])
-def test_an_output_that_is_written_into_after_it_was_saved_is_noticed(write: Callable, device: str) -> None:
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "the output": lambda y, saved: y.add_(1),
+    "a view": lambda y, saved: y.detach()[1:].add_(1),
+    "a cast": lambda y, saved: saved.add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_into_after_it_was_saved_is_noticed(write: str, device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
         y = normed(x, weight)
-        result = y[:, 1:] * factor[:, 1:]
-        write(y)
+        saved = y.to(BF16) if write == "a cast" else y[:, 1:]
+        result = saved * factor[:, :1]
+        WRITES[write](y, saved)
         return result
 
     inputs = inputs_of(device)
     for result in (forward(*inputs), call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(result.sum(), inputs[2])
+
+
+def test_a_cast_on_another_device_is_saved_as_it_is(device: str) -> None:
+    inputs = inputs_of(device)
+
+    def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        y = normed(x, weight)
+        return y.to("meta") * factor.to("meta")
+
+    assert recomputed_in(call_recomputing(forward, inputs[0], tuple(inputs[1:]), {}).grad_fn) == 0
+
+
+class Watching(TorchDispatchMode):
+    """Sees every operator of PyTorch's, and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [Watching, partial(disable_saved_tensors_hooks, "not here")])
+def test_under_modes_and_where_hooks_are_not_allowed_nothing_is_recomputed(around: Callable, device: str) -> None:
+    inputs = inputs_of(device)
+    with around():
+        result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
+    assert recomputed_in(result.grad_fn) == 0
+
+
+def test_whoever_observes_calls_of_operators_observes_these(device: str) -> None:
+    inputs = inputs_of(device)
+    with calls.by(called := Called()):
+        call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
+    assert called == ["rms_norm"]
 
 
 def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:
@@ -550,7 +670,7 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
     }
     streams = iter([1, 2, 2])
     monkeypatch.setattr(recompute, "_current_stream", lambda: next(streams))
-    first, second, third = (recomputed.take(0) for _ in range(3))
+    first, second, third = (recomputed.take(recompute._Made(0, torch.float32)) for _ in range(3))
     assert first is not second
     assert second is third
 

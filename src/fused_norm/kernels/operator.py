@@ -61,7 +61,7 @@ Route = Callable[["Operator", Spec, BackwardCall], "tuple[Tensor | None, ...]"]
 class Recompute(NamedTuple):
     """A call, the arguments of which are kept for a backward anyway, that makes outputs of another call bit for bit.
 
-    Its outputs are the first ones of that other call, in their order.
+    Its outputs are the first ones of that other call, in their order, with the same strides.
     """
 
     operator: Operator

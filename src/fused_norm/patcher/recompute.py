@@ -6,9 +6,10 @@ forward of a layer runs, hooks see every tensor that autograd saves, and save ho
 The backward recomputes it once for all that have saved it.
 
 What is saved holds the tensors that are needed themselves, so there are no chains of recomputed outputs. It is taken
-only for the output itself and for views of it, told by their history: whoever writes into an output by other
-means than PyTorch's must return it from an autograd function of its own, as Liger's rotary embedding does, and its
-result is saved as it is. Nobody but autograd is concerned: what holds the tensor otherwise, holds the tensor.
+only for the output itself, for a cast of it, such as autocast makes for a linear, and for views of both, told by their
+history: whoever writes into an output by other means than PyTorch's must return it from an autograd function of its
+own, as Liger's rotary embedding does, and its result is saved as it is. Nobody but autograd is concerned: what holds
+the tensor otherwise, holds the tensor.
 
 Versions of tensors are checked as autograd checks those of what it saves, and it is their memory that is held, so that
 a parameter may get other memory meanwhile. Writes that make no version (through ``.data``, or by NumPy) are not seen.
@@ -17,6 +18,7 @@ a parameter may get other memory meanwhile. Writes that make no version (through
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +42,8 @@ _VIEWS = frozenset(
 ) | {"SqueezeBackward1", "SqueezeBackward2"}  # fmt: skip
 """The nodes behind tensors that are nothing but views."""
 
+_CAST = "ToCopyBackward0"
+
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
 _explained: set[str] = set()
 
@@ -60,8 +64,7 @@ def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
     if calls.observer is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
-    autograd: Any = torch._C._autograd
-    if torch.compiler._is_exporting_flag or not autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
         return False
     if _hooks_in_use() is not None:
         _explain(_OTHER_HOOKS)
@@ -84,7 +87,8 @@ class _Register:
     __slots__ = ("_outputs", "_saved_by_operator")
 
     def __init__(self) -> None:
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[tuple[Any, int], _Output] = {}
+        """By their places in the graph: a node, and which of its outputs."""
         self._saved_by_operator: list[Tensor] | None = None
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
@@ -104,23 +108,33 @@ class _Register:
             return results
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
-        if recompute is None or any(_is_gathered_for_its_module(one) for one in recompute.arguments):
-            return results
-        recomputed = _Recomputed(recompute, outputs[: len(recompute.operator.outputs)])
-        for place, output in enumerate(outputs[: len(recompute.operator.outputs)]):
-            self._outputs[output.untyped_storage()._cdata] = _Output(recomputed, place, output)
+        if recompute is not None and not any(_is_gathered_for_its_module(one) for one in recompute.arguments):
+            recomputed = _Recomputed(recompute)
+            for place, output in enumerate(outputs[: len(recompute.operator.outputs)]):
+                self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
         return results
 
     def pack(self, tensor: Tensor) -> Any:
         """The value to save for a tensor: how to recompute it, or the tensor and its version."""
         if self._saved_by_operator is not None:
             self._saved_by_operator.append(tensor)
-        elif not tensor.is_leaf and self._outputs and type(tensor) is Tensor and tensor.layout is torch.strided:
-            output = self._outputs.get(tensor.untyped_storage()._cdata)
-            if output is not None and output.is_behind(tensor) and output.recomputed.is_possible():
-                return output.recomputed.saved(output.place, tensor)
+        elif not tensor.is_leaf and self._outputs and type(tensor) is Tensor:
+            recomputed = self._recomputed(tensor)
+            if recomputed is not None:
+                return recomputed
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    def _recomputed(self, tensor: Tensor) -> _View | None:
+        """How to recompute a tensor; None for one that is no output, no view of one and no view of a cast of one."""
+        node, number = tensor.grad_fn, tensor.output_nr
+        while node is not None and node.name() in _VIEWS:
+            node, number = node.next_functions[0]
+        is_cast = node is not None and node.name() == _CAST
+        if is_cast:
+            node, number = node.next_functions[0]
+        output = self._outputs.get((node, number))
+        return None if output is None else output.seen_as(tensor, is_cast)
 
     def forget(self) -> None:
         """Let go of all outputs: autograd holds its hooks as long as the graph."""
@@ -130,53 +144,84 @@ class _Register:
 class _Output:
     """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_node", "_storage", "_version", "place", "recomputed")
+    __slots__ = ("_device", "_layout", "_output", "_place", "_recomputed", "_storage", "_version")
 
     def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
-        self.recomputed, self.place = recomputed, place
-        self._node, self._version = output.grad_fn, output._version
+        self._recomputed, self._place, self._output = recomputed, place, weakref.ref(output)
+        self._version, self._device = output._version, output.device
+        self._layout = output.shape, output.stride()
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
-    def is_behind(self, tensor: Tensor) -> bool:
-        """Return whether a tensor in its memory is the output, or a view of it, as the operator has written it."""
-        if tensor._version != self._version:
-            return False
-        node: Any = tensor.grad_fn
-        while node is not self._node:
-            if node is None or node.name() not in _VIEWS:
-                return False
-            node = node.next_functions[0][0]
-        return True
+    def seen_as(self, tensor: Tensor, is_cast: bool) -> _View | None:
+        """How to recompute a view of the output, or of a cast of it; None where either may have been written into."""
+        if not is_cast:
+            unchanged = self._is_in(tensor)
+        else:
+            # The cast has read what the operator has written if the output is that still.
+            output, cast = self._output(), tensor if tensor._base is None else tensor._base
+            unchanged = output is not None and self._is_in(output) and tensor._version == 0
+            unchanged = unchanged and (cast.shape, cast.stride()) == self._layout and cast.device == self._device
+        return self._recomputed.saved(self._place, tensor) if unchanged and self._recomputed.is_possible() else None
+
+    def _is_in(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is the output's, as the operator has written it."""
+        return tensor._version == self._version and tensor.untyped_storage()._cdata == self._storage.cdata
+
+
+class _Kept(NamedTuple):
+    """The value that autograd saves for a tensor that is not recomputed."""
+
+    tensor: Tensor
+    version: int
+
+    def unpacked(self) -> Tensor:
+        """The tensor."""
+        _check_version(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
 
 
 class _View(NamedTuple):
-    """The value that autograd saves in place of an output, or of a view of it."""
+    """The value that autograd saves in place of an output, or of a view of it, itself or cast to a dtype."""
 
     recomputed: _Recomputed
-    place: int
+    made: _Made
     size: Any
     strides: Any
     offset: Any
+    without_memory: Tensor
+    version: int
+
+    def unpacked(self) -> Tensor:
+        """The tensor, recomputed."""
+        _check_version(self.without_memory, self.version, self.size)
+        return self.recomputed.take(self.made).as_strided(self.size, self.strides, self.offset)
+
+
+class _Made(NamedTuple):
+    """An output of a call, by its place, cast to a dtype."""
+
+    place: int
+    dtype: torch.dtype
 
 
 class _Recomputed:
     """The outputs of one call, recomputed once for all who have saved them, and freed when all have got them.
 
     It holds what autograd itself would save: the memory that the forward has read, whatever memory its tensors have
-    been given since, and the versions of all tensors, the outputs' too.
+    been given since, and their versions.
     """
 
-    __slots__ = ("_layouts", "_made", "_outputs", "_read", "_recompute", "_saved", "_stream", "_waiting")
+    __slots__ = ("_made", "_read", "_recompute", "_saved", "_stream", "_waiting")
 
-    def __init__(self, recompute: Recompute, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, recompute: Recompute) -> None:
         arguments = tuple(one.detach() if isinstance(one, Tensor) else one for one in recompute.arguments)
         self._recompute = recompute._replace(arguments=arguments)
         self._read = [(one, one._version) for one in arguments if isinstance(one, Tensor)]
-        self._outputs = [(_without_memory(output), output._version) for output in outputs]
-        self._layouts = [(output.shape, output.stride()) for output in outputs]
-        self._saved = self._waiting = 0
-        self._made: tuple[Tensor, ...] | None = None
+        self._saved: dict[_Made, int] = {}
+        """How many have saved it."""
+        self._waiting: dict[_Made, int] = {}
+        self._made: dict[_Made, Tensor] = {}
         self._stream: Any = None
 
     def is_possible(self) -> bool:
@@ -184,14 +229,14 @@ class _Recomputed:
         return all(one._version == version and not _is_freed(one) for one, version in self._read)
 
     def saved(self, place: int, tensor: Tensor) -> _View:
-        """Note that somebody saves an output, or a view of it."""
-        self._saved += 1
-        return _View(self, place, tensor.shape, tensor.stride(), tensor.storage_offset())
+        """Note that somebody saves an output, or a view of it, in the dtype of this tensor."""
+        made = _Made(place, tensor.dtype)
+        self._saved[made] = self._saved.get(made, 0) + 1
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return _View(self, made, *layout, _without_memory(tensor), tensor._version)
 
-    def take(self, place: int) -> Tensor:
+    def take(self, wanted: _Made) -> Tensor:
         """An output for one of those who have saved it."""
-        shape, strides = self._layouts[place]
-        _check_version(*self._outputs[place], shape)
         for one, version in self._read:
             _check_version(one, version, one.shape)
             if _is_freed(one):
@@ -201,25 +246,20 @@ class _Recomputed:
                 )
         # What was made on another stream may not be there yet.
         stream = _current_stream()
-        made = self._made
-        if made is None or stream != self._stream:
-            made = self._recompute.outputs()
-            self._made, self._stream, self._waiting = made, stream, self._saved
-        self._waiting -= 1
-        if self._waiting <= 0:
-            self._made = None
-        output = made[place]
-        if output.stride() != strides:
-            return torch.empty_strided(shape, strides, dtype=output.dtype, device=output.device).copy_(output)
-        return output
+        found = self._made.get(wanted) if stream == self._stream else None
+        if found is None:
+            outputs = self._recompute.outputs()
+            self._made = {one: outputs[one.place].to(one.dtype) for one in self._saved}
+            self._waiting, self._stream = self._saved.copy(), stream
+            found = self._made[wanted]
+        self._waiting[wanted] -= 1
+        if self._waiting[wanted] <= 0:
+            self._made.pop(wanted, None)
+        return found
 
 
-def _unpack(saved: Any) -> Tensor:
-    if type(saved) is _View:
-        return saved.recomputed.take(saved.place).as_strided(saved.size, saved.strides, saved.offset)
-    tensor, version = saved
-    _check_version(tensor, version, tensor.shape)
-    return tensor
+def _unpack(saved: _Kept | _View) -> Tensor:
+    return saved.unpacked()
 
 
 def _check_version(tensor: Tensor, version: int, shape: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ def survey_layers(
         current = fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
         reason = foreign_forward(layer)
         if reason is None and not (isinstance(layer, FusedBlock) and built_upon(layer)):
-            new = _recomputing(planned[id(layer)].new if id(layer) in planned else current)
+            new = _class_like(planned[id(layer)].new if id(layer) in planned else current, recompute=True)
             reason = fused_forward_replaced(new)
             if reason is None:
                 planned[id(layer)] = ClassChange(layer, new)
@@ -52,8 +52,7 @@ def survey_layers(
     recomputing = {id(layers[row.path]) for row in rows if row.reason is None}
     for module in model.modules():
         if _recomputes(module) and id(module) not in recomputing and id(module) not in planned:
-            rewrites, origin = module.fused_norm_rewrites, module.fused_norm_origin
-            for change in change_to(module, fused_block_class(origin, rewrites) if rewrites else origin):
+            for change in change_to(module, _class_like(fused_class(module), recompute=False)):
                 planned[id(module)] = change
     return rows, [change for change in planned.values() if type(change.module) is not change.new]
 
@@ -77,8 +76,8 @@ def _recomputes(module: nn.Module) -> TypeGuard[FusedBlock]:
     return isinstance(module, FusedBlock) and module.fused_norm_recompute
 
 
-def _recomputing(current: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer like one of class ``current`` that recomputes outputs."""
-    if issubclass(current, FusedBlock):
-        return fused_block_class(current.fused_norm_origin, current.fused_norm_rewrites, recompute=True)
-    return fused_block_class(current, (), recompute=True)
+def _class_like(current: type[nn.Module], *, recompute: bool) -> type[nn.Module]:
+    """The class of a layer like one of class ``current`` that recomputes outputs, or one that does not."""
+    is_fused = issubclass(current, FusedBlock)
+    origin, rewrites = (current.fused_norm_origin, current.fused_norm_rewrites) if is_fused else (current, ())
+    return fused_block_class(origin, rewrites, recompute) if rewrites or recompute else origin
