@@ -64,7 +64,8 @@ def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
     if calls.observer is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
         return False
     if _hooks_in_use() is not None:
         _explain(_OTHER_HOOKS)
@@ -127,7 +128,8 @@ class _Register:
 
     def _recomputed(self, tensor: Tensor) -> _View | None:
         """How to recompute a tensor; None for one that is no output, no view of one and no view of a cast of one."""
-        node, number = tensor.grad_fn, tensor.output_nr
+        node: Any = tensor.grad_fn
+        number = tensor.output_nr
         while node is not None and node.name() in _VIEWS:
             node, number = node.next_functions[0]
         is_cast = node is not None and node.name() == _CAST

@@ -19,6 +19,7 @@ from .class_swap import (
 from .fused_block import FusedBlock
 from .norm_recognition import looks_like_norm
 from .patch_report import RecomputingLayer, Site
+from .patterns.calls import Rewrite
 
 
 def survey_layers(
@@ -78,6 +79,8 @@ def _recomputes(module: nn.Module) -> TypeGuard[FusedBlock]:
 
 def _class_like(current: type[nn.Module], *, recompute: bool) -> type[nn.Module]:
     """The class of a layer like one of class ``current`` that recomputes outputs, or one that does not."""
-    is_fused = issubclass(current, FusedBlock)
-    origin, rewrites = (current.fused_norm_origin, current.fused_norm_rewrites) if is_fused else (current, ())
+    origin: type[nn.Module] = current
+    rewrites: tuple[Rewrite, ...] = ()
+    if issubclass(current, FusedBlock):
+        origin, rewrites = current.fused_norm_origin, current.fused_norm_rewrites
     return fused_block_class(origin, rewrites, recompute) if rewrites or recompute else origin
