@@ -331,15 +331,63 @@ def test_run_is_the_script_with_its_models_fused(script, tmp_path):
     assert "nothing was fused" not in found.stderr
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+RUN = ("-m", "fused_norm", "run")
+STARTS = """
+import subprocess, sys
+subprocess.run([sys.executable, *{line}, {child!r}], check=True)
+"""
+
+
 @pytest.mark.slow
-def test_run_works_under_torchrun(script):
-    path = script(LOAD + "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n")
-    found = process(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, "-m", "fused_norm", "run", path, "--lr", 1
-    )
+@pytest.mark.parametrize(
+    ("line", "inside"),
+    [
+        ((*TORCHRUN, *RUN), None),
+        ((*RUN, *TORCHRUN), None),
+        (RUN, ()),
+        ((*RUN, "--no-qk"), RUN),
+    ],
+    ids=["under a launcher", "above a launcher", "above a process", "above itself"],
+)
+def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, script):
+    """A process may have the patcher before it has transformers, and the options inside hold."""
+    path = script("import fused_norm.patcher\n" + LOAD, "child.py")
+    if inside is not None:
+        path = script(STARTS.format(line=list(inside), child=str(path)))
+    found = process(*line, path)
     assert found.returncode == 0, found.stderr
-    assert "rank 0 ['--lr', '1']" in found.stdout
-    assert SUMMARY in found.stderr
+    assert found.stderr.count("fused-norm: Qwen3ForCausalLM") == found.stderr.count(SUMMARY) == 1
+
+
+LOAD_IN_A_CHILD = """
+import multiprocessing, sys
+
+def load():
+{load}
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=load)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "residual", "mlp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "load", "code", "says"),
+    [
+        ("--no-rope", LOAD, 0, WITHOUT_ROPE),
+        ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel"),
+    ],
+)
+def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, says, script, capfd):
+    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(load, "    ")))
+    with pytest.raises(SystemExit) as end:
+        main(["run", option, str(path)])
+    assert end.value.code == code
+    assert says in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -399,67 +447,6 @@ def test_run_covers_threads_that_the_script_starts(script, capsys):
     )
     assert main(["run", str(path)]) == 0
     assert SUMMARY in capsys.readouterr().err
-
-
-LOAD_IN_A_CHILD = """
-import multiprocessing, sys
-
-def load():
-{load}
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=load)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-"""
-
-
-@pytest.mark.slow
-def test_run_covers_processes_that_the_script_spawns(script, capfd):
-    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD, "    ")))
-    with pytest.raises(SystemExit) as end:
-        main(["run", "--no-rope", str(path)])
-    assert end.value.code == 0
-    error = capfd.readouterr().err
-    assert f"{SITES['norm']} norm, {SITES['qk']} qk, {SITES['residual']} residual, {SITES['mlp']} mlp" in error
-
-
-@pytest.mark.slow
-def test_run_strict_fails_in_a_process_that_the_script_spawns(script, capfd):
-    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD_BERT, "    ")))
-    with pytest.raises(SystemExit) as end:
-        main(["run", "--strict", str(path)])
-    assert end.value.code == 1
-    assert "FusedNormError: nothing to fuse in BertModel" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_run_covers_the_workers_of_a_launcher(script):
-    path = script(LOAD)
-    found = process(
-        "-m", "fused_norm", "run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, path
-    )
-    assert found.returncode == 0, found.stderr
-    assert SUMMARY in found.stderr
-
-
-@pytest.mark.slow
-def test_run_covers_a_process_that_has_the_patcher_before_transformers(script):
-    child = script("import fused_norm.patcher\n" + LOAD, "child.py")
-    path = script(f"import subprocess, sys\nsubprocess.run([sys.executable, {str(child)!r}], check=True)\n")
-    found = process("-m", "fused_norm", "run", path)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count(SUMMARY) == 1
-
-
-@pytest.mark.slow
-def test_run_inside_run_tells_of_a_model_once(script):
-    child = script(LOAD, "child.py")
-    line = ["-m", "fused_norm", "run", str(child)]
-    path = script(f"import subprocess, sys\nsubprocess.run([sys.executable, *{line}], check=True)\n")
-    found = process("-m", "fused_norm", "run", "--no-qk", path)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count("fused-norm: Qwen3ForCausalLM") == found.stderr.count(SUMMARY) == 1
 
 
 def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):

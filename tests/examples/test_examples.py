@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from fused_norm.kernels import reference
 from fused_norm.kernels.operator import calls
 from fused_norm.spec import NormSpec
 
+from ..patcher.ranks import Called
 from .checkpoints import save_checkpoint, save_vision_language_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,40 +44,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3")))
 
 
-class Counter:
-    """Counts the calls of operators by their names."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
-        self.counts[operator.name] = self.counts.get(operator.name, 0) + 1
-        return operator.results_of(spec, *arguments)
-
-
 @pytest.fixture
-def counts() -> Iterator[dict[str, int]]:
-    """The calls of operators in this thread."""
-    counter = Counter()
-    with calls.by(counter):
-        yield counter.counts
+def called() -> Iterator[Called]:
+    """The operators that this thread calls."""
+    with calls.by(names := Called()):
+        yield names
 
 
 def losses(trainer: Any) -> torch.Tensor:
     return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
-def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(counts) -> None:
+def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called) -> None:
     report, different = example("own_norm").main()
     assert report.counts == dict.fromkeys(report.counts, 0) | {"norm": 4, "residual": 2, "mlp": 2}
     assert {site.spec for site in report.fused if site.spec} == {NormSpec("gemma", zero_centered=True, eps=1e-6)}
-    assert counts == {"rms_norm": 2, "add_rms_norm": 2, "glu": 2}
+    assert Counter(called) == {"rms_norm": 2, "add_rms_norm": 2, "glu": 2}
     assert different < 0.01
 
 
-def test_the_operators_alone_have_values_and_gradients(counts) -> None:
+def test_the_operators_alone_have_values_and_gradients(called) -> None:
     x, weight, made = example("operators").main()
-    assert counts == {"rms_norm": 2, "add_rms_norm": 1, "norm_add_norm": 1, "qk_norm": 1, "glu": 1}
+    assert Counter(called) == {"rms_norm": 2, "add_rms_norm": 1, "norm_add_norm": 1, "qk_norm": 1, "glu": 1}
     for y in made.values():
         assert y.dtype == torch.bfloat16
         assert y.float().std() > 0.1
@@ -84,12 +74,12 @@ def test_the_operators_alone_have_values_and_gradients(counts) -> None:
     assert 0 < weight.grad.float().norm() < torch.inf
 
 
-def assert_trains_as_stock(name: str, checkpoint: str, folder: Path, length: str, counts: Any) -> None:
+def assert_trains_as_stock(name: str, checkpoint: str, folder: Path, length: str, called: Called) -> None:
     """Two steps of an example that trains with a Trainer run fused, and have the losses of stock."""
     main = example(name).main
     arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "2", "--length", length]
     fused = main(arguments)
-    assert counts["add_rms_norm"] > 0
+    assert called.count("add_rms_norm") > 0
     with fused_norm.disabled():
         stock = main(arguments)
     assert len(losses(fused)) == 2
@@ -97,16 +87,16 @@ def assert_trains_as_stock(name: str, checkpoint: str, folder: Path, length: str
 
 
 @pytest.mark.slow
-def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, counts, tmp_path: Path) -> None:
-    assert_trains_as_stock("train_with_trainer", checkpoint, tmp_path, "16", counts)
+def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, called, tmp_path: Path) -> None:
+    assert_trains_as_stock("train_with_trainer", checkpoint, tmp_path, "16", called)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
 
 
 @pytest.mark.slow
-def test_trl_trains_adapters_on_packed_sequences_as_stock_does(checkpoint, counts, tmp_path: Path) -> None:
+def test_trl_trains_adapters_on_packed_sequences_as_stock_does(checkpoint, called, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl")
-    assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "48", counts)
+    assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "48", called)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
@@ -122,22 +112,22 @@ def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_
 
 
 @pytest.mark.slow
-def test_generation_gives_the_text_of_stock(checkpoint, counts) -> None:
+def test_generation_gives_the_text_of_stock(checkpoint, called) -> None:
     main = example("generate").main
     arguments = ["--model", checkpoint, "--tokens", "5", "--prompt", "a prompt"]
     fused = main(arguments)
-    assert counts["add_rms_norm"] == 5 * 2
+    assert called.count("add_rms_norm") == 5 * 2
     assert fused.startswith("a prompt")
     with fused_norm.disabled():
         assert main(arguments) == fused
 
 
 @pytest.mark.slow
-def test_a_vision_language_model_answers_as_stock(counts, tmp_path: Path) -> None:
+def test_a_vision_language_model_answers_as_stock(called, tmp_path: Path) -> None:
     main = example("vision_language").main
     arguments = ["--model", str(save_vision_language_checkpoint(tmp_path)), "--tokens", "3"]
     fused = main(arguments)
-    assert counts["norm_add_norm"] == 3 * 3
+    assert called.count("norm_add_norm") == 3 * 3
     assert fused
     with fused_norm.disabled():
         assert main(arguments) == fused

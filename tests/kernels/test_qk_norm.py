@@ -162,8 +162,7 @@ NORMS = [
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
-    assert_within_budget(Heads(norm), Heads(norm).inputs(16, device))
-    for heads in (Heads(norm, 16, BF16), Heads(norm, 8, BF16), Heads(norm, 8, FP32)):
+    for heads in (Heads(norm), Heads(norm, 16, BF16), Heads(norm, 8, FP32)):
         assert_within_budget(heads, heads.inputs(16, device))
 
 

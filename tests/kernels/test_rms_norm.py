@@ -197,6 +197,7 @@ def test_float64_takes_the_reference(launched: Callable[[], list[str]]) -> None:
     assert launched() == []
 
 
+@pytest.mark.slow
 def test_a_cpu_without_the_interpreter_takes_the_reference() -> None:
     """And imports what it needs for that without a GPU."""
     program = """

@@ -64,30 +64,72 @@ def _loss(outputs: Sequence[Tensor]) -> Tensor:
     return sum((place + 1.5) * output.float().sin().sum() for place, output in enumerate(outputs))  # type: ignore[return-value]
 
 
+Function = Callable[..., Sequence[Tensor]]
+
+
+def _differentiable(case: Case) -> list[Tensor]:
+    return [leaf.clone().requires_grad_() for leaf in case.inputs]
+
+
+def second_derivatives(case: Case, function: Function) -> Sequence[Tensor]:
+    leaves = _differentiable(case)
+    first = torch.autograd.grad(_loss(function(*leaves)), leaves, create_graph=True)
+    return *first, *torch.autograd.grad(sum(one.cos().sum() for one in first), leaves)
+
+
+def second_derivatives_with_respect_to_an_incoming_gradient(case: Case, function: Function) -> Sequence[Tensor]:
+    leaves = _differentiable(case)
+    outputs = function(*leaves)
+    incoming = [output.detach().cos().requires_grad_() for output in outputs]
+    first = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
+    return torch.autograd.grad(sum(one.cos().sum() for one in first), incoming)
+
+
+def gradients_of_a_dual_incoming_gradient_with_their_tangents(case: Case, function: Function) -> Sequence[Tensor]:
+    leaves = _differentiable(case)
+    outputs = function(*leaves)
+    with forward_ad.dual_level():
+        incoming = [forward_ad.make_dual(output.detach().sin(), output.detach().cos()) for output in outputs]
+        unpacked = [forward_ad.unpack_dual(one) for one in torch.autograd.grad(outputs, leaves, incoming)]
+        return [part.clone() for pair in unpacked for part in (pair.primal, pair.tangent)]
+
+
+def gradients_in_batches(case: Case, function: Function) -> Sequence[Tensor]:
+    leaves = _differentiable(case)
+    outputs = function(*leaves)
+    incoming = [torch.stack([output.detach().sin(), output.detach().cos()]) for output in outputs]
+    return torch.autograd.grad(outputs, leaves, incoming, is_grads_batched=True)
+
+
+def functional_transforms(case: Case, function: Function) -> Sequence[Tensor]:
+    places = tuple(range(len(case.inputs)))
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return _loss(function(*inputs))
+
+    gradients = torch.func.grad(loss, places)(*case.inputs)
+    several = torch.func.vmap(torch.func.grad(loss), in_dims=(0, *[None] * (len(places) - 1)))
+    (outputs, tangents) = torch.func.jvp(function, case.inputs, case.inputs)
+    jacobian = torch.func.jacrev(loss)(*case.inputs)
+    hessian = torch.func.jvp(torch.func.grad(loss), case.inputs, case.inputs)
+    stacked = torch.stack([case.inputs[0], case.inputs[0].sin()])
+    return *gradients, several(stacked, *case.inputs[1:]), *outputs, *tangents, jacobian, *hessian
+
+
+TRANSFORMED = (
+    second_derivatives,
+    second_derivatives_with_respect_to_an_incoming_gradient,
+    gradients_of_a_dual_incoming_gradient_with_their_tangents,
+    gradients_in_batches,
+    functional_transforms,
+)
+
+
 @CASES
-def test_second_derivatives(index: int, device: str) -> None:
+@pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda one: one.__name__)
+def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor]], index: int, device: str) -> None:
     case = _case(index, device)
-
-    def hessian_vector_product(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
-        first = torch.autograd.grad(_loss(function(*leaves)), leaves, create_graph=True)
-        return *first, *torch.autograd.grad(sum(one.cos().sum() for one in first), leaves)
-
-    _assert_close(hessian_vector_product(case.by_kernels), hessian_vector_product(case.by_formula))
-
-
-@CASES
-def test_second_derivatives_with_respect_to_an_incoming_gradient(index: int, device: str) -> None:
-    case = _case(index, device)
-
-    def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
-        outputs = function(*leaves)
-        incoming = [output.detach().cos().requires_grad_() for output in outputs]
-        first = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
-        return torch.autograd.grad(sum(one.cos().sum() for one in first), incoming)
-
-    _assert_close(found(case.by_kernels), found(case.by_formula))
+    _assert_close(transformed(case, case.by_kernels), transformed(case, case.by_formula))
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
@@ -134,55 +176,6 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
     expected = torch.autograd.grad(sum(one.square().sum() for one in firsts), exact)
     for ours, truth in zip(second, expected, strict=True):
         assert (ours.double() - truth).norm() <= 0.03 * truth.norm()
-
-
-@CASES
-def test_a_dual_incoming_gradient_keeps_its_tangent(index: int, device: str) -> None:
-    case = _case(index, device)
-
-    def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
-        outputs = function(*leaves)
-        with forward_ad.dual_level():
-            incoming = [forward_ad.make_dual(output.detach().sin(), output.detach().cos()) for output in outputs]
-            gradients = torch.autograd.grad(outputs, leaves, incoming)
-            unpacked = [forward_ad.unpack_dual(gradient) for gradient in gradients]
-            return [part.clone() for pair in unpacked for part in (pair.primal, pair.tangent)]
-
-    _assert_close(found(case.by_kernels), found(case.by_formula))
-
-
-@CASES
-def test_gradients_come_in_batches(index: int, device: str) -> None:
-    case = _case(index, device)
-
-    def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
-        outputs = function(*leaves)
-        incoming = [torch.stack([output.detach().sin(), output.detach().cos()]) for output in outputs]
-        return torch.autograd.grad(outputs, leaves, incoming, is_grads_batched=True)
-
-    _assert_close(found(case.by_kernels), found(case.by_formula))
-
-
-@CASES
-def test_functional_transforms(index: int, device: str) -> None:
-    case = _case(index, device)
-    places = tuple(range(len(case.inputs)))
-
-    def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        def loss(*inputs: Tensor) -> Tensor:
-            return _loss(function(*inputs))
-
-        gradients = torch.func.grad(loss, places)(*case.inputs)
-        several = torch.func.vmap(torch.func.grad(loss), in_dims=(0, *[None] * (len(places) - 1)))
-        (outputs, tangents) = torch.func.jvp(function, case.inputs, case.inputs)
-        jacobian = torch.func.jacrev(loss)(*case.inputs)
-        hessian = torch.func.jvp(torch.func.grad(loss), case.inputs, case.inputs)
-        stacked = torch.stack([case.inputs[0], case.inputs[0].sin()])
-        return *gradients, several(stacked, *case.inputs[1:]), *outputs, *tangents, jacobian, *hessian
-
-    _assert_close(found(case.by_kernels), found(case.by_formula))
 
 
 def _negated(tensor: Tensor) -> Tensor:
