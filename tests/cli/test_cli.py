@@ -381,6 +381,7 @@ WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "res
         ("--no-rope", LOAD, 0, WITHOUT_ROPE),
         ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel"),
     ],
+    ids=["a switch", "strict"],
 )
 def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, says, script, capfd):
     path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(load, "    ")))
