@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import triton
 
 from fused_norm.kernels.plans import Device
+from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.devices import INTERPRETED, device_facts, runs_kernels_on
 
 
@@ -22,6 +26,30 @@ def test_kernels_run_on_gpus_and_meta_and_interpreted_cpu_tensors() -> None:
 
 def test_facts_of_the_cpu() -> None:
     assert device_facts(torch.device("cpu")) == Device(processors=4)
+
+
+def _nvidia(major: int, optin: int) -> dict[str, Any]:
+    return {"multi_processor_count": 7, "warp_size": 32, "shared_memory_per_block_optin": optin, "major": major}
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "properties", "expected"),
+    [
+        ("cuda", None, _nvidia(9, 232_448), Device(7, 32, 232_448, True)),
+        ("cuda", None, _nvidia(8, 101_376), Device(7, 32, 101_376, False)),
+        ("cuda", "6.4", {"multi_processor_count": 304, "warp_size": 64, "major": 9}, Device(304, 64, 65_536, False)),
+        ("xpu", None, {"gpu_subslice_count": 64}, Device(64, 32, 65_536, False)),
+    ],
+    ids=["H100", "sm_86", "MI300", "Max 1550"],
+)
+def test_facts_of_gpus(
+    kind: str, hip: str | None, properties: dict[str, Any], expected: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(name="none known", **properties))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(devices, "name_of", lambda _: ("none known", ""))
+    assert device_facts.__wrapped__(torch.device(kind, 0)) == expected
 
 
 @pytest.mark.gpu

@@ -310,6 +310,15 @@ def test_kernels_scale_as_pytorch_does(name: str, dtype: torch.dtype, code: torc
     assert_same_bits(q, expected_q)
 
 
+def test_kernels_raise_what_is_below_the_floor_by_less_than_fp32_tells(device: str) -> None:
+    """PyTorch compares with the floor in fp64; of two fp32 numbers around it, the lower one is raised to it."""
+    fp8_format = replace(FORMATS["tensorwise"], floor=1.5e-8)
+    amax = _beside(torch.tensor([1.5e-8], device=device))
+    (q, scale), expected = _cast_in_triton(amax, amax, fp8_format, FP32), cast_groups(amax, amax, fp8_format)
+    assert_same_bits(scale, expected[1])
+    assert_same_bits(q, expected[0])
+
+
 def test_groups_along_rows_are_those_of_the_transpose() -> None:
     y = torch.randn(256, 384, dtype=BF16)
     for name in ("block128", "deepgemm", "coat_input", "rowwise"):

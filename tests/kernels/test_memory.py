@@ -39,6 +39,13 @@ def test_rows_are_copied_only_where_they_are_unevenly_spaced(layout: str) -> Non
     assert torch.equal(x, lead)
 
 
+def test_the_stride_of_a_dimension_of_one_means_nothing() -> None:
+    lead = torch.randn(3, 4, 8)[:, :1]
+    (x,), (stride,) = same_rows(lead)
+    assert x is lead
+    assert stride == 32
+
+
 def test_an_expanded_row_is_read_where_it_is() -> None:
     lead = torch.randn(8).expand(6, 8)
     (x,), (stride,) = same_rows(lead)

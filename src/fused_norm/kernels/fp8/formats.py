@@ -112,7 +112,7 @@ class FP8Format:
     def fp32_floor(self) -> float:
         """The smallest fp32 amax that ``floor`` does not raise; what is added to amax under ``quotient``."""
         floor = np.float32(self.floor)
-        if self.formula == "multiplier" and floor < self.floor:  # which PyTorch compares in fp64
+        if self.formula == "multiplier" and float(floor) < self.floor:  # which PyTorch compares in fp64
             floor = np.nextafter(floor, np.float32(1))
         return float(floor)
 
