@@ -210,9 +210,19 @@ def test_formats_and_shapes_that_do_not_go_together_are_refused() -> None:
         ((y, "rowwise", True), ValueError, "share their scale along a row"),
         ((y, "tensorwise", "no"), TypeError, "transposed must be True or False, not 'no'"),
         ((torch.arange(3), "rowwise"), TypeError, r"torch\.int64"),
+        ((y.to(E4M3), "rowwise"), TypeError, r"y must be float32, .*, not torch\.float8_e4m3fn"),
+        (([1.0], "rowwise"), TypeError, "y must be a tensor, not list"),
+        ((y.to_sparse(), "rowwise"), TypeError, "y must be a dense tensor"),
+        ((torch.ones(()), "rowwise"), ValueError, "y must have at least one dimension"),
+        ((y, []), ValueError, "fp8_format must be an FP8Format or one of"),
     ):
         with pytest.raises(error, match=message):
             quantize(*arguments)
+    with pytest.raises(TypeError, match="dequantize: codes must be Quantized, not Tensor"):
+        dequantize(y)
+    for wrong in ({"power_of_2": "no"}, {"group_rows": True}, {"group_columns": 128.0}):
+        with pytest.raises(TypeError, match="groups must be ints, and power_of_2 a bool"):
+            FP8Format(**{"group_rows": 1, "group_columns": 0, **wrong})
     for wrong, message in (
         ({"dtype": torch.bfloat16}, "dtype must be one of"),
         ({"formula": "amax"}, "formula must be one of"),

@@ -436,10 +436,10 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
     plain, added = (rms_norm_fp8, x, w), (add_rms_norm_fp8, x, x, w)
     along_rows = FORMATS["rowwise"].along_rows()
 
-    def columns(rstd: Tensor) -> tuple[Any, ...]:
+    def columns(rstd: Tensor | None) -> tuple[Any, ...]:
         return rms_norm_columns_fp8, x, w, rstd
 
-    def of_codes(**wrong: Tensor) -> tuple[Any, ...]:
+    def of_codes(**wrong: Any) -> tuple[Any, ...]:
         return rms_norm_fp8, replace(codes_of_x, **wrong), None
 
     codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
@@ -458,6 +458,13 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
         (columns(rstd.double()), "rowwise", {}, TypeError, "rstd must be float32, not torch.float64"),
         (columns(rstd.to("meta")), "rowwise", {}, ValueError, "rstd is on meta"),
         (of_codes(q=x), "coat", {}, TypeError, "codes of x must be FP8"),
+        (of_codes(q=None), "coat", {}, TypeError, "rms_norm_fp8: the codes of x must be a tensor, not NoneType"),
+        (of_codes(scale=None), "coat", {}, TypeError, "rms_norm_fp8: the scales of x must be a tensor, not NoneType"),
+        (of_codes(placeholder=[1.0]), "coat", {}, TypeError, "x must be a tensor, not list"),
+        ((rms_norm_fp8, [1.0], w), "rowwise", {}, TypeError, "rms_norm_fp8: x must be a tensor, not list"),
+        ((rms_norm_fp8, codes_of_x.q, None), "rowwise", {}, TypeError, "x must be float32, .*, not torch.float8_e4m3"),
+        ((add_rms_norm_fp8, x, None, w), "rowwise", {}, TypeError, "add_rms_norm_fp8: residual must be a tensor"),
+        (columns(None), "rowwise", {}, TypeError, "rstd must be a tensor, not NoneType"),
         (of_codes(scale=codes_of_x.scale[:, :3]), "coat", {}, ValueError, "a number for each 16 columns"),
         (of_codes(placeholder=x), "coat", {}, ValueError, "placeholder and scales of x must go with its codes"),
         (of_codes(), "coat", {"casting": "none"}, ValueError, "which codes have not"),

@@ -17,8 +17,10 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 
-from fused_norm.kernels import add_rms_norm, glu, guards, norm_add, program, rms_norm, straight_lines
+from fused_norm.kernels import add_rms_norm, guards, program, rms_norm, straight_lines
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.operator import calls, norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.triton.launch import Launch
@@ -233,13 +235,25 @@ def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
 
 def test_a_tensor_given_twice(device: str) -> None:
     x, r = rows(device).requires_grad_(), rows(device).requires_grad_()
+
+    def both(one: Tensor, other: Tensor, operator: Callable[..., Any], *how: Any) -> list[Tensor | None]:
+        total = operator(*how[:1], one, other, *how[1:])
+        return [total, *torch.autograd.grad(total, (one, other), torch.ones_like(total))]
+
     for one, other in ((x, x), (x, r), (x, x), (r, x)):
-        for _ in range(2):
-            assert torch.equal(glu(one, other), glu(one.clone(), other.clone()))
-            total = norm_add(one, other, None)
-            gradient = torch.randn_like(total)
-            again = torch.autograd.grad(norm_add(one, other, None), x, gradient)
-            assert_same([*torch.autograd.grad(total, x, gradient)], [*again])
+        for operator, how in ((GLU, (None, "silu")), (NORM_ADD, (LLAMA, None))):
+            for _ in range(2):
+                assert_same(both(one, other, operator, *how), both(one, other, operator._launched, *how))
+
+
+def test_gradients_are_wanted_or_not_by_grad_mode(device: str) -> None:
+    w = weight(device)
+    for first in (True, False):
+        program.forget_all()
+        x = rows(device).requires_grad_()
+        for enabled in (first, not first, first, not first):
+            with torch.set_grad_enabled(enabled):
+                assert rms_norm(x, w).requires_grad == enabled
 
 
 def test_one_gradient_for_both_outputs(device: str) -> None:

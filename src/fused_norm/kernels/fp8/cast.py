@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, FP8Format, check_format, empty_scale, format_of
+from ..arguments import wrong_rows, wrong_tensor
+from .formats import FORMATS, FP8Format, empty_scale, format_of, wrong_format
 from .quantized import Quantized, placeholder_of
 
 
@@ -22,7 +23,7 @@ def quantize(y: Tensor, fp8_format: str | FP8Format, transposed: bool = False) -
     are named for do; zeros stay zeros.
 
     Args:
-        y: [..., N], of any floating dtype.
+        y: [..., N], float32, bfloat16, float16 or float64.
         fp8_format: a format or its name, see ``FORMATS``.
         transposed: y's codes transposed as well, for formats with one scale a tensor.
 
@@ -30,21 +31,27 @@ def quantize(y: Tensor, fp8_format: str | FP8Format, transposed: bool = False) -
         Codes and scales; its placeholder hands gradients straight to y.
 
     Raises:
-        TypeError: for a dtype that is not floating point, and for a ``transposed`` that is no bool.
-        ValueError: for an unknown format, for groups that do not divide a row, and for the transpose of codes that
-            share their scale along a row.
+        TypeError: for what is no dense tensor of these dtypes, and for a ``transposed`` that is no bool.
+        ValueError: for an unknown format, for a tensor without dimensions, for groups that do not divide a row, and for
+            the transpose of codes that share their scale along a row.
     """
     fp8_format = format_of(fp8_format)
-    if not y.is_floating_point() or y.dim() == 0:
-        raise TypeError(f"quantize: y must be floating point of one dimension and more, not {y.dtype} {tuple(y.shape)}")
-    check_format("quantize", fp8_format, y.shape[-1], transposed)
+    refusal = wrong_tensor("y", y) or wrong_rows("y", y) or wrong_format(fp8_format, y.shape[-1], transposed)
+    if refusal is not None and refusal.error is not None:
+        raise refusal.error(f"quantize: {refusal.reason}")
     with torch.no_grad():
         q, scale, turned = cast(y.detach(), fp8_format, transposed)
     return Quantized(q, scale, fp8_format, placeholder_of(y), turned)
 
 
 def dequantize(codes: Quantized) -> Tensor:
-    """The numbers that codes and scales stand for: fp32, contiguous, in the shape of ``codes.q``; no gradient."""
+    """The numbers that codes and scales stand for: fp32, contiguous, in the shape of ``codes.q``; no gradient.
+
+    Raises:
+        TypeError: for what is not ``Quantized``.
+    """
+    if not isinstance(codes, Quantized):
+        raise TypeError(f"dequantize: codes must be Quantized, not {type(codes).__name__}")
     fp8_format, scale = codes.fp8_format, codes.scale.detach()
     grouped = _grouped(codes.q.detach().to(torch.float32), fp8_format)
     lines, groups, _ = grouped.shape

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import Refusal, wrong_flag
 from ..triton.language import codes_group
 
 Formula = Literal["multiplier", "reciprocal", "quotient", "floor", "rceil"]
@@ -68,6 +69,8 @@ class FP8Format:
             if value not in known:
                 raise ValueError(f"an FP8 format's {name} must be one of {', '.join(map(str, known))}, not {value!r}")
         shape = self.group_rows, self.group_columns
+        if any(type(one) is not int for one in shape) or not isinstance(self.power_of_2, bool):
+            raise TypeError(f"groups must be ints, and power_of_2 a bool, not {shape} and {self.power_of_2!r}")
         if shape != (0, 0) and (1 not in shape or shape == (1, 1) or self.group < 0 or self.group & (self.group - 1)):
             raise ValueError(f"a group must be (0, 0), or a power of two or 0 (all) beside a 1, not {shape}")
         if (self.formula in ("floor", "rceil")) != self.swizzled or (self.scale_layout != "rows" and not self.group):
@@ -166,28 +169,26 @@ def format_of(fp8_format: str | FP8Format) -> FP8Format:
     """
     if isinstance(fp8_format, FP8Format):
         return fp8_format
-    if fp8_format not in FORMATS:
+    if not isinstance(fp8_format, str) or fp8_format not in FORMATS:
         raise ValueError(f"fp8_format must be an FP8Format or one of {', '.join(FORMATS)}, not {fp8_format!r}")
     return FORMATS[fp8_format]
 
 
-def check_format(name: str, fp8_format: FP8Format, width: int, transposed: object = False) -> None:
-    """Raises TypeError or ValueError, naming the operator ``name``, for a format that rows of ``width`` cannot have.
-
-    ``transposed``: whether codes are wanted transposed as well.
-    """
-    if not isinstance(transposed, bool):
-        raise TypeError(f"{name}: transposed must be True or False, not {transposed!r}")
+def wrong_format(fp8_format: FP8Format, width: int, transposed: object = False) -> Refusal | None:
+    """Refuse a format that rows of ``width`` elements cannot have, and transposed codes where nobody can use them."""
     if fp8_format.group_columns > 1 and width % fp8_format.group_columns:
-        raise ValueError(
-            f"{name}: rows of {width} elements cannot be divided into groups of {fp8_format.group_columns}; take a"
-            " format with a scale for each row or for the tensor"
+        return Refusal(
+            f"rows of {width} elements cannot be divided into groups of {fp8_format.group_columns}; take a format with"
+            " a scale for each row or for the tensor",
+            ValueError,
         )
-    if transposed and not fp8_format.whole:
-        raise ValueError(
-            f"{name}: codes that share their scale along a row are of no use transposed; take rms_norm_columns_fp8 or"
-            " a format with one scale for the tensor"
+    if transposed is True and not fp8_format.whole:
+        return Refusal(
+            "codes that share their scale along a row are of no use transposed; take rms_norm_columns_fp8 or a format"
+            " with one scale for the tensor",
+            ValueError,
         )
+    return wrong_flag("transposed", transposed)
 
 
 def empty_scale(like: Tensor, leading: Sequence[int], width: int, fp8_format: FP8Format) -> Tensor:

@@ -19,7 +19,7 @@ from ..triton.memory import empty_rows_like, empty_weight_grad
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .cast import cast, numbers_of
 from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
-from .formats import FORMAT_OPTIONS, INPUT_GROUP, FP8Format, check_format, format_from, format_of
+from .formats import FORMAT_OPTIONS, INPUT_GROUP, FP8Format, format_from, format_of, wrong_format
 from .kernels import empty_columns_fp8, empty_norm_fp8, launch_columns_fp8, launch_norm_fp8
 from .quantized import Quantized, placeholder_of, with_gradient_to
 
@@ -46,17 +46,12 @@ class NormFP8(Operator):
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         x, _, _, codes, codes_scale, scale, *options, transposed = arguments
-        name = self.public_name(*arguments)
-        if codes is not None:
-            _check_codes(name, spec, x, codes, codes_scale)
         fp8_format = format_from(options)
-        if fp8_format.over_rows:
-            raise ValueError(
-                f"{name}: scales must be shared along a row; rms_norm_columns_fp8 takes formats that share them over"
-                " rows"
-            )
-        check_format(name, fp8_format, x.shape[-1], transposed)
-        return wrong_scale(scale)
+        refusal = None if codes is None else _wrong_codes(spec, x, codes, codes_scale)
+        if refusal is None and fp8_format.over_rows:
+            reason = "scales must be shared along a row; rms_norm_columns_fp8 takes formats that share them over rows"
+            refusal = Refusal(reason, ValueError)
+        return refusal or wrong_format(fp8_format, x.shape[-1], transposed) or wrong_scale(scale)
 
     def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         tensors, fp8_format = arguments[: self.tensor_count], format_from(arguments[6:-1])
@@ -134,10 +129,9 @@ class RMSNormColumnsFP8(RecomputedNorm):
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         fp8_format = format_from(arguments[3:])
-        check_format(self.name, fp8_format, arguments[0].shape[-1])
         if not fp8_format.over_rows:
-            raise ValueError(f"{self.name}: scales must be shared over rows; one of the tensor is the forward's")
-        return super().wrong(spec, *arguments[:3])
+            return Refusal("scales must be shared over rows; one of the tensor is the forward's", ValueError)
+        return wrong_format(fp8_format, arguments[0].shape[-1]) or super().wrong(spec, *arguments[:3])
 
     def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         fits = runs_fp8_kernels_on(format_from(arguments[3:]), *arguments[:3])
@@ -197,7 +191,7 @@ def rms_norm_fp8(
             that share their scale along a row, and where ``rms_norm`` raises it.
     """
     fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
-    tensors: Tensors = (x, None, weight, None, None) if isinstance(x, Tensor) else _tensors_of_codes(x, weight)
+    tensors: Tensors = _tensors_of_codes(x, weight) if isinstance(x, Quantized) else (x, None, weight, None, None)
     return _norm_fp8(spec, tensors, 1.0, fp8_format, transposed)[0]
 
 
@@ -236,6 +230,8 @@ def add_rms_norm_fp8(
         ValueError: for a residual of another shape or device, and where ``rms_norm_fp8`` raises it.
     """
     fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
+    if residual is None:
+        raise TypeError("add_rms_norm_fp8: residual must be a tensor, not NoneType; rms_norm_fp8 takes none")
     return _norm_fp8(spec, (x, residual, weight, None, None), scale, fp8_format, transposed)
 
 
@@ -287,25 +283,30 @@ def _norm_fp8(
 
 
 def _tensors_of_codes(x: Quantized, weight: Tensor | None) -> Tensors:
+    for name, one in (("codes", x.q), ("scales", x.scale)):
+        if not isinstance(one, Tensor):
+            raise TypeError(f"rms_norm_fp8: the {name} of x must be a tensor, not {type(one).__name__}")
     placeholder = x.placeholder
     if placeholder is None:
         placeholder = x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape)
     return placeholder, None, weight, x.q, x.scale
 
 
-def _check_codes(name: str, spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Raises TypeError or ValueError for codes, scales and a placeholder x that no norm can read."""
+def _wrong_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Refusal | None:
+    """Refuse codes, scales and a placeholder x that no norm can read."""
     if not codes.is_floating_point() or codes.dtype.itemsize != 1:
-        raise TypeError(f"{name}: the codes of x must be FP8, not {codes.dtype}")
+        return Refusal(f"the codes of x must be FP8, not {codes.dtype}", TypeError)
     if codes.dim() == 0 or codes.shape[-1] % INPUT_GROUP:
-        raise ValueError(f"{name}: the codes of x must have groups of {INPUT_GROUP}, not shape {tuple(codes.shape)}")
-    shape = (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP)
-    if scale.shape != shape or scale.dtype not in KERNEL_DTYPES:
-        raise ValueError(
-            f"{name}: the scales of x must be a number for each {INPUT_GROUP} columns of its codes, whose shape is"
+        reason = f"the codes of x must have groups of {INPUT_GROUP}, not shape {tuple(codes.shape)}"
+    elif scale.shape != (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP) or scale.dtype not in KERNEL_DTYPES:
+        reason = (
+            f"the scales of x must be a number for each {INPUT_GROUP} columns of its codes, whose shape is"
             f" {tuple(codes.shape)}, not {tuple(scale.shape)} of {scale.dtype}"
         )
-    if x.shape != codes.shape or x.device != codes.device or scale.device != codes.device:
-        raise ValueError(f"{name}: placeholder and scales of x must go with its codes, in shape and device")
-    if spec.casting == "none":
-        raise ValueError(f"{name}: casting 'none' rounds all it computes to x's dtype, which codes have not")
+    elif x.shape != codes.shape or x.device != codes.device or scale.device != codes.device:
+        reason = "placeholder and scales of x must go with its codes, in shape and device"
+    elif spec.casting == "none":
+        reason = "casting 'none' rounds all it computes to x's dtype, which codes have not"
+    else:
+        return None
+    return Refusal(reason, ValueError)
