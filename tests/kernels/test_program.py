@@ -224,11 +224,14 @@ def test_unusual_tensors_do_not_meet_a_program(recorded: tuple[Tensor, Tensor], 
 
 def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
     """A scale of True is an error though True equals 1, and 0.0 is not -0.0."""
-    x, r, w = rows(device), rows(device), weight(device)
+    x, r, w = rows(device).requires_grad_(), rows(device), weight(device)
     for scale in (1.0, 0.0, -0.0, 2, 2.0):
         for _ in range(2):
             found = add_rms_norm(x, r, w, scale=scale)
-            assert_same([*found], [*ADD_RMS_NORM._launched(LLAMA, x, r, w, None, scale)])
+            expected = ADD_RMS_NORM._launched(LLAMA, x, r, w, None, scale)
+            assert_same([*found], [*expected])
+            dx, expected_dx = (torch.autograd.grad(s, x, torch.ones_like(s))[0] for _, s in (found, expected))
+            assert torch.equal(dx.signbit(), expected_dx.signbit())
     with pytest.raises(TypeError, match="scale must be"):
         add_rms_norm(x, r, w, scale=True)
 

@@ -246,12 +246,12 @@ class Device:
         return max(1, wanted * 32 // self.warp_size)
 
     def rule(self, section: str, width: int) -> Rule:
-        """What was measured for rows of ``width`` elements on this device, or the rule of the section."""
+        """The row of the device's table for just ``width`` elements; else the section's first rule that is for them."""
         measured = (row for row in self.table.rows.get(_ROWS_OF.get(section, section), ()) if row.widest == width)
         return next(measured, None) or next(rule for rule in RULES[section] if width <= rule.widest)
 
     def stages(self, wanted: int, tile_bytes: int) -> int:
-        """The tiles in flight: as many as ``wanted``, or as shared memory holds, where each but the first lies."""
+        """The tiles in flight: ``wanted``, or fewer where shared memory does not hold all of them but the first."""
         return max(1, min(wanted, 1 + (self.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes))
 
 
@@ -311,9 +311,13 @@ def forward_plan(
 ) -> ForwardPlan:
     """The forward's launch for rows of ``width`` elements, in the best mode or the one asked for.
 
-    A norm with a residual has the same plan, so that rows are added up in the same order. ``section`` is
-    ``sandwich_forward`` for a norm, an add and, in a sandwich, a norm, of rows up to ``WIDEST_SANDWICH_FORWARD``; or
-    ``gated_forward`` for a gated norm, ``width`` being that of a group, up to ``WIDEST_GATED``. Both have one mode.
+    Args:
+        width: of a row or, in a gated norm, of a group.
+        device: where it is launched.
+        mode: None is the best one.
+        section: ``forward`` for a norm with or without a residual, so that both add up a row in the same order;
+            ``sandwich_forward`` for two norms with an add between them, of rows up to ``WIDEST_SANDWICH_FORWARD``;
+            ``gated_forward`` for a gated norm, up to ``WIDEST_GATED``. The last two have one mode.
 
     Raises:
         ValueError: for a mode that is none, or that cannot hold a row this wide.
@@ -342,11 +346,14 @@ def backward_plan(
 ) -> BackwardPlan:
     """The backward's launch for rows of ``width`` elements.
 
-    ``column_bytes``: what the loop reads for one element of a row, over all tensors it reads. Every stage beyond the
-    first holds a tile of each in shared memory; where they do not fit, fewer are in flight. ``section``:
-    ``add_backward`` where the gradient of a residual sum is read and added as well; ``sandwich_backward``, of rows up
-    to ``WIDEST_SANDWICH_BACKWARD``; or ``gated_backward``, of groups up to ``WIDEST_GATED``, the programs being those
-    of all groups.
+    Args:
+        width: of a row or, in a gated norm, of a group.
+        column_bytes: what the loop reads for one element of a row, over all tensors. Every stage beyond the first holds
+            a tile of each in shared memory; where they do not fit, fewer are in flight.
+        device: where it is launched.
+        section: ``norm_backward``; ``add_backward`` where the gradient of a residual sum is read and added as well;
+            ``sandwich_backward`` for two norms, of rows up to ``WIDEST_SANDWICH_BACKWARD``; or ``gated_backward``, up
+            to ``WIDEST_GATED``, whose programs are those of all groups together.
     """
     if section == "sandwich_backward" and column_bytes > 12:
         section = "fp32_sandwich_backward"
@@ -395,10 +402,10 @@ class HeadsPlan:
 
 @lru_cache(maxsize=1024)
 def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device()) -> HeadsPlan:
-    """The forward's launch for rows of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
+    """The forward's launch over heads of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
 
-    ``q_heads`` and ``k_heads``: rows that follow each other at one stride, 1 where all rows of a tensor do. RoPE alone
-    has the plan of a norm and RoPE.
+    ``q_heads`` and ``k_heads`` are the rows of a token that follow each other at one stride: 1 where all rows of a
+    tensor do. RoPE by itself has the plan of a norm with RoPE.
     """
     rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width)
     return _heads_by(rule, (q_heads, k_heads), width, rotary, device)

@@ -110,24 +110,12 @@ def straight_lines(
     known = {"kept": [compiled for _, compiled in performed], "index": machine.index, "empty": machine.empty}
     known |= {"device": machine.device, "stream_of": machine.stream, "runtime": runtime}
     known |= {"enter": runtime.launch_enter_hook, "leave": runtime.launch_exit_hook}
-    launches: list[str] = []
+    launches = []
     for index, (launch, compiled) in enumerate(performed):
-        if any(isinstance(number, int) and number >= INT32_LIMIT for number in launch.numbers):
-            raise NotRecordableError(f"{launch.name} is compiled anew for numbers like these")
-        entry = machine.entry(launch, compiled)
         places = [None if t is None else f"p{names.of(t)}" for t in launch.tensors]
-        head = {f"h{index}_{i}": value for i, value in enumerate(entry.head)}
-        numbers = {f"n{index}_{i}": value for i, value in enumerate(entry.numbers)}
-        known |= {
-            f"call{index}": entry.call,
-            f"x{index}": launch.grid[0],
-            f"y{index}": launch.grid[1],
-            **head,
-            **numbers,
-        }
-        given = ", ".join((*("None" if at is None else str(places[at]) for at in entry.tensors), *numbers))
-        given = f"({given},)" if entry.packed else given
-        launches.append(f"call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {given})")
+        line, its_known = _launch_line(index, launch, machine.entry(launch, compiled), places)
+        launches.append(line)
+        known |= its_known
     passed = sorted(names.asked)
     if len(arguments) > len(inputs):
         results, saved = results
@@ -145,6 +133,24 @@ def straight_lines(
     if passed:
         lines += [f"if ({' | '.join(f'p{name}' for name in passed)}) & 15:", otherwise, "stream = stream_of(index)"]
     return [*lines, *launches], known
+
+
+def _launch_line(index: int, launch: Launch, entry: _Entry, places: Sequence[str | None]) -> tuple[str, dict[str, Any]]:
+    """The line that makes one launch, with its tensors at the addresses named, and the names that it knows."""
+    if any(isinstance(number, int) and number >= INT32_LIMIT for number in launch.numbers):
+        raise NotRecordableError(f"{launch.name} is compiled anew for numbers like these")
+    head = {f"h{index}_{i}": value for i, value in enumerate(entry.head)}
+    numbers = {f"n{index}_{i}": value for i, value in enumerate(entry.numbers)}
+    given = ", ".join((*("None" if at is None else str(places[at]) for at in entry.tensors), *numbers))
+    given = f"({given},)" if entry.packed else given
+    line = f"call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {given})"
+    return line, {
+        f"call{index}": entry.call,
+        f"x{index}": launch.grid[0],
+        f"y{index}": launch.grid[1],
+        **head,
+        **numbers,
+    }
 
 
 class Cuda:
