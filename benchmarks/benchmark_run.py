@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +14,7 @@ import torch
 
 from .results import Result, Results
 from .samples import Timing, in_turns
-from .timing import copy_sampler, own_stream
+from .timing import Sampler, copy_sampler, own_stream
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,36 @@ class BenchmarkRun:
             found[name] = with_failure(found[name], error)
 
         return in_turns(samplers, rounds=self.rounds(*rounds), seconds=self.seconds(seconds), failed=failed)
+
+    def compare(
+        self,
+        empty: Sequence[Result],
+        prepare: Callable[[Result], tuple[Result, Sampler | None]],
+        rounds: tuple[int, int],
+        seconds: float,
+    ) -> dict[str, Result]:
+        """Complete results, time those that are right in turns, and keep all of them; also return them, by name.
+
+        Args:
+            empty: what is to be measured, by each implementation.
+            prepare: adds what is known before anything is timed, and makes the sampler of what is right; may raise.
+            rounds: the fewest and the most.
+            seconds: for the samples of each.
+        """
+        ready: dict[str, Sampler] = {}
+
+        def prepared(result: Result) -> Result:
+            result, one = prepare(result)
+            if one is not None:
+                ready[result.by] = one
+            return result
+
+        found = {result.by: attempt(result, prepared) for result in empty}
+        takes = {name: one.take for name, one in ready.items()}
+        for name, samples in self.take_turns(found, takes, rounds, seconds * len(takes)).items():
+            found[name] = replace(found[name], timing=Timing.of(samples, ready[name].method))
+        self.results.rows += found.values()
+        return found
 
     def measure_copy(self, moved_bytes: int | None = None) -> None:
         """Measure a copy that moves so many bytes, once for each size; without a size the large copy, at every call."""

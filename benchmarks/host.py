@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from .benchmark_run import BenchmarkRun, attempt
+from .benchmark_run import BenchmarkRun
 from .kernels import repeatable_backwards
 from .operator_cases import HOST, OperatorCase
 from .providers import Provider
 from .results import Result
-from .samples import Timing
-from .timing import host_and_step_time
+from .timing import Sampler, host_and_step_time
 
 CHAIN = 32
 """Calls in a row, each on the result of the one before, as in a model."""
@@ -51,24 +48,18 @@ def _measure(
     run: BenchmarkRun, case: OperatorCase, providers: Sequence[Provider], kind: str, chain: int, repeats: int
 ) -> None:
     row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
-    found: dict[str, Result] = {}
-    runs: dict[str, Run] = {}
+    by_name = {provider.name: provider for provider in providers}
 
-    def prepare(provider: Provider, result: Result) -> Result:
-        runs[provider.name] = _chain(case, provider, run.device, kind, chain)
-        return result
+    def prepare(result: Result) -> tuple[Result, Sampler]:
+        calls = _chain(case, by_name[result.by], run.device, kind, chain)
 
-    for provider in providers:
-        found[provider.name] = attempt(Result("host", row, provider.name, kind), partial(prepare, provider))
+        def take() -> float:
+            calls()  # what the others have driven out of the processor's caches comes back
+            return host_and_step_time(calls, repeats, run.device)[0] / chain
 
-    def sample(one: Run) -> float:
-        one()  # what the others have driven out of the processor's caches comes back
-        return host_and_step_time(one, repeats, run.device)[0] / chain
+        return result, Sampler(take, "wall")
 
-    takes = {name: partial(sample, one) for name, one in runs.items()}
-    for name, samples in run.take_turns(found, takes, _ROUNDS, _SECONDS * len(takes)).items():
-        found[name] = replace(found[name], timing=Timing.of(samples, "wall"))
-    run.results.rows += found.values()
+    found = run.compare([Result("host", row, name, kind) for name in by_name], prepare, _ROUNDS, _SECONDS)
     times = (f"{name} {1e6 * one.seconds:.1f}" for name, one in found.items() if one.seconds)
     run.say(f"host time of {row}, {kind}, us a call: {', '.join(times)}")
 

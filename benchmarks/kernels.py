@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_norm.kernels.fp8 import Quantized
 
-from .benchmark_run import BenchmarkRun, attempt, name_of
+from .benchmark_run import BenchmarkRun, name_of
 from .operator_cases import (
     DIRECTIONS,
     Direction,
@@ -28,7 +28,6 @@ from .operator_cases import (
 )
 from .providers import Provider
 from .results import Result
-from .samples import Timing
 from .timing import Sampler, input_sets, leaves_cache, memory_over, own_stream, sampler
 
 OperatorCall = Callable[[], Sequence[Tensor]]
@@ -90,14 +89,6 @@ def operator_calls(
     return backwards
 
 
-class _Ready(NamedTuple):
-    """An operator that is right and ready to be timed."""
-
-    provider: Provider
-    function: OperatorFunction
-    sampler: Sampler
-
-
 def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, providers: Sequence[Provider]) -> None:
     count = input_sets(case.bytes("forward", dtype), run.device)
     sets = [case.inputs(dtype, run.device, seed=seed) for seed in range(count)]
@@ -107,21 +98,9 @@ def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, pro
         run.measure_copy(moved)
         cold = leaves_cache(moved * len(sets), run.device)
         empty = Result("kernels", case.name, "", direction, name_of(dtype), bytes=moved, cold=cold)
-        ready: dict[str, _Ready] = {}
         with torch.set_grad_enabled(direction == "backward"):
-            found = {
-                one.name: attempt(
-                    replace(empty, by=one.name), partial(_prepare, case, one, sets, exact[direction], ready)
-                )
-                for one in providers
-            }
-            takes = {name: one.sampler.take for name, one in ready.items()}
-            for name, samples in run.take_turns(found, takes, _ROUNDS, _SECONDS * len(takes)).items():
-                right = ready[name]
-                found[name] = replace(found[name], timing=Timing.of(samples, right.sampler.method))
-                found[name] = attempt(found[name], partial(_with_memory, case, right, sets[0]))
-        ready.clear()
-        run.results.rows += found.values()
+            prepare = partial(_prepare, case, {one.name: one for one in providers}, sets, exact[direction])
+            found = run.compare([replace(empty, by=one.name) for one in providers], prepare, _ROUNDS, _SECONDS)
         times = (
             f"{name} {1e6 * one.seconds:.1f}" if one.seconds else f"{name} {one.verdict}" for name, one in found.items()
         )
@@ -130,15 +109,15 @@ def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, pro
 
 def _prepare(
     case: OperatorCase,
-    provider: Provider,
+    providers: Mapping[str, Provider],
     sets: Sequence[OperatorInputs],
     exact: Sequence[Tensor],
-    ready: dict[str, _Ready],
     result: Result,
-) -> Result:
-    """Hold an operator against the exact results; one that is right is captured and goes into ``ready``."""
-    function, (first, *_) = provider.build(case), sets
-    direction = _direction(result)
+) -> tuple[Result, Sampler | None]:
+    """Hold an operator against the exact results; one that is right is captured, and its peak of memory is taken."""
+    provider, (first, *_) = providers[result.by], sets
+    function = provider.build(case)
+    direction: Direction = "backward" if result.kind == "backward" else "forward"
     calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
     device, dtype = first.arguments[0].device, first.arguments[0].dtype
     _poison(exact, device)
@@ -146,21 +125,11 @@ def _prepare(
     result = replace(result, error=error if math.isfinite(error) else None)
     if not error <= (allowed := tolerance(dtype, case)):
         detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
-        return replace(result, verdict="wrong", detail=detail)
-    ready[provider.name] = _Ready(provider, function, sampler(calls, device))
-    return result
-
-
-def _with_memory(case: OperatorCase, ready: _Ready, inputs: OperatorInputs, result: Result) -> Result:
-    """The result with its peak of memory; without for those that get copies of their arguments, which would count."""
-    if case.operator in ready.provider.overwrites_arguments:
-        return result
-    extra = extra_memory(ready.function, _direction(result), inputs, inputs.arguments[0].device)
-    return replace(result, extra_bytes=extra)
-
-
-def _direction(result: Result) -> Direction:
-    return "backward" if result.kind == "backward" else "forward"
+        return replace(result, verdict="wrong", detail=detail), None
+    captured = sampler(calls, device)
+    if case.operator not in provider.overwrites_arguments:  # else its copies of them would count
+        result = replace(result, extra_bytes=extra_memory(function, direction, first, device))
+    return result, captured
 
 
 def extra_memory(function: OperatorFunction, direction: Direction, inputs: OperatorInputs, device: torch.device) -> int:

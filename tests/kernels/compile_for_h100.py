@@ -22,6 +22,13 @@ _TYPES = {
 }
 
 
+class Noted(list[Launch]):
+    """The launches of a context, none of which is made."""
+
+    def launched(self, launch: Launch) -> None:
+        self.append(launch)
+
+
 def compiled(launch: Launch) -> Any:
     """The kernel of a launch, for tensors at multiples of 16 bytes."""
     kernel, arguments = launch.kernel, (*launch.tensors, *launch.numbers)

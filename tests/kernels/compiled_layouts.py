@@ -12,34 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compile_for_h100 import compiled
+from compile_for_h100 import Noted, compiled
 
 from fused_norm.kernels.fp8 import FORMATS, FP8Format, kernels
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import norm_forward
-from fused_norm.kernels.triton.launch import Launch, launches
+from fused_norm.kernels.triton.launch import launches
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class _First:
-    """Keeps the first launch, and makes none."""
-
-    def __init__(self) -> None:
-        self.found: Launch | None = None
-
-    def launched(self, launch: Launch) -> None:
-        self.found = self.found or launch
-
-
 def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
     """Shape and layout of what the first kernel that a call launches sums in fp32."""
-    first = _First()
-    with launches.by(first):
+    with launches.by(noted := Noted()):
         call()
-    assert first.found is not None
-    text = compiled(first.found).asm["ttgir"]
+    text = compiled(noted[0]).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", text, re.MULTILINE))
     shape, name = re.findall(r"\(tensor<([\dx]+xf32), (#\w+)>\) -> tensor<[\dx]*xf32", text)[0]
     return shape, layouts[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_for_h100 import compiled
+from compile_for_h100 import Noted, compiled
 
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
@@ -26,25 +26,13 @@ from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton import devices
-from fused_norm.kernels.triton.launch import Launch, launches
+from fused_norm.kernels.triton.launch import launches
 
 H100 = Device()
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384)
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SPILLED = 48
 """Bytes that a kernel may spill: that of a sandwich of 1024 does 44."""
-
-
-class Compiler:
-    """Compiles each launch instead of making it."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[str, int, int]] = []
-
-    def launched(self, launch: Launch) -> None:
-        """Compile one launch and keep its name, shared memory and spilled bytes."""
-        kernel = compiled(launch)
-        self.found.append((launch.name, kernel.metadata.shared, spilled_bytes(kernel.asm["ptx"])))
 
 
 def spilled_bytes(ptx: str) -> int:
@@ -97,13 +85,14 @@ def main() -> int:
         tuned = {rule.widest for rules in table.rows.values() for rule in rules}
         for width in sorted(tuned) or WIDTHS:
             for name, call in calls(width):
-                compiler = Compiler()
-                with devices.use_plans(table), launches.by(compiler):
+                with devices.use_plans(table), launches.by(noted := Noted()):
                     call()
-                for kernel, shared, spilled in compiler.found:
+                for launch in noted:
+                    kernel = compiled(launch)
+                    shared, spilled = kernel.metadata.shared, spilled_bytes(kernel.asm["ptx"])
                     fits = shared <= H100.shared_memory and spilled <= SPILLED
                     status |= not fits
-                    line = f"{name} {width} {kernel}: {shared} shared, {spilled} spilled"
+                    line = f"{name} {width} {launch.name}: {shared} shared, {spilled} spilled"
                     sys.stdout.write(line + ("\n" if fits else " !\n"))
     return status
 
