@@ -138,7 +138,8 @@ class FusedBlock(nn.Module):
         for rotation in self.fused_norm_rotations:
             if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
                 found, reason = _rotated_as(rotation, q, k, cos, sin, further, named.get("unsqueeze_dim", 1))
-                explain(self.fused_norm_origin, reason)
+                if reason is not None:
+                    explain(self.fused_norm_origin, reason)
                 return found
         return None
 
@@ -200,14 +201,15 @@ def _rotated_as(
     if rotation.tokens_first:
         heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
         cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
-    once = (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
-    dtypes = rotation.single_rounding_dtypes if once else rotation.dtypes
+    dtypes, once = rotation.dtypes, False
+    if rotation.single_rounding_dtypes:
+        once = (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
+        dtypes = rotation.single_rounding_dtypes if once else dtypes
     unless = partial(_rotates_otherwise, rotation, dtypes, (heads[0],), cos, heads_dim)
     found, reason = run_fused(ROPE, None, *heads, cos, sin, heads_dim, once, programs=rotation.programs, unless=unless)
-    if reason is not None:
-        return None, reason
-    q_out, k_out = found
-    return (_as_given(q_out, q), None if k is None else _as_given(k_out, k)), None
+    if reason is None and rotation.tokens_first:
+        found = _like(found[0], q), None if k is None else _like(found[1], k)
+    return found, reason
 
 
 def _with_batch(x: Any, without: int) -> Any:
@@ -215,7 +217,7 @@ def _with_batch(x: Any, without: int) -> Any:
     return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() == without else x
 
 
-def _as_given(x: Tensor, given: Tensor) -> Tensor:
+def _like(x: Tensor, given: Tensor) -> Tensor:
     """``x`` without the dimension of the batch that ``given`` had not."""
     return x if x.dim() == given.dim() else x.squeeze(0)
 
