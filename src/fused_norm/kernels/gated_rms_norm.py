@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import GATES, Refusal, wrong_choice, wrong_flag
-from .operator import BackwardCall, Facts, Operator, Tensors, norm_spec
+from .operator import BackwardCall, Operator, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
 from .triton.memory import empty_rows_like, empty_weight_grad
@@ -62,10 +61,6 @@ class GatedRMSNorm(Operator):
         if launch:
             launch_gated_forward(spec, x, gate, weight, outputs, Gating(*how))
         return outputs
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        x, gate, weight, *how = arguments
-        return (x, gate, weight, results[1]), tuple(how)
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, gate, weight, rstd) = call.incoming, call.saved

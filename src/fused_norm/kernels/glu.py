@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import ACTIVATIONS, Refusal, other_dtype, wrong_choice
-from .operator import BackwardCall, Facts, Operator, Recompute, Route, Spec, Tensors
+from .operator import BackwardCall, Operator, Recompute, Route, Spec
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -55,10 +55,6 @@ class Glu(Operator):
         if launch:
             launch_glu_forward(gate, up, y, activation)
         return (y,)
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        gate, up, activation = arguments
-        return (gate, up), (activation,)
 
     def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)

@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import other_order
-from .operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
-from .rms_norm import RMS_NORM
-from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
+from .operator import Operator, norm_spec
+from .rms_norm import NormOperator
 
 
-class NormAdd(Operator):
-    """``norm_add`` as an operator."""
+class NormAdd(NormOperator):
+    """``norm_add`` as an operator, the backward of which is that of ``rms_norm``."""
 
     name = "norm_add"
+    inner = True
     tensors = "Tensor x, Tensor residual, Tensor? weight"
     outputs = ("s",)
-    same_shape = ("residual",)
-    kept = ("rstd",)
-    saved = "Tensor x, Tensor? weight, Tensor rstd"
+    kept = ("inner_rstd",)
+    saved = "Tensor x, Tensor? weight, Tensor inner_rstd"
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw")
 
-    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
-        return other_order(*arguments[:2])
+    backward, reference_backward = Operator.backward, Operator.reference_backward
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         return reference.norm_add(spec, *arguments)
-
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, residual, weight = arguments
-        inputs = NormInputs(x, None, residual, inner=True, inner_weight=weight, normed=False)
-        outputs = empty_norm(spec, inputs, training)
-        if launch:
-            launch_norm_forward(spec, inputs, outputs)
-        return outputs.s, outputs.inner_rstd
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        x, residual, weight = arguments
-        return (x, weight, results[1]), (residual.dtype,)
-
-    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (ds,), (residual_dtype,) = call.incoming, call.facts
-        need_dx, need_dr, need_dw = call.needed
-        dx = dw = None
-        if need_dx or need_dw:
-            norm_call = call._replace(facts=(), needed=(need_dx, need_dw))
-            dx, dw = RMS_NORM.gradients_by(route, spec, norm_call)
-        # As an add passes it on: what arrives, unless it must be converted.
-        return dx, ds.to(residual_dtype) if need_dr and ds is not None else None, dw
 
 
 NORM_ADD = NormAdd()

@@ -2,88 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import other_order
-from .operator import BackwardCall, Facts, Operator, Recompute, Route, Tensors, norm_spec
-from .recomputed_norm import norm_recompute
-from .rms_norm import RMS_NORM
-from .triton.memory import empty_rows_like, empty_weight_grad
-from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
-from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
+from .operator import norm_spec
+from .rms_norm import NormOperator
 
 
-class NormAddNorm(Operator):
+class NormAddNorm(NormOperator):
     """``norm_add_norm`` as an operator."""
 
     name = "norm_add_norm"
+    inner = True
     tensors = "Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight"
     outputs = ("y", "s")
-    same_shape = ("residual",)
     kept = ("inner_rstd", "rstd")
     saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dinner", "dw")
 
-    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
-        return other_order(*arguments[:2])
-
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         return reference.norm_add_norm(spec, *arguments)
-
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, residual, inner_weight, weight = arguments
-        inputs = NormInputs(x, weight, residual, inner=True, inner_weight=inner_weight)
-        outputs = empty_norm(spec, inputs, training)
-        if launch:
-            launch_norm_forward(spec, inputs, outputs)
-        return outputs
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        x, residual, inner_weight, weight = arguments
-        _, s, inner_rstd, rstd = results
-        return (s, x, inner_weight, weight, inner_rstd, rstd), (residual.dtype,)
-
-    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        _, s, _, rstd = results
-        return norm_recompute(spec, s, arguments[3], rstd)
-
-    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        dy, ds = call.incoming
-        if dy is not None or ds is None:
-            return super().gradients_by(route, spec, call)
-        # Only the sum was used.
-        _, x, inner_weight, _, inner_rstd, _ = call.saved
-        need_dx, need_dr, need_dinner, _ = call.needed
-        dx = dinner = None
-        if need_dx or need_dinner:
-            norm_call = BackwardCall((ds,), (x, inner_weight, inner_rstd), (), (need_dx, need_dinner))
-            dx, dinner = RMS_NORM.gradients_by(route, spec, norm_call)
-        return dx, ds.to(call.facts[0]) if need_dr else None, dinner, None
-
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        dy, ds = call.incoming
-        s, x, inner_weight, weight, inner_rstd, rstd = call.saved
-        need_dx, need_dr, need_dinner, need_dw = call.needed
-        dx = empty_rows_like(s, x.dtype) if need_dx else None
-        dr = empty_rows_like(s, call.facts[0]) if need_dr else None
-        dinner = empty_weight_grad(inner_weight, need_dinner)
-        dw = empty_weight_grad(weight, need_dw)
-        if launch:
-            saved = NormSaved(dy, ds, s, weight, rstd, x, inner_weight, inner_rstd)
-            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dinner))
-        return dx, dr, dinner, dw
-
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy, ds), (s, x, inner_weight, weight, *_) = call.incoming, call.saved
-        g, dw = reference.rms_norm_backward(spec, dy, s, weight, ds)
-        dx, dinner = reference.rms_norm_backward(spec, g, x, inner_weight)
-        return dx.to(x.dtype), g.to(call.facts[0]), dinner, dw
 
 
 NORM_ADD_NORM = NormAddNorm()

@@ -20,6 +20,7 @@ from .program import Programs, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import launches
+from .triton.memory import memory_order
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -134,7 +135,8 @@ class Operator(ABC):
         self._is_weight = [name.endswith("weight") for name in names]
         self._is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
         self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
-        self._is_kept = [name in _names(self.saved) for name in names]
+        self._option_names, self._saved_names, self._fact_names = map(_names, (self.options, self.saved, self.facts))
+        self._is_kept = [name in self._saved_names for name in names]
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
             f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
@@ -181,9 +183,31 @@ class Operator(ABC):
         ``how``: ``training``, without which all ``kept`` is None, and ``launch``, without which nothing is computed.
         """
 
-    @abstractmethod
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        """Pick from a forward's arguments and results what the backward takes: ``saved`` and ``facts``."""
+        """Pick from a forward's arguments and results what the backward takes, ``saved`` and ``facts``, by the names.
+
+        A fact that has no name of its own is of a tensor: ``x_dtype``, or ``x_order``, the order of x in memory.
+        """
+        known = self.by_name(arguments, results)
+        for name in self._fact_names:
+            if name not in known:
+                tensor, kind = known[name.rpartition("_")[0]], name.rpartition("_")[2]
+                if kind == "dtype":
+                    known[name] = None if tensor is None else tensor.dtype
+                else:
+                    known[name] = [] if tensor is None else memory_order(tensor)
+        return tuple([known[name] for name in self._saved_names]), tuple([known[name] for name in self._fact_names])
+
+    def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
+        """A forward's arguments, and its results where they are given, by their names."""
+        names = (*self.tensor_names, *self._option_names, *self.outputs, *self.kept)
+        return dict(zip(names, (*arguments, *results), strict=False))
+
+    def backward_by_name(self, call: BackwardCall) -> dict[str, Any]:
+        """A backward's arguments by their names: ``dy``, the gradient of an output, and ``need_dx`` among them."""
+        incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
+        names = (*incoming, *self._saved_names, *self._fact_names, *needed)
+        return dict(zip(names, (*call.incoming, *call.saved, *call.facts, *call.needed), strict=True))
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         """Launch the backward, and return ``gradients``, None for those not needed.
@@ -442,7 +466,7 @@ class Operator(ABC):
         spec, rest = self._spec_of(arguments)
         incoming, rest = rest[: len(self.outputs)], rest[len(self.outputs) :]
         needed = rest[-len(self.gradients) :]
-        count = len(_names(self.saved))
+        count = len(self._saved_names)
         saved, facts = rest[:count], rest[count : -len(self.gradients)]
         lead = next(gradient for gradient in incoming if gradient is not None)
         call = BackwardCall(incoming, saved, tuple(facts), needed)

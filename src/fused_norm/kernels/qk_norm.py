@@ -11,7 +11,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import Refusal, wrong_angles, wrong_pair
 from .heads import HeadsOperator
-from .operator import BackwardCall, Facts, Recompute, Tensors, norm_spec
+from .operator import BackwardCall, Recompute, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
@@ -49,10 +49,6 @@ class QKNorm(HeadsOperator):
         if launch:
             launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim)
         return outputs
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        *inputs, unsqueeze_dim = arguments
-        return inputs, (unsqueeze_dim,)
 
     def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)

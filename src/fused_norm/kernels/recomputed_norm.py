@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..spec import NormSpec
 from . import reference
 from .arguments import Refusal
-from .operator import Facts, Operator, Recompute, Tensors
+from .operator import Operator, Recompute
 from .triton.memory import empty_rows_like, norm_dtype
 from .triton.norm_forward import launch_norm_from_rstd
 
@@ -45,9 +44,6 @@ class RecomputedNorm(Operator):
         if launch:
             launch_norm_from_rstd(spec, x, weight, rstd, y)
         return (y,)
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        return (), ()
 
 
 RECOMPUTED_NORM = RecomputedNorm()

@@ -1,23 +1,133 @@
-"""RMSNorm."""
+"""RMSNorm, and what it has in common with the operators of RMSNorm and residual add."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import Refusal, wrong_mode
-from .operator import BackwardCall, Facts, Operator, Recompute, Tensors, norm_spec
+from .arguments import Refusal, other_order, wrong_mode, wrong_scale
+from .operator import BackwardCall, Operator, Recompute, Route, norm_spec
 from .recomputed_norm import norm_recompute
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 
-class RMSNorm(Operator):
+class NormOperator(Operator):
+    """RMSNorm, with or without an add in front of it, and with or without a norm of the branch in front of that.
+
+    ``y = norm(s; weight)`` of ``s = residual + branch``; the branch is ``x * scale`` or ``norm(x; inner_weight)``. What
+    of this an operator has, its schema tells.
+    """
+
+    same_shape = ("residual",)
+    inner: ClassVar[bool] = False
+    """The branch is normalised."""
+
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        given = self.by_name(arguments)
+        return wrong_mode(given["x"], given.get("mode")) or wrong_scale(given.get("scale", 1.0))
+
+    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
+        x, residual, *_ = arguments
+        return other_order(x, residual) if "residual" in self.tensor_names else None
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        given = self.by_name(arguments)
+        inner_weight, weight = self._weights_of(given)
+        added = given.get("residual"), given.get("scale", 1.0)
+        inputs = NormInputs(given["x"], weight, *added, self.inner, inner_weight, normed="y" in self.outputs)
+        outputs = empty_norm(spec, inputs, training)
+        if launch:
+            launch_norm_forward(spec, inputs, outputs, given.get("mode"))
+        return tuple([getattr(outputs, name) for name in (*self.outputs, *self.kept)])
+
+    def _weights_of(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of the branch's norm and of the sum's; an only one is called ``weight``."""
+        if "y" not in self.outputs:
+            return given["weight"], None
+        return given.get("inner_weight"), given["weight"]
+
+    @staticmethod
+    def _normalised(given: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
+        """What was normalised last, and the dtype of x, of a backward's arguments."""
+        s = given["s"] if "s" in given else given["x"]
+        return s, given["x_dtype"] if "x_dtype" in given else given["x"].dtype
+
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        if "y" not in self.outputs:
+            return None
+        known = self.by_name(arguments, results)
+        return norm_recompute(spec, known.get("s", known["x"]), known["weight"], known["rstd"])
+
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        given = self.backward_by_name(call)
+        if given.get("dy") is None and given.get("ds") is not None:
+            return self._gradients_of_sum(route, spec, call)
+        # As PyTorch's own add, one gradient for both where they are alike: a second store costs a quarter of the time.
+        alike = (
+            given.get("need_dr", False)
+            and given["need_dx"]
+            and not self.inner
+            and given["x_dtype"] == given["residual_dtype"]
+            and given["scale"] == 1.0
+        )
+        if alike:
+            need_dx, _, *others = call.needed
+            call = call._replace(needed=(need_dx, False, *others))
+        found = super().gradients_by(route, spec, call)
+        return (found[0], found[0], *found[2:]) if alike else found
+
+    def _gradients_of_sum(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        """The gradients where the norm of the sum is unused, or is not there: the sum's passes on as an add does it."""
+        given = self.backward_by_name(call)
+        ds, need_dx, need_inner = given["ds"], given["need_dx"], self.inner and call.needed[2]
+        dx = dinner = None
+        if self.inner and (need_dx or need_inner):
+            saved = given["x"], self._weights_of(given)[0], given["inner_rstd"]
+            norm_call = BackwardCall((ds,), saved, (), (need_dx, need_inner))
+            dx, dinner = RMS_NORM.gradients_by(route, spec, norm_call)
+        elif need_dx and not self.inner:
+            dx = (ds if given["scale"] == 1.0 else ds * given["scale"]).to(given["x_dtype"])
+        dr = ds.to(given["residual_dtype"]) if given["need_dr"] else None
+        return (dx, dr, dinner, None)[: len(self.gradients)]
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        given = self.backward_by_name(call)
+        inner_weight, weight = self._weights_of(given)
+        s, x_dtype = self._normalised(given)
+        dx = empty_rows_like(s, x_dtype) if given["need_dx"] else None
+        dr = empty_rows_like(s, given["residual_dtype"]) if given.get("need_dr") else None
+        dw = empty_weight_grad(weight, given["need_dw"])
+        dinner = empty_weight_grad(inner_weight, given.get("need_dinner", False))
+        if launch:
+            saved = NormSaved(given["dy"], given.get("ds"), s, weight, given["rstd"], scale=given.get("scale", 1.0))
+            if self.inner:
+                saved = saved._replace(x=given["x"], inner_weight=inner_weight, inner_rstd=given["inner_rstd"])
+            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dinner))
+        found = {"dx": dx, "dr": dr, "dinner": dinner, "dw": dw}
+        return tuple([found[name] for name in self.gradients])
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        given = self.backward_by_name(call)
+        inner_weight, weight = self._weights_of(given)
+        s, x_dtype = self._normalised(given)
+        g, dw = reference.rms_norm_backward(spec, given["dy"], s, weight, given.get("ds"))
+        found = {"dx": g * given.get("scale", 1.0), "dw": dw}
+        if self.inner:
+            found["dx"], found["dinner"] = reference.rms_norm_backward(spec, g, given["x"], inner_weight)
+        if "dr" in self.gradients:
+            found["dr"] = g.to(given["residual_dtype"])
+        found["dx"] = found["dx"].to(x_dtype)
+        return tuple([found[name] for name in self.gradients])
+
+
+class RMSNorm(NormOperator):
     """``rms_norm`` as an operator."""
 
     name = "rms_norm"
@@ -28,43 +138,9 @@ class RMSNorm(Operator):
     saved = "Tensor x, Tensor? weight, Tensor rstd"
     gradients = ("dx", "dw")
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        x, _, mode = arguments
-        return wrong_mode(x, mode)
-
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         x, weight, _ = arguments
         return reference.rms_norm(spec, x, weight)
-
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, weight, mode = arguments
-        inputs = NormInputs(x, weight)
-        outputs = empty_norm(spec, inputs, training)
-        if launch:
-            launch_norm_forward(spec, inputs, outputs, mode)
-        return outputs.y, outputs.rstd
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        x, weight, _ = arguments
-        return (x, weight, results[1]), ()
-
-    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        x, weight, _ = arguments
-        return norm_recompute(spec, x, weight, results[1])
-
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, weight, rstd) = call.incoming, call.saved
-        need_dx, need_dw = call.needed
-        dx = empty_rows_like(x) if need_dx else None
-        dw = empty_weight_grad(weight, need_dw)
-        if launch:
-            launch_norm_backward(spec, NormSaved(dy, None, x, weight, rstd), NormGradients(dx, None, dw))
-        return dx, dw
-
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, weight, _) = call.incoming, call.saved
-        dx, dw = reference.rms_norm_backward(spec, dy, x, weight)
-        return dx.to(x.dtype), dw
 
 
 RMS_NORM = RMSNorm()

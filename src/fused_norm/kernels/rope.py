@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -11,8 +10,8 @@ from torch import Tensor
 from . import reference
 from .arguments import Refusal, wrong_angles, wrong_flag, wrong_pair
 from .heads import HeadsOperator
-from .operator import BackwardCall, Facts, Spec, Tensors
-from .triton.memory import empty_in_order, memory_order
+from .operator import BackwardCall, Spec
+from .triton.memory import empty_in_order
 from .triton.qk_launch import empty_rotated, launch_qk_forward
 
 
@@ -55,11 +54,6 @@ class Rope(HeadsOperator):
             inputs = q, k, None, None, cos, sin
             launch_qk_forward(None, inputs, outputs, unsqueeze_dim, single_rounding=single_rounding)
         return outputs
-
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        q, k, cos, sin, unsqueeze_dim, _ = arguments
-        dtypes = q.dtype, None if k is None else k.dtype
-        return (cos, sin), (unsqueeze_dim, *dtypes, memory_order(q), [] if k is None else memory_order(k))
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.facts
