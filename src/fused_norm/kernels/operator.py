@@ -152,7 +152,7 @@ class Operator(ABC):
                 self._registered_backward,
             )
         OPERATORS[self.name] = self
-        self.function, programmed = _autograd_functions(self)
+        self.function, programmed = _function_of_arguments(self), _function_of_program(self)
         self.programs = Programs()
         self.programs_as_stock = Programs()
         """The programs of calls that a patched module has checked: kernels may do them in place of its stock code."""
@@ -574,14 +574,9 @@ def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[T
     return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
 
 
-def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-    """Two functions with one backward: the first takes the operator's arguments, the second a program and tensors."""
-    differentiated = len(operator.gradients)
-    behind = operator.tensor_count - differentiated
-
-    def mark(ctx: Any, outputs: Any, apart: Sequence[int]) -> None:
-        if apart:
-            ctx.mark_non_differentiable(*(outputs[place] for place in apart if outputs[place] is not None))
+def _function_of_arguments(operator: Operator) -> Any:
+    """The autograd function that takes an operator's arguments: any tensors that have gradients."""
+    behind = operator.tensor_count - len(operator.gradients) + operator.option_count
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
@@ -589,24 +584,32 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
         outputs = operator.only_outputs(results)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + differentiated]))
+        _mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + len(operator.gradients)]))
         ctx.spec_and_facts = spec, facts
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         spec, facts = ctx.spec_and_facts
-        call = BackwardCall(incoming, ctx.saved_tensors, facts, ctx.needs_input_grad[1 : 1 + differentiated])
+        call = BackwardCall(incoming, ctx.saved_tensors, facts, ctx.needs_input_grad[1 : 1 + len(operator.gradients)])
         found = operator.gradients_by(_route_of(call), spec, call)
-        return None, *found, *(None,) * (behind + operator.option_count)
+        return None, *found, *(None,) * behind
 
-    def forward_by_program(ctx: Any, program: Any, *tensors: Any) -> Any:
+    return _autograd_function(operator, forward, backward)
+
+
+def _function_of_program(operator: Operator) -> Any:
+    """The autograd function that takes a program and the tensors of a call like the one that it was recorded for."""
+    differentiated = len(operator.gradients)
+    behind = operator.tensor_count - differentiated
+
+    def forward(ctx: Any, program: Any, *tensors: Any) -> Any:
         ctx.program, ctx.materialize_grads = program, False  # what the method for the latter does
         outputs = program.forward(ctx, *tensors)
         if program.facts[2]:
-            mark(ctx, outputs, program.facts[2])
+            _mark(ctx, outputs, program.facts[2])
         return outputs
 
-    def backward_by_program(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         program, saved = ctx.program, ctx.saved_tensors
         may_repeat = not (
             torch.is_grad_enabled()
@@ -631,16 +634,23 @@ def _autograd_functions(operator: Operator) -> tuple[type[torch.autograd.Functio
                 return found[1]
         return None, *operator.gradients_by(route, spec, call), *(None,) * behind
 
-    def function(forward: Any, backward: Any) -> Any:
-        # Made by its name, which PyTorch gives the nodes of the graph.
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        make: Any = type(torch.autograd.Function)
-        return make(type(operator).__name__, (torch.autograd.Function,), methods)
+    function = _autograd_function(operator, forward, backward)
+    if hasattr(function, "_backward_cls"):
+        function._backward_cls.apply = backward  # spares PyTorch's frame around it
+    return function
 
-    programmed = function(forward_by_program, backward_by_program)
-    if hasattr(programmed, "_backward_cls"):
-        programmed._backward_cls.apply = backward_by_program  # spares PyTorch's frame around it
-    return function(forward, backward), programmed
+
+def _autograd_function(operator: Operator, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """An autograd function by the name of the operator's class, which PyTorch gives the nodes of its graph."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    make: Any = type(torch.autograd.Function)
+    return make(type(operator).__name__, (torch.autograd.Function,), methods)
+
+
+def _mark(ctx: Any, outputs: Any, apart: Sequence[int]) -> None:
+    """Tell autograd which outputs, by their places, no gradient flows into."""
+    if apart:
+        ctx.mark_non_differentiable(*(outputs[place] for place in apart if outputs[place] is not None))
 
 
 def _backward_function(operator: Operator, spec: Spec, facts: Facts, needed: Sequence[bool], saved: int) -> Any:
