@@ -671,7 +671,7 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
     }
     streams = iter([1, 2, 2])
     monkeypatch.setattr(recompute, "_current_stream", lambda: next(streams))
-    first, second, third = (recomputed.take(recompute._Made(0, torch.float32)) for _ in range(3))
+    first, second, third = (recomputed.take((0, torch.float32)) for _ in range(3))
     assert first is not second
     assert second is third
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -124,15 +125,15 @@ class _Register:
             if recomputed is not None:
                 return recomputed
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
-        return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def _recomputed(self, tensor: Tensor) -> _View | None:
         """How to recompute a tensor; None for one that is no output, no view of one and no view of a cast of one."""
         node: Any = tensor.grad_fn
         number = tensor.output_nr
-        while node is not None and node.name() in _VIEWS:
+        while (name := node.name()) in _VIEWS:
             node, number = node.next_functions[0]
-        is_cast = node is not None and node.name() == _CAST
+        is_cast = name == _CAST
         if is_cast:
             node, number = node.next_functions[0]
         output = self._outputs.get((node, number))
@@ -146,45 +147,37 @@ class _Register:
 class _Output:
     """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_device", "_layout", "_output", "_place", "_recomputed", "_storage", "_version")
+    __slots__ = ("_output", "_place", "_recomputed", "_storage", "_version")
 
     def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
-        self._recomputed, self._place, self._output = recomputed, place, weakref.ref(output)
-        self._version, self._device = output._version, output.device
-        self._layout = output.shape, output.stride()
+        self._recomputed, self._place = recomputed, place
+        self._output, self._version = weakref.ref(output), output._version
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
     def seen_as(self, tensor: Tensor, is_cast: bool) -> _View | None:
         """How to recompute a view of the output, or of a cast of it; None where either may have been written into."""
-        if not is_cast:
-            unchanged = self._is_in(tensor)
-        else:
-            # The cast has read what the operator has written if the output is that still.
-            output, cast = self._output(), tensor if tensor._base is None else tensor._base
-            unchanged = output is not None and self._is_in(output) and tensor._version == 0
-            unchanged = unchanged and (cast.shape, cast.stride()) == self._layout and cast.device == self._device
-        return self._recomputed.saved(self._place, tensor) if unchanged and self._recomputed.is_possible() else None
+        source: Any = tensor
+        if is_cast:
+            # What the cast has read is what the operator has written, if the output is that still.
+            source, cast = self._output(), tensor if tensor._base is None else tensor._base
+            if source is None or tensor._version != 0 or _form(cast) != _form(source):
+                return None
+        if not self._is_in(source) or not self._recomputed.is_possible():
+            return None
+        return self._recomputed.saved(self._place, tensor)
 
     def _is_in(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the output's, as the operator has written it."""
         return tensor._version == self._version and tensor.untyped_storage()._cdata == self._storage.cdata
 
 
-class _Kept(NamedTuple):
-    """The value that autograd saves for a tensor that is not recomputed."""
-
-    tensor: Tensor
-    version: int
-
-    def unpacked(self) -> Tensor:
-        """The tensor."""
-        _check_version(self.tensor, self.version, self.tensor.shape)
-        return self.tensor
+_Made = tuple[int, torch.dtype]
+"""An output of a call, by its place, as it is or cast to another dtype."""
 
 
 class _View(NamedTuple):
-    """The value that autograd saves in place of an output, or of a view of it, itself or cast to a dtype."""
+    """The value that autograd saves in place of an output or its cast, or of a view of them."""
 
     recomputed: _Recomputed
     made: _Made
@@ -193,18 +186,6 @@ class _View(NamedTuple):
     offset: Any
     without_memory: Tensor
     version: int
-
-    def unpacked(self) -> Tensor:
-        """The tensor, recomputed."""
-        _check_version(self.without_memory, self.version, self.size)
-        return self.recomputed.take(self.made).as_strided(self.size, self.strides, self.offset)
-
-
-class _Made(NamedTuple):
-    """An output of a call, by its place, cast to a dtype."""
-
-    place: int
-    dtype: torch.dtype
 
 
 class _Recomputed:
@@ -232,7 +213,7 @@ class _Recomputed:
 
     def saved(self, place: int, tensor: Tensor) -> _View:
         """Note that somebody saves an output, or a view of it, in the dtype of this tensor."""
-        made = _Made(place, tensor.dtype)
+        made = place, tensor.dtype
         self._saved[made] = self._saved.get(made, 0) + 1
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
         return _View(self, made, *layout, _without_memory(tensor), tensor._version)
@@ -251,17 +232,22 @@ class _Recomputed:
         found = self._made.get(wanted) if stream == self._stream else None
         if found is None:
             outputs = self._recompute.outputs()
-            self._made = {one: outputs[one.place].to(one.dtype) for one in self._saved}
-            self._waiting, self._stream = self._saved.copy(), stream
-            found = self._made[wanted]
+            made = {(place, dtype): outputs[place].to(dtype) for place, dtype in self._saved}
+            found = made[wanted]
+            self._made, self._waiting, self._stream = made, self._saved.copy(), stream
         self._waiting[wanted] -= 1
         if self._waiting[wanted] <= 0:
             self._made.pop(wanted, None)
         return found
 
 
-def _unpack(saved: _Kept | _View) -> Tensor:
-    return saved.unpacked()
+def _unpack(saved: Any) -> Tensor:
+    if type(saved) is _View:
+        _check_version(saved.without_memory, saved.version, saved.size)
+        return saved.recomputed.take(saved.made).as_strided(saved.size, saved.strides, saved.offset)
+    tensor, version = saved
+    _check_version(tensor, version, tensor.shape)
+    return tensor
 
 
 def _check_version(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
@@ -276,8 +262,18 @@ def _check_version(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
 def _without_memory(tensor: Tensor) -> Tensor:
     """An empty tensor that has the version of this one, now and later."""
     empty = tensor.detach()
-    empty.data = tensor.new_empty(0)  # which leaves it its version
+    empty.data = _empty(tensor.dtype, tensor.device)  # which leaves it its version
     return empty
+
+
+@lru_cache(maxsize=64)
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """What a cast leaves as it is."""
+    return tensor.shape, tensor.stride(), tensor.device
 
 
 def _hooks_in_use() -> Any:
