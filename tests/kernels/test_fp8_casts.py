@@ -16,8 +16,7 @@ from fused_norm.kernels.fp8 import FORMATS, FP8Format, Quantized, dequantize, qu
 from fused_norm.kernels.fp8.cast import cast, cast_groups
 from fused_norm.kernels.fp8.codes import codes_of, scale_of
 from fused_norm.kernels.fp8.formats import format_from
-from fused_norm.kernels.fp8.kernels import TRITON_DTYPES
-from fused_norm.kernels.triton.language import values_of
+from fused_norm.kernels.triton.language import TRITON_DTYPES, values_of
 
 from .fp8_values import ALL_FORMATS, DEEPGEMM, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows
 from .numerics import BF16, DTYPES, FP32

@@ -294,7 +294,9 @@ def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypat
         assert not rms_norm(x, w).requires_grad
 
 
-def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_are_for_a_while(device: str) -> None:
+def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_straight_lines(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w, copied = weight(device), rows(device, layout="columns")
     for _ in range(2):
         assert torch.equal(rms_norm(copied, w), rms_norm(copied.contiguous(), w))
@@ -306,7 +308,13 @@ def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_are_for_a_whi
     rms_norm(memory[1:97].view(2, 3, 16), w)
     assert not programs("rms_norm")
     rms_norm(memory[:96].view(2, 3, 16), w)
-    assert all(map(straight, programs("rms_norm")))
+    (one,) = programs("rms_norm")
+    assert straight(one)
+    repeated: list[int] = []
+    monkeypatch.setitem(one.call.__globals__, "repeat", lambda x, w: repeated.append(x.data_ptr() % 16))  # type: ignore[attr-defined]
+    for start in range(5):
+        one.call(LLAMA, memory[start : start + 96].view(2, 3, 16), w, None)
+    assert repeated == [4, 8, 12]
 
 
 def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(

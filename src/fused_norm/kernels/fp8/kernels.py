@@ -20,6 +20,7 @@ from ...spec import NormSpec
 from ..plans import forward_plan, next_power_of_2
 from ..triton.devices import device_facts
 from ..triton.language import (
+    TRITON_DTYPES,
     columns_of,
     load_gamma,
     load_input,
@@ -36,8 +37,6 @@ from ..triton.norm_forward import add_rounded
 from .cast import cast
 from .codes import codes_of, magnitude_bits, scale_of, store_scales
 from .formats import FP8Format, empty_scale
-
-TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize=["M"])

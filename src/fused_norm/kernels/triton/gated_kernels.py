@@ -20,7 +20,7 @@ from .devices import device_facts
 from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, norm_dtype, same_rows
-from .weight_grad import sum_shares
+from .weight_grad import empty_shares, sum_shares
 
 
 @triton.jit
@@ -218,10 +218,8 @@ def launch_gated_backward(
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
-    shares = None
-    if dw is not None:
-        programs = min(programs, most)
-        shares = dw.new_empty((programs, groups * width), dtype=torch.float32)
+    programs = programs if dw is None else min(programs, most)
+    shares = empty_shares(programs, dw)
     tensors, numbers = (*read, rstd, dx, dgate, shares), (rows, spacing[1], spacing[0], *spacing[2:5])
     launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
     if shares is not None:

@@ -141,22 +141,24 @@ def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
 
 def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
     """Write ``y``, from ``empty_product``; without ``up`` gate has both."""
-    _launch(_glu_forward_kernel, (gate, up, y), activation, y)
+    _launch(_glu_forward_kernel, (gate, up, y), activation)
 
 
 def launch_glu_backward(
     gate: Tensor, up: Tensor | None, dy: Tensor, dgate: Tensor | None, dup: Tensor | None, activation: str
 ) -> None:
     """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is."""
-    _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation, dy)
+    _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation)
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], activation: str, like: Tensor) -> None:
-    """Launch a kernel on rows in the order of the first tensor, as many and, but for packed ones, as wide as ``like``.
+def _launch(
+    kernel: Any, tensors: tuple[Tensor, Tensor | None, Tensor, *tuple[Tensor | None, ...]], activation: str
+) -> None:
+    """Launch a kernel on rows in the order of the first tensor, as many and as wide as those of the product, the third.
 
     What it writes lies in that order; what it reads is copied where it does not.
     """
-    size, width = like.numel(), like.shape[-1]
+    size, width = tensors[2].numel(), tensors[2].shape[-1]
     if size == 0:
         return
     arranged, spacing = same_rows(*tensors)
@@ -164,7 +166,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], act
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
-    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(like.device))
+    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(tensors[0].device))
     constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
     if grain:
         tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))

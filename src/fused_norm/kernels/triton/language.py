@@ -11,6 +11,7 @@ pointer and row stride. Arithmetic is fp32 throughout.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -18,6 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .devices import INTERPRETED
 
 interpreted = tl.constexpr(INTERPRETED)
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""The names of dtypes inside of kernels."""
 
 codes_group = tl.constexpr(16)
 """Neighbours in a row that share a scale where a norm reads FP8 codes."""

@@ -67,11 +67,6 @@ def contiguous(weight: Tensor | None) -> Tensor | None:
     return weight if weight is None or weight.is_contiguous() else weight.contiguous()
 
 
-def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    """The tensors' dtypes, None where there is no tensor; a compiled kernel depends on them and its constants."""
-    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-
-
 def bytes_of(*tensors: Tensor | None) -> int:
     """The bytes of one element of every tensor together."""
     return sum(tensor.element_size() for tensor in tensors if tensor is not None)

@@ -19,7 +19,7 @@ from .devices import device_facts
 from .language import input_grad, let_next_begin, load_gamma, load_input, load_tile, rows_of, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, same_rows
-from .weight_grad import sum_shares
+from .weight_grad import empty_shares, sum_shares
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -291,10 +291,8 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dinner is None else (dinner, dw)
-    shares = None
-    if first is not None:
-        programs = min(programs, most)
-        shares = first.new_empty((programs * (1 if second is None else 2), width), dtype=torch.float32)
+    programs = programs if first is None else min(programs, most)
+    shares = empty_shares(programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()

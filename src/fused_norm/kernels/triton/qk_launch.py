@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import HeadsPlan, heads_backward_plan, heads_forward_plan
 from .devices import device_facts
+from .language import TRITON_DTYPES
 from .launch import launch
 from .memory import against_heads, empty_rows_like, heads_dim_of, is_long, memory_order, norm_dtype
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
@@ -28,8 +28,6 @@ NormedInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
 
 Sides = tuple[Tensor | None, Tensor | None]
 """A tensor of q's side and one of k's."""
-
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def launch_qk_forward(
         return
     numbers, constants = call.arguments(spec, plan, q_tiles)
     for side, x, weight in zip("QK", inputs[:2], inputs[2:4], strict=True):
-        normed = None if spec is None or x is None else _TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
+        normed = None if spec is None or x is None else TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
         constants[f"{side}_NORMED"] = normed
     constants |= {"SINGLE_ROUNDING": single_rounding or inverse, "INVERSE": inverse}
     ((q,), (k,)), grid = call.sides, (q_tiles + k_tiles, 1)

@@ -5,6 +5,7 @@ The sum has a fixed order, so the same inputs give the same bits; a share is fp3
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,6 +43,12 @@ def _sum_part(shares_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.con
     live = (share < end)[:, None] & (col < N)[None, :]
     shares = tl.load(shares_ptr + share.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
     tl.store(dw_ptr + col, round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
+
+
+def empty_shares(programs: int, *weight_grads: Tensor | None) -> Tensor | None:
+    """The shares of that many programs in each of the gradients that are there, not yet written; None for none."""
+    wanted = [one for one in weight_grads if one is not None]
+    return wanted[0].new_empty((len(wanted) * programs, len(wanted[0])), dtype=torch.float32) if wanted else None
 
 
 def sum_shares(
