@@ -27,8 +27,8 @@ logger = logging.getLogger("fused_norm")
 SHAPES, EACH = 1024, 8
 """How many shapes an operator remembers, and how many programs for each; where there are more it starts anew."""
 
-_ALLOCATIONS = {"new_empty": False, "empty_strided": False, "new_zeros": True}
-"""The operators by which launchers allocate, and whether what they return is zero."""
+_ALLOCATIONS = ("new_empty", "empty_strided")
+"""The operators by which launchers allocate what a program can allocate again."""
 
 _WITHOUT_WORK = ("detach", "promote_types")
 """Operators that do nothing to memory; ``detach`` is how the dispatcher hands a tensor on."""
@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocated: list[tuple[Tensor, bool]] = []
+        self.allocated: list[Tensor] = []
         self.launches: list[Launch] = []
 
     def __torch_dispatch__(
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
             raise NotRecordableError(f"{func} is no allocation")
         made = func(*args, **(kwargs or {}))
         if name in _ALLOCATIONS:
-            self.allocated.append((made, _ALLOCATIONS[name]))
+            self.allocated.append(made)
         return made
 
     def launched(self, launch: Launch) -> None:

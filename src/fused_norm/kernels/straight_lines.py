@@ -49,19 +49,17 @@ class _Names:
     def __init__(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._named: dict[int, str] = {}
-        self._at: dict[int, list[str]] = {}
         self.asked: set[str] = set()
         for tensor, name in zip(tensors, names, strict=True):
             if tensor is not None and id(tensor) not in self._named:
                 self._tensors[name], self._named[id(tensor)] = tensor, name
-                self._at.setdefault(tensor.data_ptr(), []).append(name)
 
     def of(self, tensor: Tensor) -> str:
-        """The name of a tensor, or of the one that begins where this view does."""
+        """The name of a tensor, or of the one that the dispatcher has handed on as this one."""
         name = self._named.get(id(tensor))
         if name is None:
-            found = self._at.get(tensor.data_ptr(), [])
-            if len(found) != 1 or self._tensors[found[0]].element_size() != tensor.element_size():
+            found = [name for name, one in self._tensors.items() if _are_alike(one, tensor)]
+            if len(found) != 1:
                 raise NotRecordableError("a tensor is neither an input nor allocated for it")
             name = found[0]
         self.asked.add(name)
@@ -71,20 +69,22 @@ class _Names:
         """Results, in nested tuples, by their names."""
         if results is None:
             return "None"
-        if not isinstance(results, Tensor):
-            return f"({', '.join(map(self.expression, results))}{',' * (len(results) == 1)})"
-        name = self.of(results)
-        one = self._tensors[name]
-        if (one.shape, one.stride(), one.dtype) != (results.shape, results.stride(), results.dtype):
-            raise NotRecordableError("a result is a view of another tensor")
-        return name
+        if isinstance(results, Tensor):
+            return self.of(results)
+        return f"({', '.join(map(self.expression, results))}{',' * (len(results) == 1)})"
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same numbers in memory."""
+    facts, others = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other))
+    return facts == others
 
 
 def straight_lines(
     machine: Cuda | Interpreter,
     inputs: Sequence[Tensor | None],
     arguments: Sequence[str],
-    allocated: Sequence[tuple[Tensor, bool]],
+    allocated: Sequence[Tensor],
     performed: Sequence[tuple[Launch, Any]],
     results: Any,
 ) -> tuple[list[str], dict[str, Any]]:
@@ -97,7 +97,7 @@ def straight_lines(
         machine: where it was made.
         inputs: its tensors.
         arguments: the names of these; with a context, ``ctx``, in front of them, which gets what is saved.
-        allocated: the tensors that it has made, and whether each is to be zero.
+        allocated: the tensors that it has made.
         performed: its launches with their compiled kernels.
         results: in nested tuples; with a context the outputs, then what is saved.
 
@@ -105,7 +105,7 @@ def straight_lines(
         NotRecordableError: where one of the tensors is of unknown origin.
     """
     made = [f"m{index}" for index in range(len(allocated))]
-    names = _Names([*inputs, *(t for t, _ in allocated)], [*arguments[len(arguments) - len(inputs) :], *made])
+    names = _Names([*inputs, *allocated], [*arguments[len(arguments) - len(inputs) :], *made])
     runtime = knobs.runtime
     known = {"kept": [compiled for _, compiled in performed], "index": machine.index, "empty": machine.empty}
     known |= {"device": machine.device, "stream_of": machine.stream, "runtime": runtime}
@@ -124,11 +124,15 @@ def straight_lines(
     otherwise = f"    return repeat({', '.join(arguments)})"
     hooks = "enter is not runtime.launch_enter_hook or enter.calls or leave is not runtime.launch_exit_hook"
     lines = [f"if {hooks} or leave.calls{' or device() != index' * machine.is_one_of_several}:", otherwise]
-    for name, (tensor, zero) in zip(made, allocated, strict=True):
+    for name, tensor in zip(made, allocated, strict=True):
         if name in names.asked:
-            known |= {f"size_{name}": tuple(tensor.shape), f"stride_{name}": tensor.stride()}
-            known[f"dtype_{name}"] = tensor.dtype
-            lines += [f"{name} = empty(size_{name}, stride_{name}, dtype_{name})", *[f"{name}.zero_()"] * zero]
+            facts = {
+                f"size_{name}": tuple(tensor.shape),
+                f"stride_{name}": tensor.stride(),
+                f"dtype_{name}": tensor.dtype,
+            }
+            known |= facts
+            lines.append(f"{name} = empty({', '.join(facts)})")
     lines += [f"p{name} = {name}.data_ptr()" for name in passed]
     if passed:
         lines += [f"if ({' | '.join(f'p{name}' for name in passed)}) & 15:", otherwise, "stream = stream_of(index)"]
