@@ -344,8 +344,12 @@ def test_launch_hooks_and_observers_see_every_call(
     monkeypatch.setitem(one.call.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[attr-defined]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
     one.call(LLAMA, x, w, None)
-    monkeypatch.undo()
     assert repeated == [2], "Triton's own launch calls the hooks"
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", one.call.__globals__["enter"])  # type: ignore[attr-defined]
+    monkeypatch.setitem(one.call.__globals__, "device", lambda: 1)  # type: ignore[attr-defined]
+    one.call(LLAMA, x, w, None)
+    assert repeated == [2, 2], "and makes the tensors' device current, where that is another one"
+    monkeypatch.undo()
 
     class Observer:
         def launched(self, launch: Launch) -> None:
@@ -361,6 +365,13 @@ def test_launch_hooks_and_observers_see_every_call(
     with calls.by(Observer()):
         assert torch.equal(rms_norm(x, w), rms_norm(x, w))
     assert ran == ["_forward_kernel", "rms_norm", "rms_norm"]
+    x.requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(rms_norm(x, w), x, torch.ones_like(x))
+    y = rms_norm(x, w)
+    with observed.by(Observer()):
+        torch.autograd.grad(y, x, torch.ones_like(x))
+    assert ran[3:] == ["_backward_kernel"]
 
 
 def test_second_derivatives_behind_a_program(device: str) -> None:
