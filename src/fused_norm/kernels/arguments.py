@@ -41,8 +41,8 @@ class Refusal(NamedTuple):
     error: type[Exception] | None = None
 
 
-def wrong_tensor(name: str, value: Any) -> Refusal | None:
-    """Refuse anything but a dense tensor of a dtype that operators know."""
+def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Refusal | None:
+    """Refuse anything but a dense tensor of a dtype that operators know, on the device of the first one, if given."""
     if not isinstance(value, Tensor):
         return Refusal(f"{name} must be a tensor, not {type(value).__name__}", TypeError)
     if value.layout is not torch.strided or value.is_nested:
@@ -50,16 +50,10 @@ def wrong_tensor(name: str, value: Any) -> Refusal | None:
         return Refusal(f"{name} must be a dense tensor, not {layout}", TypeError)
     if value.dtype not in KERNEL_DTYPES and value.dtype != torch.float64:
         return Refusal(f"{name} must be float32, bfloat16, float16 or float64, not {value.dtype}", TypeError)
+    if first is not None and value.device != first[1].device:
+        reason = f"{name} is on {value.device} and {first[0]} on {first[1].device}; move them to one device"
+        return Refusal(reason, ValueError)
     return None
-
-
-def wrong_device(one: Named, other: Named) -> Refusal | None:
-    """Refuse a tensor on another device than the other."""
-    (name, tensor), (other_name, where) = one, other
-    if tensor.device == where.device:
-        return None
-    reason = f"{name} is on {tensor.device} and {other_name} on {where.device}; move them to one device"
-    return Refusal(reason, ValueError)
 
 
 def wrong_rows(name: str, x: Tensor) -> Refusal | None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
-from .arguments import Refusal, wrong_device, wrong_eps, wrong_flag, wrong_rows, wrong_shape, wrong_tensor, wrong_weight
+from .arguments import Refusal, wrong_eps, wrong_flag, wrong_rows, wrong_shape, wrong_tensor, wrong_weight
 from .observation import Observation
 from .program import Programs, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
@@ -265,7 +265,7 @@ class Operator(ABC):
         for place, (name, one) in enumerate(zip(self.tensor_names, tensors, strict=True)):
             if name in self.other_rules or (one is None and self._is_optional[place]):
                 continue
-            refusal = wrong_tensor(name, one) or wrong_device((name, one), first)
+            refusal = wrong_tensor(name, one, first)
             if refusal is None and self._is_weight[place]:
                 rows = self._rows_of[place]
                 refusal = wrong_weight((name, one), (self.tensor_names[rows], tensors[rows]))
@@ -279,14 +279,9 @@ class Operator(ABC):
 
     def _tensors_beyond_kernels(self, tensors: Sequence[Any]) -> Refusal | None:
         """Why kernels cannot compute with good tensors."""
-        if is_transformed():
-            return Refusal("" if torch.jit.is_tracing() else "torch.func or forward AD transforms it")
-        for name, one in zip(self.tensor_names, tensors, strict=True):
-            if one is not None and one.dtype == torch.float64:
-                return Refusal(f"{name} is {one.dtype}")
-        if not runs_kernels_on(*tensors):
-            return Refusal(f"kernels do not run on {tensors[0].device.type}")
-        reason = None
+        reason = self._no_kernels_for(*tensors)
+        if reason is not None:
+            return Refusal(reason)
         if _is_unwatched(tensors):
             reason = self._inference_tensor(tensors)
         elif self.not_differentiable:
@@ -295,6 +290,17 @@ class Operator(ABC):
             rows = [one for one, is_shared in zip(tensors, self._is_shared, strict=True) if not is_shared]
             reason = placement_obstacle(rows, self._weights(tensors), elementwise=self.is_elementwise(*tensors))
         return None if reason is None else Refusal(reason)
+
+    def _no_kernels_for(self, *tensors: Any) -> str | None:
+        """Why nothing runs on these tensors, the operator's first ones, whatever there is behind them."""
+        if runs_kernels_on(*tensors):
+            return None
+        if is_transformed():
+            return "" if torch.jit.is_tracing() else "torch.func or forward AD transforms it"
+        for name, one in zip(self.tensor_names, tensors, strict=False):
+            if one is not None and one.dtype == torch.float64:
+                return f"{name} is {one.dtype}"
+        return f"kernels do not run on {tensors[0].device.type}"
 
     def _inference_tensor(self, tensors: Tensors) -> str | None:
         """The reason not to run kernels that keep a tensor for their backward, which autograd cannot keep."""
@@ -345,8 +351,11 @@ class Operator(ABC):
         outputs = self.known(programs, spec, *arguments)
         if outputs is not None:
             return outputs, None
-        refusal = self.refuses(spec, *arguments)
-        reason = self._unlike_stock(spec, *arguments) if refusal is None else refusal.reason
+        # What is wrong beside it is no matter here.
+        reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
+        if reason is None:
+            refusal = self.refuses(spec, *arguments)
+            reason = self._unlike_stock(spec, *arguments) if refusal is None else refusal.reason
         if reason is None and unless is not None:
             reason = unless()
         if reason is not None:
