@@ -64,7 +64,7 @@ def add_rms_norm(
         of PyTorch's add are.
 
     Raises:
-        TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
+        TypeError: for a scale that is not a Python number, and where ``rms_norm`` raises it.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
     """
     return ADD_RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, weight, mode, scale)

@@ -116,7 +116,8 @@ def gated_rms_norm(
         and weight promote to.
 
     Raises:
-        TypeError: for a dtype that is not floating point, and groups that are no int.
+        TypeError: for groups that are no int, a norm_before_gate that is no truth value, and where ``rms_norm`` raises
+            it.
         ValueError: for a gate of another shape or device, groups that do not divide a row, an unknown activation, a
             casting but these two, and where ``rms_norm`` raises it.
     """

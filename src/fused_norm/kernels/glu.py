@@ -95,7 +95,7 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: Activation = "silu")
         y, [..., I] in gate's memory order, of the dtype that gate and up promote to.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
+        TypeError: for anything but a dense tensor of floating point.
         ValueError: for another activation, an up of another shape or device, or without up rows of an odd length.
     """
     return GLU.checked(None, gate, up, activation)

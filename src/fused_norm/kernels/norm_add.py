@@ -59,7 +59,7 @@ def norm_add(
         residual's gradient is the one that arrives.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
+        TypeError: where ``rms_norm`` raises it.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
     """
     return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)

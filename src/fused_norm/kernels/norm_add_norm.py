@@ -60,7 +60,7 @@ def norm_add_norm(
         follows from it. Both have x's shape and memory order.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
+        TypeError: where ``rms_norm`` raises it.
         ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
     """
     return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)

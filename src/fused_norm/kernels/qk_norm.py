@@ -110,7 +110,7 @@ def qk_norm(
         q and k normalised, each of its own shape and memory order.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
+        TypeError: where ``rms_norm`` raises it.
         ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
     """
     return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1)
@@ -153,7 +153,7 @@ def qk_norm_rope(
         order is that of q and k if R is D; otherwise they are contiguous, as in stock code.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
+        TypeError: for cos and sin that are None, and where ``rms_norm`` raises it.
         ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
     """
     if cos is None and sin is None:

@@ -173,8 +173,9 @@ def rms_norm(
         ``weight_dtype``, else what x and weight promote to.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
-        ValueError: for a weight of another width or device, an unknown casting, or a mode that cannot hold a row this
-            wide.
+        TypeError: for anything but a dense tensor of floating point, an eps that is no Python number, and a
+            zero_centered that is no truth value.
+        ValueError: for a weight of another width or device, none that could be zero-centered, an unknown casting, an
+            eps that is negative or not finite, or a mode that cannot hold a row this wide.
     """
     return RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, weight, mode)

@@ -115,7 +115,7 @@ def rope(
         contiguous, as in stock code.
 
     Raises:
-        TypeError: for a dtype that is not floating point.
+        TypeError: for anything but a dense tensor of floating point, and a single_rounding that is no truth value.
         ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
     """
     return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, single_rounding)
