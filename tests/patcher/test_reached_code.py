@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import fused_norm
 from fused_norm.model_configs import build, tiny_config
+from fused_norm.patcher import reached_code
 from fused_norm.patcher.reached_code import reached_by
 
 from .models import relative, tokens
@@ -115,6 +116,25 @@ def test_attributes_of_an_instance_are_in_its_key_and_may_hide_those_of_its_clas
         assert reached_by(other).key != before, name
     norm.root = types.MethodType(Norm.root, norm)
     assert reached_by(norm).key != before
+
+
+def test_of_norms_alike_an_apply_looks_at_one_and_at_each_that_differs(monkeypatch) -> None:
+    def norm(**attributes: object) -> Norm:
+        made = Norm()
+        vars(made).update(attributes)
+        return made
+
+    differing = ({}, {"rounded": 0}, {"rounded": True}, {"eps": 1e-5}, {"sizes": (1,)}, {"sizes": (2,)})
+    keys = [reached_by(norm(**attributes)).key for attributes in differing]
+    with reached_code.no_code_changes():
+        assert [reached_by(norm(**attributes)).key for attributes in differing] == keys
+    looked_at = []
+    walk = reached_code._Walk
+    monkeypatch.setattr(reached_code, "_Walk", lambda root: looked_at.append(type(root).__name__) or walk(root))
+    model = nn.Sequential(*(norm() for _ in range(4)), norm(rounded=True), DerivedNorm())
+    for times in (1, 2):
+        fused_norm.apply_fused_norm(model)
+        assert looked_at == ["Norm", "Norm", "DerivedNorm"] * times
 
 
 def test_what_has_no_value_has_no_key() -> None:

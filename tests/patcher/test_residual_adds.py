@@ -13,7 +13,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import fused_norm
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.patterns.calls import Rewrite
+from fused_norm.patcher.source import Rewrite
 
 from .forwards import Recorder, everything, layer_of, run
 
@@ -389,7 +389,7 @@ def test_sums_that_reach_a_norm_in_another_way_are_found(body: str, expected: st
     missed = []
     for one in patterns_of(layer_of(body)).missed_adds:
         conditions = "".join(f" if {'' if holds else 'not '}{name}" for name, holds in one.conditions)
-        missed.append(f"{one.norm}: {one.source}{conditions}")
+        missed.append(f"{one.called.name}: {one.source}{conditions}")
     assert "; ".join(missed) == expected
 
 

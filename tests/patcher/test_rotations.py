@@ -11,8 +11,8 @@ from transformers.models.phi.modeling_phi import PhiAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.patterns.calls import Rewrite
 from fused_norm.patcher.patterns.rotations import ROTATION_NAME
+from fused_norm.patcher.source import Rewrite
 
 from .forwards import Heads, layer_of, run
 

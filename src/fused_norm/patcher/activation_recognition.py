@@ -115,3 +115,16 @@ def _computes(call: Callable[[Tensor], Any], formula: Callable[[Tensor], Tensor]
             return False
     with plain_pytorch(gradients=True):
         return agrees_in_gradients(call, formula, [plain])
+
+
+def looks_like_activation(name: str, value: Any) -> bool:
+    """Return whether what is called by a name is an activation, by what it computes or by that name."""
+    if isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
+        return False
+    if "act" in name.lower():
+        return True
+    try:
+        recognise_activation(value)
+    except UnrecognisedError:
+        return False
+    return True

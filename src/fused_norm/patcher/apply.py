@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..options import FuseOptions, ModuleFilter
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
 from .patch_report import PatchReport, Site
+from .reached_code import no_code_changes
 from .recompute_survey import survey_layers
 from .survey import survey
 
@@ -91,9 +92,11 @@ def apply_fused_norm(
         strict=strict,
     )
     _check_is_module(model)
-    sites, changes = survey(model, options)
+    with no_code_changes():
+        sites, changes = survey(model, options)
     layers, changes = survey_layers(model, sites, changes, recompute=recompute)
-    sites = [*sites, *_sites_of_others(model, sites)]
+    expected = list(_expected_sites(model))
+    sites = [*sites, *_sites_of_others(model, sites, expected)]
     report = PatchReport(
         model=type(model).__name__,
         model_type=getattr(getattr(model, "config", None), "model_type", None),
@@ -102,7 +105,7 @@ def apply_fused_norm(
         recompute=tuple(layers) if recompute else None,
     )
     if options.strict:
-        _check(model, report)
+        _check(model, report, expected)
     _change(changes)
     logger.info("%s", report.summary())
     return report
@@ -129,13 +132,13 @@ def _check_is_module(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
-def _check(model: nn.Module, report: PatchReport) -> None:
+def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected]) -> None:
     """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
     missing = [
         f"{place} ({kind}): {problem}"
-        for place, path, kind, family, _ in _expected_sites(model)
+        for place, path, kind, family, _ in expected
         if (problem := _problem(path, kind, family, report)) is not None
     ]
     if missing:
@@ -146,10 +149,10 @@ def _check(model: nn.Module, report: PatchReport) -> None:
         )
 
 
-def _sites_of_others(model: nn.Module, sites: list[Site]) -> Iterator[Site]:
+def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
     """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is found."""
     found = {(site.kind, path) for site in sites for path in accumulate(site.path.split("."), "{}.{}".format)}
-    for _, path, kind, _, layers in _expected_sites(model):
+    for _, path, kind, _, layers in expected:
         if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
             continue
         found.add((kind, path))
@@ -161,13 +164,17 @@ def _sites_of_others(model: nn.Module, sites: list[Site]) -> Iterator[Site]:
             yield Site(path, kind, origin.__name__, reason=reason, cause="overridden")
 
 
-def _expected_sites(model: nn.Module) -> Iterator[tuple[str, str | None, Kind, Family, nn.ModuleList]]:
+_Expected = tuple[str, str | None, Kind, Family, nn.ModuleList]
+
+
+def _expected_sites(model: nn.Module) -> Iterator[_Expected]:
     """Every site that the decoders of known families in ``model`` should have: its place, path, kind, family, layers.
 
     A module that is shared is reported at the first of its places, which is the path; it is None where no module is.
     """
-    paths = {id(module): path for path, module in model.named_modules()}
-    for prefix, decoder in model.named_modules():
+    modules = dict(model.named_modules())
+    paths = {id(module): path for path, module in modules.items()}
+    for prefix, decoder in modules.items():
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
         layers = None if family is None else getattr(decoder, family.layers, None)
         if family is None or not isinstance(layers, nn.ModuleList):

@@ -1,143 +1,25 @@
-"""The fused classes, and the change of an instance's class into one of them and back.
-
-A fused class derives from the instance's own class and keeps its names, so ``isinstance``, FSDP's auto-wrap policies,
-device maps and weight initialisation, which all go by class or by name, see what they saw before.
-"""
+"""The change of an instance's class into a fused one and back, and what other code has put in the way of it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from ..spec import Casting, FusedNormError, GatedNormSpec, NormSpec
+from ..spec import FusedNormError
 from .adapter_casts import FusedAdapter
 from .fused_block import FusedBlock
-from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
-from .patterns import activations_of, rewritten_forward, rotations_of
-from .patterns.calls import Rewrite
-from .recompute import call_recomputing
+from .fused_norm_module import FusedNorm
 from .source import cells_of
 
 Fused = FusedNorm | FusedBlock | FusedAdapter
 """The bases of fused classes."""
 
-_Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
-"""The function that makes a fused class of another, and what it takes besides."""
-
 _POPPED = "_fused_norm_popped_forward"
-
-
-class _NoHubKernel:
-    """A descriptor that hides ``kernel_layer_name``: transformers would bind a kernel from the hub over the forward."""
-
-    def __get__(self, instance: object, owner: type | None = None) -> str:
-        raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
-
-
-def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casting | None = None) -> type[nn.Module]:
-    """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``.
-
-    ``replaced``: the casting of ``origin``, where that of ``spec`` is another one.
-    """
-    recipe = fused_norm_class, (spec, eps_name, replaced)
-    return _known(origin, recipe) or _derive(
-        FusedGatedNorm if isinstance(spec, GatedNormSpec) else FusedNorm,
-        origin,
-        recipe,
-        fused_norm_spec=spec,
-        fused_norm_replaced=replaced,
-        fused_norm_eps_name=eps_name,
-        kernel_layer_name=_NoHubKernel(),
-    )
-
-
-def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: bool = False) -> type[nn.Module]:
-    """The fused class for modules of class ``origin``, with these rewrites of their forward.
-
-    ``recompute``: what fused operators return in its forward is recomputed in the backward (``recompute.py``).
-
-    Raises:
-        SourceError: where the forward cannot be rewritten.
-    """
-    recipe = fused_block_class, (rewrites, recompute)
-    rotations = rotations_of(origin, rewrites) if rewrites else ()
-    if known := _known(origin, recipe, fused_norm_rotations=rotations):
-        return known
-    forward = origin.forward
-    rewritten = rewritten_forward(origin, rewrites) if rewrites else forward
-
-    @wraps(rewritten)
-    def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Other code may have put a forward of its own on the class, with other arguments, since the model was patched.
-        current = origin.forward
-        if current is not forward:
-            return current(self, *args, **kwargs)
-        if recompute:
-            return call_recomputing(rewritten, self, args, kwargs)
-        return rewritten(self, *args, **kwargs)
-
-    return _derive(
-        FusedBlock,
-        origin,
-        recipe,
-        fused_norm_rewrites=rewrites,
-        fused_norm_rotations=rotations,
-        fused_norm_recompute=recompute,
-        fused_norm_activations=activations_of(rewrites),
-        forward=rewritten_or_replaced,
-    )
-
-
-def fused_adapter_class(origin: Any) -> type[nn.Module]:
-    """The fused class for LoRA layers of class ``origin``."""
-    recipe: _Recipe = fused_adapter_class, ()
-    return _known(origin, recipe) or _derive(FusedAdapter, origin, recipe)
-
-
-def _known(origin: Any, recipe: _Recipe, **members: Any) -> Any:
-    """The class that was derived by this recipe before, with these members; None without one.
-
-    It lives as long as an instance does: the list of a class's subclasses does not hold them.
-    """
-    wanted = {"fused_norm_recipe": recipe, **members}
-    for one in origin.__subclasses__():
-        if all(vars(one).get(name) == value for name, value in wanted.items()) and has_origin_forward(one):
-            return one
-    return None
-
-
-def _derive(base: type, origin: Any, recipe: _Recipe, **members: Any) -> type[nn.Module]:
-    make, arguments = recipe
-
-    def reduce_ex(self: nn.Module, protocol: int) -> Any:
-        constructor, values, *state = origin.__reduce_ex__(self, protocol)
-        if not values or values[0] is not derived:  # a subclass made by others (FSDP's) pickles in its own way
-            return constructor, values, *state
-        if not has_origin_forward(derived):  # what runs is the forward that the class has now
-            return constructor, (origin, *values[1:]), *state
-        return _rebuild, (make, origin, arguments), *state
-
-    names = {"__module__": origin.__module__, "__qualname__": origin.__qualname__, "__doc__": origin.__doc__}
-    facts = {
-        "fused_norm_origin": origin,
-        "fused_norm_origin_forward": origin.forward,
-        "fused_norm_recipe": recipe,
-    }
-    members = {**names, **members, **facts, "__reduce_ex__": reduce_ex}
-    derived = type(origin)(origin.__name__, (base, origin), members)
-    derived.fused_norm_forward = derived.forward
-    return derived
-
-
-def _rebuild(make: Callable[..., type], origin: type, arguments: tuple[Any, ...]) -> nn.Module:
-    """An empty instance of a fused class, for pickle and deepcopy to fill."""
-    return object.__new__(make(origin, *arguments))
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

@@ -69,8 +69,9 @@ def looks_like_norm(module: nn.Module) -> bool:
     if "norm" in type(module).__name__.lower():
         return True
     weights = list(module._parameters) or list(module._buffers)
-    has_eps = any("eps" in name and isinstance(value, float) for name, value in vars(module).items())
-    return weights == ["weight"] and has_eps and not module._modules
+    if weights != ["weight"] or module._modules:
+        return False
+    return any("eps" in name and isinstance(value, float) for name, value in own_attributes(module).items())
 
 
 def subtracts_mean(module: nn.Module) -> bool:
@@ -90,9 +91,8 @@ def recognise(module: nn.Module) -> Recognised:
     return _outcomes.of(None if key is None else (key, width, held), lambda: _compare_with_formulas(module))
 
 
-def takes_gate(module: nn.Module) -> bool:
+def _are_x_and_gate(arguments: list[inspect.Parameter]) -> bool:
     """Return whether a norm's forward takes two tensors, and calls the second one ``gate``."""
-    arguments = _arguments_of(module)
     plain = all(argument.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for argument in arguments)
     return plain and len(arguments) == 2 and arguments[1].name == "gate"
 
@@ -107,9 +107,10 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
     names = [name for name, value in vars(module).items() if isinstance(value, float)]
     if not names:
         raise UnrecognisedError("has no eps among its attributes")
+    gated = _are_x_and_gate(_arguments_of(module))
     for name in names:
         eps = getattr(module, name)
-        candidates = _gated_candidates(module, eps) if takes_gate(module) else _candidates(module, eps)
+        candidates = _gated_candidates(module, eps) if gated else _candidates(module, eps)
         for spec, spelling in itertools.product(candidates, _SPELLINGS):
             if spelling.by is not torch.mul and spec.casting in ("rounded_rstd", "none"):
                 continue  # the root is rounded there, and so it matters which root it is
@@ -142,9 +143,9 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError(f"its weight has shape {tuple(_shape(weight))}, not one dimension")
     if "is_cuda" in names_in(type(module)):
         raise UnrecognisedError("its forward asks whether it runs on CUDA, and may compute something else there")
-    if takes_gate(module):
-        return
     arguments = _arguments_of(module)
+    if _are_x_and_gate(arguments):
+        return
     if len(arguments) != 1 or arguments[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(str(argument) for argument in arguments) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -90,7 +91,8 @@ class PatchReport:
     @property
     def counts(self) -> dict[Kind, int]:
         """Fused sites by kind."""
-        return {kind: sum(site.kind == kind for site in self.fused) for kind in KINDS}
+        found = Counter([site.kind for site in self.fused])
+        return {kind: found[kind] for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The report as JSON: model, model_type, counts, and the rows of fused, kept and recompute."""

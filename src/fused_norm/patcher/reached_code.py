@@ -8,11 +8,13 @@ Python and PyTorch bring stands for its identity. No key holds a class, module o
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
 import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_MOST_PARTS = 1000
+_MOST_THINGS = 1000
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -36,6 +38,10 @@ _PLAIN = (
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 _UNNAMED = ("__call__", "__getattr__", "__getattribute__")
 """Methods that Python calls although no code names them."""
+
+
+_seen: ContextVar[dict[Any, tuple[Any, Reached]] | None] = ContextVar("fused_norm_reached", default=None)
+"""What was found by ``_kind_of_root``, with the root: while that lives, no other one has its identity."""
 
 
 class Reached(NamedTuple):
@@ -52,10 +58,33 @@ class Reached(NamedTuple):
 
 
 def reached_by(root: Any) -> Reached:
-    """What a function reaches, or a module without its parameters, buffers and hooks."""
-    walk = _Walk(root)
-    parts = tuple(walk.parts())
-    return Reached(parts if walk.known else None, walk.foreign)
+    """Return what a function or a module uses when it is called, but for parameters, buffers and hooks."""
+    seen = _seen.get()
+    if seen is None:
+        return _Walk(root).reached()
+    alike = _kind_of_root(root)
+    if alike not in seen:
+        seen[alike] = root, _Walk(root).reached()
+    return seen[alike][1]
+
+
+@contextlib.contextmanager
+def no_code_changes() -> Iterator[None]:
+    """Look at a function once within this ``with``, in which no code is replaced, and at one of modules alike."""
+    token = _seen.set({})
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+
+
+def _kind_of_root(root: Any) -> Any:
+    """What is equal for modules that use the same at any one time: of one class, with the same plain attributes."""
+    if isinstance(root, nn.Module):
+        own = own_attributes(root)
+        if all(isinstance(value, _PLAIN) for value in own.values()):
+            return type(root), tuple((name, type(value), repr(value)) for name, value in own.items())
+    return id(root)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -64,25 +93,27 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class _Walk:
-    """Walks through all that a root reaches and describes each thing by a part; other things are numbers in it."""
+    """Numbers all that a root reaches, and describes each of these things; in a description others are numbers."""
 
     def __init__(self, root: Any) -> None:
-        self.known = True
-        self.foreign: str | None = None
+        self._known = True
+        self._foreign: str | None = None
         self._members = [vars(base) for base in _bases(type(root))] if isinstance(root, nn.Module) else []
         self._things = [root]
         self._numbers = {id(root): 0}
 
-    def parts(self) -> Iterator[Any]:
-        """The part of the root, then of all that it reaches."""
+    def reached(self) -> Reached:
+        """The descriptions of all things, the root's first, as the key."""
+        found = []
         for thing in self._things:  # grows meanwhile
-            if len(self._things) > _MOST_PARTS:
-                self.known = False
-                return
-            yield self._part(thing)
+            if len(self._things) > _MOST_THINGS:
+                self._known = False
+                break
+            found.append(self._describe(thing))
+        return Reached(tuple(found) if self._known else None, self._foreign)
 
     def _of(self, thing: Any) -> Any:
-        """What stands for a thing in the part of another: itself where it is plain, else its number."""
+        """A plain value as type and text; of anything else its number, which a new thing gets here."""
         if isinstance(thing, _PLAIN):
             return type(thing).__name__, repr(thing)  # neither 1 and True nor 0.0 and -0.0 are the same
         if id(thing) not in self._numbers:
@@ -95,7 +126,8 @@ class _Walk:
             return tuple((self._of(name), self._of(thing)) for name, thing in things.items())
         return tuple(map(self._of, things))
 
-    def _part(self, thing: Any) -> Any:
+    def _describe(self, thing: Any) -> Any:
+        """What a thing computes, or holds, in values that can be compared."""
         match thing:
             case FunctionType():
                 return self._of_function(thing)
@@ -134,14 +166,14 @@ class _Walk:
         return "function", code, self._all_of((*given, *closed)), tuple(found)
 
     def _of_module(self, module: nn.Module) -> Any:
-        part: tuple[Any, ...] = "module", type(module).forward, own_attributes(module)
+        described: tuple[Any, ...] = "module", type(module).forward, own_attributes(module)
         if module is not self._things[0]:
-            part = *part, type(module)
-            self.known = self.known and not (module._parameters or module._buffers or module._modules)
-        return self._all_of(part)
+            described = *described, type(module)
+            self._known = self._known and not (module._parameters or module._buffers or module._modules)
+        return self._all_of(described)
 
     def _of_cell(self, name: str, cell: Any) -> Any:
-        """What stands for a variable of a function around; classes are told by their members, which code names."""
+        """A variable of a function around; not ``__class__``, for the names that code uses of it are followed."""
         try:
             return None if name == "__class__" else self._of(cell.cell_contents)
         except ValueError:
@@ -156,7 +188,7 @@ class _Walk:
         return "class", weakref.ref(found), self._all_of(dict(enumerate(members)))
 
     def _same(self, thing: Any) -> Any:
-        """What stands for a thing that is equal to itself alone."""
+        """A thing whose inside is not looked at: a weak reference to it, which is equal for this very thing alone."""
         if isinstance(thing, MethodDescriptorType | WrapperDescriptorType):
             return thing.__qualname__  # of a type of C, which keeps it
         place = (thing if isinstance(thing, (type, BuiltinFunctionType)) else type(thing)).__module__ or "builtins"
@@ -165,16 +197,16 @@ class _Walk:
         elif place.partition(".")[0] == "triton":
             self._meet_foreign(type(thing))
         elif not (isinstance(thing, (type, ModuleType, BuiltinFunctionType)) or place in sys.stdlib_module_names):
-            self.known = False
+            self._known = False
         try:
             return weakref.ref(thing)
         except TypeError:
-            self.known = False
+            self._known = False
             return None
 
     def _meet_foreign(self, thing: Any) -> None:
-        self.foreign = self.foreign or f"{thing.__module__}.{thing.__qualname__}"
-        self.known = False
+        self._foreign = self._foreign or f"{thing.__module__}.{thing.__qualname__}"
+        self._known = False
 
 
 def _is_given(place: str) -> bool:

@@ -12,11 +12,11 @@ from .class_swap import (
     built_upon,
     change_to,
     foreign_forward,
-    fused_block_class,
     fused_class,
     fused_forward_replaced,
 )
 from .fused_block import FusedBlock
+from .fused_classes import fused_block_class
 from .norm_recognition import looks_like_norm
 from .patch_report import RecomputingLayer, Site
 from .patterns.calls import Rewrite

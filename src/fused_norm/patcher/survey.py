@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +13,18 @@ from torch import Tensor, nn
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapter_casts import casts_input, is_lora_layer, why_cast
-from .block_survey import BlockSurvey, SurveyedModel, may_rotate_or_gate, why_deselected
+from .block import Block, SurveyedModel
+from .block_survey import may_rotate_or_gate, survey_block
 from .class_swap import (
     ClassChange,
     built_upon,
     change_to,
     class_forward_replaced,
     foreign_forward,
-    fused_adapter_class,
     fused_forward_replaced,
-    fused_norm_class,
     stock_class,
 )
+from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Site
@@ -43,7 +44,11 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         FusedNormError: where a pattern of ``options.modules`` selects nothing; where a site is to be stock again and
             other code has built on its fused class.
     """
-    modules = dict(model.named_modules())
+    everywhere = dict(model.named_modules(remove_duplicate=False))
+    paths: dict[int, str] = {}
+    for path, module in everywhere.items():
+        paths.setdefault(id(module), path)
+    modules = {path: everywhere[path] for path in paths.values()}
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
     blocks = {
         path: module
@@ -73,12 +78,13 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
                 refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
             raise FusedNormError(refused)
     rows = list(norm_sites.values())
-    known = SurveyedModel(modules, {id(module): path for path, module in modules.items()}, norm_sites, options)
-    holders = _holders(model, known)
+    known = SurveyedModel(modules, paths, norm_sites, options)
+    holders = _holders(everywhere, known)
     for path in dict.fromkeys([*holders, *blocks]):
-        block = BlockSurvey(path, known, is_layer=path in holders and path.rpartition(".")[2].isdigit())
-        rows += block.rows()
-        changes += block.changes
+        is_layer = path in holders and path.rpartition(".")[2].isdigit()
+        found, change = survey_block(Block(path, known), is_layer=is_layer)
+        rows += found
+        changes += change
     for path, layer in adapters.items():
         found, change = _survey_adapter(path, layer, options)
         rows += found
@@ -105,7 +111,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
         return site.kept_for(owner, "overridden"), []
-    if unwanted := why_deselected(site.kind, path, norm, options):
+    if unwanted := options.why_left_out(site.kind, path, norm):
         return site.kept_for(unwanted, "option"), change_to(norm, origin)
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
@@ -122,7 +128,7 @@ def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[
     site = Site(path, "adapter", origin.__name__)
     if owner := foreign_forward(layer) or class_forward_replaced(origin):
         return [site.kept_for(owner, "overridden")], []
-    if unwanted := why_deselected("adapter", path, layer, options):
+    if unwanted := options.why_left_out("adapter", path, layer):
         return [site.kept_for(unwanted, "option")], change_to(layer, origin)
     if reason := why_cast(layer, training=True):
         return [site.kept_for(reason)], change_to(layer, origin)
@@ -149,12 +155,11 @@ def _kind_of(path: str) -> Kind:
     return "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
 
 
-def _holders(model: nn.Module, known: SurveyedModel) -> dict[str, None]:
+def _holders(modules: Mapping[str, nn.Module], known: SurveyedModel) -> dict[str, None]:
     """The paths of modules that hold a norm, recognised or others' by now, directly or in up to two wrappers.
 
-    A norm with a gate does not count: no add is fused with it.
+    ``modules``: those of the model by all of their paths. A norm with a gate does not count: no add is fused with it.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[str, None] = {}
     for path, module in modules.items():
         site = known.norm_sites.get(known.paths[id(module)])

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..activation_recognition import Activation
+from ..block import Block
 from ..dataflow import Dataflow
+from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rotation_recognition import Rotation, recognise_rotation
-from ..source import cached_by_forward, compiled, global_of, source_of
-from .adds import Add, MissedAdd, find_adds, find_missed_adds
-from .calls import Rewrite
-from .gates import Gate, MissedGate, find_gates, find_missed_gates
+from ..rotation_recognition import Rotation
+from ..source import Rewrite, cached_by_forward, compiled, source_of
+from .adds import Add, decide_missed_add, find_adds, find_missed_adds
+from .calls import Missed
+from .gates import Gate, decide_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
-from .rotations import RotationCall, find_rotations
+from .rotations import RotationCall, decide_rotations, find_rotations, rotation_of
 
 
 @dataclass
@@ -38,8 +40,18 @@ class Patterns:
     heads: list[Heads]
     rotations: list[RotationCall]
     gates: list[Gate]
-    missed_adds: list[MissedAdd]
-    missed_gates: list[MissedGate]
+    missed_adds: list[Missed]
+    missed_gates: list[Missed]
+
+    def decide(self, block: Block) -> Iterator[Site]:
+        """The rows of all of them in a module with this forward; those to be fused are added to its rewrites."""
+        for index, add in enumerate(self.adds):
+            yield from add.decide(block, index)
+        for missed in self.missed_adds:
+            yield from decide_missed_add(missed, block)
+        with_norms = [heads.decide(block, index) for index, heads in enumerate(self.heads)]
+        yield from decide_rotations(self.rotations, with_norms, block)
+        yield from decide_gates(self.gates, self.missed_gates, block)
 
 
 @cached_by_forward
@@ -52,14 +64,10 @@ def patterns_of(layer: Any) -> Patterns:
     source = source_of(layer)
     flow = Dataflow(source.definition, source.own)
     adds, heads, gates = find_adds(flow), find_heads(flow), find_gates(flow)
-    return Patterns(
-        adds,
-        heads,
-        find_rotations(source.definition, heads),
-        gates,
-        find_missed_adds(flow, adds),
-        find_missed_gates(source.definition, flow, gates),
-    )
+    rotated = {one.rotation[1]: index for index, one in enumerate(heads) if one.rotation is not None}
+    rotations = find_rotations(source.definition, rotated)
+    missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
+    return Patterns(adds, heads, rotations, gates, *missed)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -74,16 +82,6 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     for rewrite in rewrites:
         getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, source.own)
     return compiled(definition, layer)
-
-
-def rotation_of(layer: Any, name: str, arguments: int = 4) -> Rotation:
-    """The rotation that a forward calls by this global name, with so many arguments.
-
-    Raises:
-        SourceError: where the source cannot be read, or is not what runs.
-        UnrecognisedError: where the name stands for something else.
-    """
-    return recognise_rotation(global_of(layer, name), arguments)
 
 
 def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:

@@ -39,10 +39,17 @@ from __future__ import annotations
 import ast
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import shorten
 
-from ..dataflow import Conditions, Dataflow, computed, computes_nothing, mentions
-from .calls import Rewrite, call_of_own, called, is_name, make_call, replace
+from torch import nn
+
+from ..block import Block, alike
+from ..dataflow import Dataflow, computed, computes_nothing, mentions
+from ..patch_report import Site
+from ..source import Rewrite, global_of, returns_sum
+from .calls import Called, Missed, call_of_own, called, is_name, make_call, replace
 
 _Y = "_fused_norm_y"
 
@@ -103,6 +110,29 @@ class Add:
         )
         return one, two, three
 
+    def decide(self, block: Block, index: int) -> Iterator[Site]:
+        """The rows of the add: with the norm after it, and with the norm of its branch; none where it adds a number."""
+        if _adds_number(self.attributes, block):
+            return
+        done = block.done("adds", index) or ()
+        norm, inner, before = self.names
+        dropout = before is not None and isinstance(block.member(inner or ""), nn.Dropout)
+        name, part = (before, ("inner", "dropout")) if dropout else (inner, ("inner",))
+        parts: tuple[str, ...] = ()
+        after = None
+        if norm is not None and block.holds_norm(norm):
+            after = block.norm_row(norm, "residual", "norm" in done)
+            parts += ("norm",) if after.reason is None else ()
+            yield after
+        if name is not None and block.holds_norm(name):
+            row = block.norm_row(name, "sandwich", "inner" in done)
+            if after is not None and after.reason is None and not alike(row, after):
+                row = row.kept_for("it differs from the norm after the add in more than the weight")
+            parts += part if row.reason is None else ()
+            yield row
+        if parts:
+            block.rewrites.append(Rewrite("adds", index, parts))
+
     def edit(self, rewrite: Rewrite, own: str) -> None:
         """Put the fused call in the add's place."""
         branch, keywords, dropout = self.branch, [], []
@@ -146,23 +176,30 @@ class Add:
         return make_call(own, method, [norm], [*operands, *keywords])
 
 
-@dataclass(frozen=True)
-class MissedAdd:
-    """An add that reaches a norm and cannot be fused with it.
+def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
+    """The rows of an add that reaches a norm in another way than is fused; none where it never does."""
+    norms = [norm for norm in _named(missed.called.name, block) if block.holds_norm(norm)]
+    reached = all(bool(getattr(block.module, name, truth)) == truth for name, truth in missed.conditions)
+    if not reached or _adds_number(missed.attributes, block):
+        return
+    if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
+        return
+    for norm in norms:
+        row = block.norm_row(norm, "residual", already=False)
+        yield row.kept_for(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
 
-    Attributes:
-        norm: the attribute of the norm, ``norms.0`` or ``norms.-1`` for one in a list, ``norms.*`` for any of them.
-        source: the add, as it is written.
-        conditions: those under which it is made and the norm is called, as far as attributes of the module decide it.
-        function: the global name of what is called, where it is an add only if that function returns a sum; else None.
-        attributes: those of the module that are operands.
-    """
 
-    norm: str
-    source: str
-    conditions: Conditions
-    function: str | None
-    attributes: tuple[str, ...]
+def _named(norm: str, block: Block) -> list[str]:
+    """The norms that the name in a ``Missed`` may mean."""
+    held, _, number = norm.partition(".")
+    if number != "*" and not number.startswith("-"):
+        return [norm]
+    all_of_them = [f"{held}.{name}" for name in getattr(block.member(held), "_modules", ())]
+    return all_of_them if number == "*" else all_of_them[int(number) :][:1]
+
+
+def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
+    return any(isinstance(block.member(name), (int, float)) for name in attributes)
 
 
 def find_adds(flow: Dataflow) -> list[Add]:
@@ -177,7 +214,7 @@ def find_adds(flow: Dataflow) -> list[Add]:
     return found
 
 
-def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
+def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
     """The adds that reach a norm and are not fused with it where all of ``adds`` are fused, each one once."""
     fused = {one.after.call: set(ast.walk(one.statement)) for one in adds if one.after is not None}
     missed = []
@@ -190,7 +227,7 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[MissedAdd]:
             if operands and one not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
                 conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
                 attributes = _attributes(flow, *operands)
-                missed.append(MissedAdd(norm, ast.unparse(one), conditions, _function_called(one), attributes))
+                missed.append(Missed(ast.unparse(one), Called(norm), conditions, _function_called(one), attributes))
     return list(dict.fromkeys(missed))
 
 

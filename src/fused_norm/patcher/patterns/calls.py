@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from typing import Any
 
-from ..activation_recognition import Activation
+from ..block import Block
+from ..dataflow import Conditions
+from ..source import global_of
 
 
 @dataclass(frozen=True)
-class Rewrite:
-    """A match in a forward that is to be fused.
+class Called:
+    """What a call is of: an attribute of the module, ``norms.0`` for one in a list, or a global function.
 
     Attributes:
-        pattern: the matches it is one of: ``adds``, ``heads``, ``rotations`` or ``gates``.
-        index: its number among these.
-        parts: what of it: of an add ``norm``, ``inner`` and ``dropout``; of norms of heads ``rotation``, or nothing.
-        activation: that of a gate.
+        name: its name; ``norms.-1`` counts from the end, ``norms.*`` is any of the list.
+        is_function: it is a global function's.
     """
 
-    pattern: str
-    index: int
-    parts: tuple[str, ...] = ()
-    activation: Activation | None = None
+    name: str
+    is_function: bool = False
+
+    def found_in(self, block: Block) -> Any:
+        """What it is of in this module."""
+        return global_of(block.origin, self.name) if self.is_function else block.member(self.name)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What cannot be fused as it is written: a sum that reaches a norm, or a product with what may be an activation.
+
+    Attributes:
+        source: the sum or the product, as it is written.
+        called: the norm that it reaches; the activation that made a factor.
+        conditions: those under which it is made, and the norm called, as far as attributes of the module decide it.
+        function: the global name of what is called, where it is a sum only if that function returns one; else None.
+        attributes: those of the module that are operands of the sum.
+    """
+
+    source: str
+    called: Called
+    conditions: Conditions = ()
+    function: str | None = None
+    attributes: tuple[str, ...] = ()
 
 
 def call_of_own(node: ast.AST | None, own: str) -> ast.Call | None:

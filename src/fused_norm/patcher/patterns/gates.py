@@ -30,12 +30,23 @@ becomes
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from textwrap import shorten
 
+from torch import nn
+
+from ..activation_recognition import looks_like_activation, recognise_activation
+from ..block import Block
 from ..dataflow import Dataflow, edits_in_place
-from .calls import Rewrite, call_of_own, called, is_name, make_call, postpone, replace
+from ..fused_norm_module import has_hooks
+from ..patch_report import Site
+from ..probe import UnrecognisedError
+from ..source import Rewrite
+from .calls import Called, Missed, call_of_own, called, is_name, make_call, postpone, replace
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that are taken for activations, where the module holds none."""
@@ -48,14 +59,6 @@ _MULTIPLY = ("mul", "mul_", "multiply")
 
 _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
 """Expressions whose parts may be computed several times, or never."""
-
-
-@dataclass(frozen=True)
-class Called:
-    """A name that may be an activation's: an attribute of the module or, if ``is_function``, a global function."""
-
-    name: str
-    is_function: bool
 
 
 @dataclass
@@ -108,12 +111,31 @@ class Gate:
         postpone(self.call, own, activation)
 
 
-@dataclass(frozen=True)
-class MissedGate:
-    """A product of something with what may be an activation that cannot be fused, as it is written in ``source``."""
-
-    act: Called
-    source: str
+def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
+    """The rows of products of something with an activation; one factor of each product is the activation."""
+    rows: dict[int, Site] = {}
+    for index, gate in enumerate(gates):
+        known = rows.get(gate.number)
+        if known is not None and known.activation is not None:
+            continue
+        row, act = block.own_row("mlp", block.done("gates", index) is not None), gate.act.found_in(block)
+        if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
+            row = row.kept_for("hooks or other code stand on its activation", "overridden")
+        try:
+            activation = recognise_activation(act)
+        except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
+            if known is None and looks_like_activation(gate.act.name, act):
+                rows[gate.number] = row.kept_for(str(error))
+            continue
+        rows[gate.number] = row = dataclasses.replace(row, activation=activation.formula)
+        if row.reason is None:
+            block.rewrites.append(Rewrite("gates", index, activation=activation))
+    yield from rows.values()
+    for one in missed:
+        with suppress(UnrecognisedError):
+            formula = recognise_activation(one.called.found_in(block)).formula
+            reason = f"its product, {shorten(one.source, 80)}, is written in a way that is not rewritten"
+            yield dataclasses.replace(block.own_row("mlp", already=False), activation=formula).kept_for(reason)
 
 
 def find_gates(flow: Dataflow) -> list[Gate]:
@@ -134,11 +156,11 @@ def find_gates(flow: Dataflow) -> list[Gate]:
     return found
 
 
-def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[Gate]) -> list[MissedGate]:
+def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[Gate]) -> list[Missed]:
     """The products of something with what may be an activation that are none of ``gates``, each one once."""
     fused = {(gate.product, gate.factor) for gate in gates}
     missed = [
-        MissedGate(act, ast.unparse(node))
+        Missed(ast.unparse(node), act)
         for node in ast.walk(definition)
         for factor, other in _factors(node)
         if (node, factor) not in fused and not _only_scales(other, flow)
@@ -220,7 +242,7 @@ def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
     """The name called in ``self.<name>(argument)``, or in ``<function>(argument)`` by a known name; else None."""
     call = call_of_own(node, flow.own)
     if call is not None:
-        return Called(called(call), False)
+        return Called(called(call))
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
         return None
     root = node.func

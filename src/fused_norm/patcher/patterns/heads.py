@@ -25,10 +25,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...spec import Kind
+from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, mentions
-from .calls import Rewrite, call_of_own, called, make_call, postpone
+from ..patch_report import Site
+from ..source import Rewrite
+from .calls import call_of_own, called, make_call, postpone
+from .rotations import unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
@@ -72,6 +77,29 @@ class Heads:
             return None
         assert isinstance(self.rotation[1].func, ast.Name)
         return self.rotation[1].func.id
+
+    def decide(self, block: Block, index: int) -> Site | None:
+        """The row of the rotation, where it is fused with the norms before it; None where the norms at most are."""
+        done = block.done("heads", index)
+        if not all(map(block.holds_norm, self.names)) or self._row("qk", block, done is not None).reason is not None:
+            return None
+        row = None
+        if self.rotate is not None:
+            row = self._row("rope", block, "rotation" in (done or ()))
+            row = unless_unrecognised(row, self.rotate, 4, block)
+        fused = row is not None and row.reason is None
+        block.rewrites.append(Rewrite("heads", index, ("rotation",) if fused else ()))
+        return row if fused else None
+
+    def _row(self, option: Kind, block: Block, already: bool) -> Site:
+        """The row of the attention, from those of its norms."""
+        rows = [block.norm_row(name, "rope", already, option) for name in self.names]
+        row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=block.path)
+        weights = [getattr(block.member(name), "weight", None) for name in self.names]
+        one, other = (getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in weights)
+        if not alike(*rows) or one != other:
+            row = row.kept_for("its q and k norms differ in more than the weight")
+        return row
 
     def edit(self, rewrite: Rewrite, own: str) -> None:
         """Put the fused calls in the place of the norms."""

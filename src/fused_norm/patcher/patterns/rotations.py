@@ -19,11 +19,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
-from .calls import Rewrite
-from .heads import Heads
+from torch import nn
+
+from ..block import Block
+from ..patch_report import Site
+from ..probe import UnrecognisedError
+from ..rotation_recognition import Rotation, recognise_rotation
+from ..source import Rewrite, global_of
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
@@ -64,9 +71,57 @@ class RotationCall:
         self.call.func = ast.Attribute(ast.Name(own, ast.Load()), method, ast.Load())
 
 
-def find_rotations(definition: ast.FunctionDef, heads: Sequence[Heads]) -> list[RotationCall]:
-    """The calls of rotary embeddings, and whatever takes the results of ``heads`` as a rotation does."""
-    after = {one.rotation[1]: index for index, one in enumerate(heads) if one.rotation is not None}
+def decide_rotations(
+    rotations: Sequence[RotationCall], with_norms: Sequence[Site | None], block: Block
+) -> Iterator[Site]:
+    """The rows of rotations; ``with_norms``: those of norms of queries and keys that are fused with one after them."""
+    for index, rotation in enumerate(rotations):
+        row = None if rotation.heads is None else with_norms[rotation.heads]
+        if row is None:
+            row = block.own_row("rope", block.done("rotations", index) is not None)
+            row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
+            block.rewrites += [Rewrite("rotations", index)] if row.reason is None else []
+        yield row
+
+
+def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
+    """``row``, or one that says why the function called by this name, with so many arguments, is not fused."""
+    if row.reason is not None:
+        return row
+    if not arguments:
+        return row.kept_for(f"{rotate} takes other arguments than q, k, cos, sin")
+    try:
+        rotation_of(block.origin, rotate, arguments)
+    except UnrecognisedError as error:
+        owner = _owner_of(global_of(block.origin, rotate), block.origin)
+        row = row if owner is None else row.kept_for(f"{rotate} was replaced, by {owner}", "overridden")
+        return row.kept_for(str(error))
+    return row
+
+
+def rotation_of(layer: Any, name: str, arguments: int = 4) -> Rotation:
+    """The rotation that a forward calls by this global name, with so many arguments.
+
+    Raises:
+        SourceError: where the forward is no function.
+        UnrecognisedError: where the name stands for something else.
+    """
+    return recognise_rotation(global_of(layer, name), arguments)
+
+
+def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
+    """The name of a function of another package than that of the class which calls it; None for one of its own."""
+    if isinstance(function, nn.Module):  # with another forward bound to it, as `kernelize` does
+        function = getattr(vars(function).get("forward"), "__func__", None)
+    if not isinstance(function, FunctionType):
+        return None
+    if function.__module__.partition(".")[0] == origin.__module__.partition(".")[0]:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def find_rotations(definition: ast.FunctionDef, after: Mapping[ast.Call, int]) -> list[RotationCall]:
+    """The calls of rotary embeddings, and those ``after`` norms of queries and keys, whose number is given."""
     return [
         RotationCall(call, after.get(call))
         for call in ast.walk(definition)

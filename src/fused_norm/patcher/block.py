@@ -1,0 +1,124 @@
+"""A module whose forward may be rewritten, in its model: what it holds, and rows for what may be fused in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..options import FuseOptions
+from ..spec import Kind
+from .class_swap import built_upon, change_to, foreign_forward, is_called_around, is_called_in_parallel, stock_class
+from .fused_block import FusedBlock
+from .fused_norm_module import has_hooks, has_origin_forward
+from .norm_recognition import looks_like_norm, subtracts_mean
+from .patch_report import Site
+from .source import Rewrite
+
+
+@dataclass(frozen=True)
+class SurveyedModel:
+    """A model's modules by path, their paths by identity, the rows of its norms, and the options."""
+
+    modules: dict[str, nn.Module]
+    paths: dict[int, str]
+    norm_sites: dict[str, Site]
+    options: FuseOptions
+
+
+class Block:
+    """A layer, an attention or an MLP in its model.
+
+    Attributes:
+        path: its first one in the model.
+        module: itself.
+        origin: its class in the stock model.
+        owner: why a change of its class would not take effect, for other code has it; None where it would.
+        fixed: other code has built on its fused class.
+        rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
+    """
+
+    def __init__(self, path: str, model: SurveyedModel) -> None:
+        self.path, self.module = path, model.modules[path]
+        self.origin: Any = stock_class(self.module)
+        self.owner = foreign_forward(self.module)
+        self.fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
+        self.rewrites: list[Rewrite] = []
+        self._model = model
+        self._done: tuple[Rewrite, ...] = ()
+        if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
+            self._done = self.module.fused_norm_rewrites
+
+    def done(self, pattern: str, index: int) -> tuple[str, ...] | None:
+        """The parts of a match that are fused now; None where it is not."""
+        return next((one.parts for one in self._done if (one.pattern, one.index) == (pattern, index)), None)
+
+    def member(self, name: str) -> Any:
+        """An attribute, or with ``name.0`` a module in a list that is one; None where there is none."""
+        first, *rest = name.split(".")
+        found = getattr(self.module, first, None)
+        for part in rest:
+            found = found._modules.get(part) if isinstance(found, nn.Module) else None
+        return found
+
+    def holds_norm(self, name: str | None) -> bool:
+        """Return whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside.
+
+        A LayerNorm, which is never fused, does not count.
+        """
+        norm: Any = None if name is None else self.member(name)
+        if id(norm) not in self._model.paths or subtracts_mean(norm):
+            return False
+        return all(not part._parameters if part._modules else looks_like_norm(part) for part in norm.modules())
+
+    def norm_row(self, name: str, kind: Kind, already: bool, option: Kind | None = None) -> Site:
+        """The row of a site that takes in the norm of this name: fused unless something prevents it.
+
+        It has the first path of a norm that several modules share. ``already``: it is fused now; ``option``: the kind
+        of sites whose option decides, where it is another one.
+
+        Raises:
+            FusedNormError: where it is not to be fused any more and other code has built on the fused class.
+        """
+        norm = self.member(name)
+        path = self._model.paths[id(norm)]
+        row = Site(path, kind, self.origin.__name__)
+        site = self._model.norm_sites.get(path)
+        if site is None:
+            reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
+            return row.kept_for(reason, "overridden")
+        row = replace(row, spec=site.spec, replaced=site.replaced)
+        if site.reason is not None:
+            return row.kept_for(f"its norm is kept: {site.reason}", site.cause)
+        called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
+        if has_hooks(norm) or called_around:
+            return row.kept_for("hooks or other code stand on its norm", "overridden")
+        return self._unless_prevented(row, option or kind, norm, already)
+
+    def own_row(self, kind: Kind, already: bool) -> Site:
+        """The row of a site of the module itself, without a norm: fused unless something prevents it.
+
+        Raises:
+            FusedNormError: as ``norm_row``.
+        """
+        return self._unless_prevented(Site(self.path, kind, self.origin.__name__), kind, self.module, already)
+
+    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, already: bool) -> Site:
+        """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
+        if self.fixed and not already:
+            reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
+            return row.kept_for(reason, "overridden")
+        if self.owner is not None:
+            return row.kept_for(self.owner, "overridden")
+        if unwanted := self._model.options.why_left_out(option, row.path, selected):
+            if self.fixed:
+                change_to(self.module, self.origin)
+            return row.kept_for(unwanted, "option")
+        return row
+
+
+def alike(one: Site, other: Site) -> bool:
+    """Return whether the norms of two sites compute the same but for their weights."""
+    specs = [row.spec and replace(row.spec, weighted=True) for row in (one, other)]
+    return specs[0] is not None and specs[0] == specs[1]
