@@ -15,12 +15,27 @@ is read once. The patterns in a forward are told by such questions, and all of t
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 Conditions = tuple[tuple[str, bool], ...]
 """Attributes of the module, and what their truth has to be."""
+
+_CHOICES: Mapping[type, tuple[str, ...]] = {ast.NamedExpr: ("value",), ast.IfExp: ("body", "orelse")}
+_ARITHMETIC: Mapping[type, tuple[str, ...]] = {
+    **_CHOICES,
+    ast.UnaryOp: ("operand",),
+    ast.BinOp: ("left", "right"),
+    ast.AugAssign: ("target", "value"),
+}
+_VIEWS: Mapping[type, tuple[str, ...]] = {
+    **_CHOICES,
+    **dict.fromkeys([ast.Subscript, ast.Attribute, ast.Starred], ("value",)),
+    **dict.fromkeys([ast.Tuple, ast.List], ("elts",)),
+    ast.AugAssign: ("target",),
+}
+"""Fields of expressions whose value, arithmetic or memory is that of the expression."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -118,52 +133,14 @@ class Dataflow:
 
         ``same``: methods that may return the tensor that they are called on.
         """
-        found: set[ast.AST] = set()
-        seen: set[ast.AST] = set()
-        nodes = [node]
-        while nodes:
-            one = nodes.pop()
-            if one is None or one in seen:
-                continue
-            seen.add(one)
-            match one:
-                case ast.Name():
-                    nodes += [definition.value for definition in self._definitions.get(one, ())]
-                case ast.NamedExpr():
-                    nodes.append(one.value)
-                case ast.IfExp():
-                    nodes += [one.body, one.orelse]
-                case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if method in same:
-                    nodes.append(tensor)
-                case _:
-                    found.add(one)
+        seen = self._behind(node, _CHOICES, same)
+        found = [one for one, is_end in seen.items() if is_end and one is not None]
         return sorted(found, key=lambda one: (getattr(one, "lineno", 0), getattr(one, "col_offset", 0)))
 
-    def is_number(self, node: ast.AST | None, seen: frozenset[ast.AST] = frozenset()) -> bool:
+    def is_number(self, node: ast.AST | None) -> bool:
         """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
-        if node is None or node in seen:
-            return node is not None
-        parts: Iterable[ast.AST | None]
-        match node:
-            case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")):
-                return True
-            case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
-                return True
-            case ast.Name():
-                parts = [definition.value for definition in self._definitions.get(node, ())]
-                if not parts:
-                    return not self.is_local(node.id)
-            case ast.UnaryOp():
-                parts = [node.operand]
-            case ast.BinOp():
-                parts = [node.left, node.right]
-            case ast.AugAssign():
-                parts = [node.target, node.value]
-            case ast.IfExp():
-                parts = [node.body, node.orelse]
-            case _:
-                return False
-        return all(self.is_number(part, seen | {node}) for part in parts)
+        seen = self._behind(node, _ARITHMETIC, ())
+        return all(_is_number_itself(one) for one, is_end in seen.items() if is_end)
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
         """Return whether code may write into a tensor: by an edit in place of any, or in a call that is given it.
@@ -182,39 +159,51 @@ class Dataflow:
             for given in (*call.args, *(keyword.value for keyword in call.keywords))
         )
 
-    def _memory(self, node: ast.AST, *, with_whole: bool) -> set[Definition | ast.AST]:
-        """The definitions, and their values, whose tensor a value may share: that of a view, and that of an alias.
+    def _memory(self, node: ast.AST, *, with_whole: bool) -> set[Definition | ast.AST | None]:
+        """The expressions, and definitions of names, whose tensor a value may share: of a view, and of an alias.
 
         ``with_whole``: of a part that was unpacked from a call, those of what the call cut as well.
         """
-        found: set[Definition | ast.AST] = set()
-        seen: set[ast.AST] = set()
+        seen = self._behind(node, _VIEWS, None, with_whole=with_whole)
+        definitions = (one for name in seen if isinstance(name, ast.Name) for one in self._definitions.get(name, ()))
+        return {*definitions, *seen} - {None}
+
+    def _behind(
+        self,
+        node: ast.AST | None,
+        fields: Mapping[type, tuple[str, ...]],
+        methods: Sequence[str] | None,
+        *,
+        with_whole: bool = False,
+    ) -> dict[ast.AST | None, bool]:
+        """All that a value may come from, and whether it is an end, with nothing behind it; None is what is not known.
+
+        Args:
+            node: the value.
+            fields: of expressions, those that are behind them.
+            methods: those that may return what they are called on; None for any but the module's own.
+            with_whole: what was cut is behind a part that was unpacked.
+        """
+        seen: dict[ast.AST | None, bool] = {}
         nodes = [node]
-        while nodes:
-            one = nodes.pop()
+        for one in nodes:  # grows meanwhile
             if one in seen:
                 continue
-            seen.add(one)
+            behind: list[ast.AST | None] | None = None
             match one:
-                case ast.Name():
-                    for definition in self._definitions.get(one, ()):
-                        found.add(definition)
-                        if definition.value is not None:
-                            found.add(definition.value)  # which `a = b = value` gives to two names
-                            nodes.append(definition.value)
-                        elif with_whole and isinstance(definition.statement, ast.Assign):
-                            nodes.append(definition.statement.value)
-                case ast.NamedExpr() | ast.Subscript() | ast.Attribute() | ast.Starred():
-                    nodes.append(one.value)
-                case ast.AugAssign():
-                    nodes.append(one.target)
-                case ast.IfExp():
-                    nodes += [one.body, one.orelse]
-                case ast.Tuple() | ast.List():
-                    nodes += one.elts
-                case ast.Call(func=ast.Attribute(value=tensor)) if not self.is_own(one.func):
-                    nodes.append(tensor)
-        return found
+                case ast.Name() if self.is_local(one.id):
+                    definitions = self._definitions.get(one, ())
+                    cut = (part.statement for part in definitions if with_whole and part.value is None)
+                    behind = [part.value for part in definitions] or [None]
+                    behind += [whole.value for whole in cut if isinstance(whole, ast.Assign)]
+                case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if not self.is_own(one.func):
+                    behind = [tensor] if methods is None or method in methods else None
+                case _ if type(one) in fields:
+                    values = (getattr(one, field) for field in fields[type(one)])
+                    behind = [part for value in values for part in (value if isinstance(value, list) else [value])]
+            seen[one] = behind is None
+            nodes += behind or ()
+        return seen
 
     def _run(self, body: list[ast.stmt], names: Names) -> Names:
         """Walk through statements; return the definitions of names afterwards."""
@@ -350,6 +339,15 @@ class Dataflow:
             return names
         self._read(target, names)
         return names
+
+
+def _is_number_itself(node: ast.AST | None) -> bool:
+    match node:
+        case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
+            return True
+        case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
+            return True
+    return False
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.AST | None]]:
