@@ -217,7 +217,7 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
     fed = {index for index, one in enumerate(patterns.heads) if one.rotate}
     alone = (i for i, one in enumerate(patterns.rotations) if one.arguments and one.heads not in fed)
     acts = [(i, gate) for i, gate in enumerate(patterns.gates) if "act" in gate.act.name or gate.act.is_function]
-    products = {gate.number: i for i, gate in reversed(acts)}
+    products = {gate.product: i for i, gate in reversed(acts)}
     silu = recognise_activation(nn.SiLU())
     gates = (Rewrite("gates", i, activation=silu) for i in products.values())
     return (*adds, *heads, *(Rewrite("rotations", i) for i in alone), *gates)

@@ -193,7 +193,7 @@ def test_what_only_resembles_a_gate_is_left_alone(name: str) -> None:
 def test_what_mlps_of_transformers_have(mlp, acts: list[str]) -> None:
     gates = patterns_of(mlp).gates
     assert [gate.act.name for gate in gates] == acts
-    assert {gate.number for gate in gates} == {0}
+    assert len({gate.product for gate in gates}) == 1
 
 
 class WrittenOtherwise(nn.Module):

@@ -39,7 +39,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
@@ -49,7 +49,7 @@ from ..block import Block, alike
 from ..dataflow import Dataflow, computed, computes_nothing, mentions
 from ..patch_report import Site
 from ..source import Rewrite, global_of, returns_sum
-from .calls import Called, Missed, call_of_own, called, is_name, make_call, replace
+from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, replace
 
 _Y = "_fused_norm_y"
 
@@ -103,12 +103,9 @@ class Add:
     attributes: tuple[str, ...]
 
     @property
-    def names(self) -> tuple[str | None, str | None, str | None]:
+    def names(self) -> tuple[str | None, ...]:
         """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
-        one, two, three = (
-            None if norm is None else called(norm.call) for norm in (self.after, self.inner, self.before)
-        )
-        return one, two, three
+        return tuple(None if one is None else called(one.call) for one in (self.after, self.inner, self.before))
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
         """The rows of the add: with the norm after it, and with the norm of its branch; none where it adds a number."""
@@ -223,26 +220,12 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
         if norm is None:
             continue
         for one in flow.origins(argument, _SAME_TENSOR):
-            operands = _operands(one, flow)
+            operands, function = _summed(one, flow)
             if operands and one not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
                 conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
                 attributes = _attributes(flow, *operands)
-                missed.append(Missed(ast.unparse(one), Called(norm), conditions, _function_called(one), attributes))
+                missed.append(Missed(ast.unparse(one), Called(norm), conditions, function, attributes))
     return list(dict.fromkeys(missed))
-
-
-def _operands(node: ast.AST, flow: Dataflow) -> list[ast.expr]:
-    """The operands of an expression or statement that adds, or calls a function that may; none of another."""
-    match node:
-        case ast.BinOp(op=ast.Add()):
-            return [node.left, node.right]
-        case ast.AugAssign(op=ast.Add()):
-            return [node.target, node.value]
-        case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if method in _ADD and not flow.is_own(node.func):
-            return node.args if is_name(tensor, "torch") else [tensor, *node.args]
-        case ast.Call(func=ast.Name()):
-            return [node]
-    return []
 
 
 def _attributes(flow: Dataflow, *operands: ast.expr) -> tuple[str, ...]:
@@ -250,12 +233,14 @@ def _attributes(flow: Dataflow, *operands: ast.expr) -> tuple[str, ...]:
     return tuple(one.attr for one in operands if flow.is_own(one))
 
 
-def _function_called(node: ast.AST) -> str | None:
-    """The name of the function that a sum is a call of; None for ``sum`` itself, and for an add."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        return None
-    of_values = node.func.id == "sum" and len(node.args) == 1 and isinstance(node.args[0], (ast.Tuple, ast.List))
-    return None if of_values else node.func.id
+def _summed(node: ast.AST, flow: Dataflow) -> tuple[Sequence[ast.expr], str | None]:
+    """The operands of an add; for the call of a function that may add that call, and the function's name."""
+    match node:
+        case ast.Call(ast.Name("sum"), [ast.Tuple() | ast.List()]):
+            return [node], None
+        case ast.Call(ast.Name(function)):
+            return [node], function
+    return operands_of(node, ast.Add, _ADD, flow), None
 
 
 def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr | None]:
@@ -339,11 +324,8 @@ def _norm_in_front(
 
 def _factors(node: ast.expr, flow: Dataflow) -> tuple[ast.expr, ast.expr] | None:
     """``(branch, self.<factor>)`` where ``node`` is their product."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        for branch, factor in ((node.left, node.right), (node.right, node.left)):
-            if flow.is_own(factor):
-                return branch, factor
-    return None
+    factors = operands_of(node, ast.Mult, (), flow)
+    return next(((one, other) for one, other in zip(factors, factors[::-1], strict=True) if flow.is_own(other)), None)
 
 
 def _target(statement: ast.stmt) -> str | None:

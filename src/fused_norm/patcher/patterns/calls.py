@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..block import Block
-from ..dataflow import Conditions
+from ..dataflow import Conditions, Dataflow
 from ..source import global_of
 
 
@@ -73,6 +74,26 @@ def called(call: ast.Call) -> str:
 def is_name(node: ast.AST | None, name: str) -> bool:
     """Return whether an expression is this name."""
     return isinstance(node, ast.Name) and node.id == name
+
+
+def operands_of(
+    node: ast.AST | None, kind: type[ast.operator], methods: Sequence[str], flow: Dataflow
+) -> list[ast.expr]:
+    """``[a, b]`` of ``a + b``, ``a += b``, ``a.add(b)`` and ``torch.add(a, b)``; none where it is something else.
+
+    Args:
+        node: an expression or statement.
+        kind: the operator, here ``ast.Add``.
+        methods: the methods and functions of PyTorch that do the same, here ``add``.
+        flow: of the function that it is in.
+    """
+    match node:
+        case ast.BinOp(left, operator, right) | ast.AugAssign(left, operator, right) if isinstance(operator, kind):
+            return [left, right]
+        case ast.Call(ast.Attribute(tensor, method) as func, [*given]) if method in methods and not flow.is_own(func):
+            found = given if is_name(tensor, "torch") else [tensor, *given]
+            return found if len(found) == 2 else []
+    return []
 
 
 def make_call(own: str, method: str, arguments: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:

@@ -35,6 +35,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import permutations
 from textwrap import shorten
 
 from torch import nn
@@ -46,7 +47,7 @@ from ..fused_norm_module import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..source import Rewrite
-from .calls import Called, Missed, call_of_own, called, is_name, make_call, postpone, replace
+from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, postpone, replace
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that are taken for activations, where the module holds none."""
@@ -67,10 +68,9 @@ class Gate:
 
     Attributes:
         act: what is called for the one factor.
-        number: that of the product; both factors of a product may be calls of attributes.
         body: where the activation's call is, and the product.
         statement: the statement with the product.
-        product: the product.
+        product: the product; where both factors are calls of attributes, that of two gates.
         factor: the factor that is the result of the activation.
         call: the call of the activation.
         called_in: the statement with that call; the one with the product, or an earlier one.
@@ -78,7 +78,6 @@ class Gate:
     """
 
     act: Called
-    number: int
     body: list[ast.stmt]
     statement: ast.stmt
     product: ast.BinOp
@@ -113,9 +112,9 @@ class Gate:
 
 def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
     """The rows of products of something with an activation; one factor of each product is the activation."""
-    rows: dict[int, Site] = {}
+    rows: dict[ast.BinOp, Site] = {}
     for index, gate in enumerate(gates):
-        known = rows.get(gate.number)
+        known = rows.get(gate.product)
         if known is not None and known.activation is not None:
             continue
         row, act = block.own_row("mlp", block.done("gates", index) is not None), gate.act.found_in(block)
@@ -125,9 +124,9 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
             activation = recognise_activation(act)
         except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
             if known is None and looks_like_activation(gate.act.name, act):
-                rows[gate.number] = row.kept_for(str(error))
+                rows[gate.product] = row.kept_for(str(error))
             continue
-        rows[gate.number] = row = dataclasses.replace(row, activation=activation.formula)
+        rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
             block.rewrites.append(Rewrite("gates", index, activation=activation))
     yield from rows.values()
@@ -140,20 +139,15 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
 
 def find_gates(flow: Dataflow) -> list[Gate]:
     """The products of something with what may be an activation."""
-    found: list[Gate] = []
-    products = 0
-    for body in flow.bodies:
-        for statement in body:
-            for product in _products(statement):
-                gates = [
-                    gate
-                    for factor, other in _factors(product)
-                    if not _only_scales(other, flow)
-                    and (gate := _gate(flow, products, statement, product, factor)) is not None
-                ]
-                found += gates
-                products += bool(gates)
-    return found
+    found = (
+        _gate(flow, statement, product, factor)
+        for body in flow.bodies
+        for statement in body
+        for product in _products(statement)
+        for factor, other in permutations(operands_of(product, ast.Mult, (), flow), 2)
+        if not _only_scales(other, flow)
+    )
+    return [gate for gate in found if gate is not None]
 
 
 def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[Gate]) -> list[Missed]:
@@ -162,7 +156,7 @@ def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[G
     missed = [
         Missed(ast.unparse(node), act)
         for node in ast.walk(definition)
-        for factor, other in _factors(node)
+        for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
         if (node, factor) not in fused and not _only_scales(other, flow)
         for call in flow.origins(factor)
         if (act := _activation(call, flow)) is not None
@@ -184,19 +178,6 @@ def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
         nodes += ast.iter_child_nodes(node)
 
 
-def _factors(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """The factors of a product in any form, each with the other one."""
-    factors: list[ast.expr] = []
-    match node:
-        case ast.BinOp(op=ast.Mult()):
-            factors = [node.left, node.right]
-        case ast.AugAssign(op=ast.Mult()):
-            factors = [node.target, node.value]
-        case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if method in _MULTIPLY:
-            factors = node.args if is_name(tensor, "torch") else [tensor, *node.args]
-    return [(factors[0], factors[1]), (factors[1], factors[0])] if len(factors) == 2 else []
-
-
 def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
     if flow.is_number(factor):
@@ -210,7 +191,7 @@ def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     return isinstance(factor, ast.UnaryOp)
 
 
-def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, factor: ast.expr) -> Gate | None:
+def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.expr) -> Gate | None:
     """The gate in which ``factor``, or all that its name stands for, is the result of an activation."""
     definition = flow.definition_of(factor)
     call, called_in = factor, statement
@@ -233,7 +214,7 @@ def _gate(flow: Dataflow, number: int, statement: ast.stmt, product: ast.BinOp, 
         behind.append(product.right)
     if flow.may_change(call.args[0], behind):
         return None
-    gate = Gate(act, number, flow.body_of(statement), statement, product, factor, call, called_in, None)
+    gate = Gate(act, flow.body_of(statement), statement, product, factor, call, called_in, None)
     gate.halves = _halves(flow, gate)
     return gate
 
@@ -279,9 +260,5 @@ def _halves(flow: Dataflow, gate: Gate) -> ast.Assign | None:
 
 def _is_cut_in_two(value: ast.expr) -> bool:
     """Return whether an expression is ``tensor.chunk(2, dim=-1)``."""
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "chunk":
-        return False
-    if is_name(value.func.value, "torch"):
-        return False
-    given = [*value.args, *(keyword.value for keyword in value.keywords if keyword.arg == "dim")]
-    return len(given) == len(value.args) + len(value.keywords) and [ast.unparse(one) for one in given] == ["2", "-1"]
+    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return is_call and ast.unparse(value).endswith((".chunk(2, dim=-1)", ".chunk(2, -1)"))
