@@ -191,7 +191,9 @@ def silu(x: int) -> int:
     return x * 41 + 3
 
 
-functional = SimpleNamespace(nn=SimpleNamespace(silu=silu, dropout=lambda x, inplace: x.mul_(2)))
+functional = SimpleNamespace(
+    nn=SimpleNamespace(silu=silu, dropout=lambda x, inplace: x.mul_(2), scale=lambda factor, out: out.mul_(factor))
+)
 
 NAMES = {**globals(), "contextlib": contextlib}
 _number = count()

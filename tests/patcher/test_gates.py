@@ -104,6 +104,7 @@ GATES = {
         """,
         FUSED,
     ),
+    "a number grows": ("up = 1; up += self.up(x); return self.other(self.act(self.gate(x)) * up)", FUSED),
     "a half is deleted": (f"{HALVES}; y = self.act(gate) * up; del gate; return y", FUSED),
     "a half is clamped": (f"{HALVES}; gate = min(gate, 100); return self.act(gate) * up", FUSED),
     "the whole is changed between": (
@@ -153,6 +154,10 @@ LEFT_ALONE = {
     "a function of PyTorch writes": """
         x = Number(x)
         return (self.act(x) * functional.nn.dropout(x, inplace=True)).value
+    """,
+    "a function of PyTorch writes into what it is given": """
+        x = Number(x)
+        return (self.act(x) * functional.nn.scale(2, out=x)).value
     """,
     "scales": "return self.act(x) * self.factor + self.act(x) * 3",
     "scales by numbers": """

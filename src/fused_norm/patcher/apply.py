@@ -94,7 +94,7 @@ def apply_fused_norm(
     _check_is_module(model)
     with no_code_changes():
         sites, changes = survey(model, options)
-    layers, changes = survey_layers(model, sites, changes, recompute=recompute)
+        layers, changes = survey_layers(model, sites, changes, recompute=recompute)
     expected = list(_expected_sites(model))
     sites = [*sites, *_sites_of_others(model, sites, expected)]
     report = PatchReport(
