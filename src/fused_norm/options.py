@@ -116,11 +116,9 @@ class FuseOptions:
         """Return whether sites of this kind are to be fused."""
         return getattr(self, self._decisive(kind)) is not False
 
-    def why_left_out(self, kind: Kind, path: str, module: nn.Module) -> str | None:
-        """The reason why a site of this kind, of the module at ``path``, is not to be fused; None where it is."""
-        if not self.wants(kind):
-            return f"switched off: {self._decisive(kind)}=False"
-        return None if self.selects(path, module) else "not selected by modules"
+    def because(self, kind: Kind) -> str:
+        """The option that leaves sites of this kind out, as the caller wrote it."""
+        return f"{self._decisive(kind)}=False"
 
     def selects(self, path: str, module: nn.Module) -> bool:
         """Return whether ``modules`` admits the norm, attention or MLP at ``path``.

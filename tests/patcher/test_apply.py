@@ -598,9 +598,9 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
     assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
     assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "adapter"}
-    assert FuseOptions(norms=False).why_left_out("sandwich", "norm", nn.Identity()) == "switched off: norms=False"
-    assert FuseOptions(residual=False).why_left_out("sandwich", "norm", nn.Identity()) == "switched off: residual=False"
-    assert FuseOptions(sandwich=False).why_left_out("sandwich", "norm", nn.Identity()) == "switched off: sandwich=False"
+    assert FuseOptions(norms=False).because("sandwich") == "norms=False"
+    assert FuseOptions(residual=False).because("sandwich") == "residual=False"
+    assert FuseOptions(sandwich=False).because("sandwich") == "sandwich=False"
     assert FuseOptions(modules="a.*").patterns == ("a.*",)
 
 

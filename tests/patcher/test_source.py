@@ -20,7 +20,7 @@ from .forwards import Recorder, everything, run
 
 
 class Returned(Recorder):
-    def forward(self, a, b=2.0, *, c: float = 1.0):
+    def forward(self, a, b=None, *, c: float = 1.0):
         a = a + b * c
         return self.norm(a)
 

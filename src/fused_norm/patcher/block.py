@@ -111,11 +111,18 @@ class Block:
             return row.kept_for(reason, "overridden")
         if self.owner is not None:
             return row.kept_for(self.owner, "overridden")
-        if unwanted := self._model.options.why_left_out(option, row.path, selected):
+        if unwanted := why_left_out(option, row.path, selected, self._model.options):
             if self.fixed:
                 change_to(self.module, self.origin)
             return row.kept_for(unwanted, "option")
         return row
+
+
+def why_left_out(kind: Kind, path: str, module: nn.Module, options: FuseOptions) -> str | None:
+    """The reason why the options leave a site of this kind out, that of the module at ``path``; None where it is in."""
+    if not options.wants(kind):
+        return f"switched off: {options.because(kind)}"
+    return None if options.selects(path, module) else "not selected by modules"
 
 
 def alike(one: Site, other: Site) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapter_casts import casts_input, is_lora_layer, why_cast
-from .block import Block, SurveyedModel
+from .block import Block, SurveyedModel, why_left_out
 from .block_survey import may_rotate_or_gate, survey_block
 from .class_swap import (
     ClassChange,
@@ -111,7 +111,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
         return site.kept_for(owner, "overridden"), []
-    if unwanted := options.why_left_out(site.kind, path, norm):
+    if unwanted := why_left_out(site.kind, path, norm, options):
         return site.kept_for(unwanted, "option"), change_to(norm, origin)
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
@@ -128,7 +128,7 @@ def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[
     site = Site(path, "adapter", origin.__name__)
     if owner := foreign_forward(layer) or class_forward_replaced(origin):
         return [site.kept_for(owner, "overridden")], []
-    if unwanted := options.why_left_out("adapter", path, layer):
+    if unwanted := why_left_out("adapter", path, layer, options):
         return [site.kept_for(unwanted, "option")], change_to(layer, origin)
     if reason := why_cast(layer, training=True):
         return [site.kept_for(reason)], change_to(layer, origin)
