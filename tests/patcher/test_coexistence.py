@@ -376,7 +376,7 @@ def test_wrapping_a_fused_norm_later_falls_back_to_separate_calls(device: str) -
 
 
 @pytest.mark.parametrize("order", ["patch, offload", "offload, patch"])
-def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str) -> None:
+def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str, launches: list[str]) -> None:
     stock = build("qwen3", seed=0, device=device)
     ids = tokens(device)
     expected = stock(ids, use_cache=False).logits
@@ -394,6 +394,7 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
     assert isinstance(fused.model.norm, FusedNorm)
     with torch.no_grad():
         assert relative(fused(ids, use_cache=False).logits, expected) < 1e-5
+    assert (launches.count("rms_norm"), launches.count("add_rms_norm")) == (7, 2)
     if order == "offload, patch":
         fused_norm.remove_fused_norm(fused)
         assert [kind for kind, _ in snapshot(fused)] == [kind for kind, _ in before]

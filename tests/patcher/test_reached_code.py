@@ -137,6 +137,14 @@ def test_of_norms_alike_an_apply_looks_at_one_and_at_each_that_differs(monkeypat
         assert looked_at == ["Norm", "Norm", "DerivedNorm"] * times
 
 
+def test_numbers_of_functions_around_are_in_its_key() -> None:
+    def times(scale: float) -> Callable:
+        return lambda x: x * scale
+
+    assert reached_by(times(2.0)).key == reached_by(times(2.0)).key
+    assert reached_by(times(2.0)).key != reached_by(times(3.0)).key
+
+
 def test_what_has_no_value_has_no_key() -> None:
     norm = Norm()
     norm.config = Half()
