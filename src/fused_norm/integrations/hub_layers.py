@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..kernels.arguments import wrong_eps
 from ..kernels.operator import norm_spec
 from ..kernels.rms_norm import RMS_NORM
 from ..patcher.fused_norm_module import run_fused
@@ -34,7 +35,8 @@ class RMSNorm(nn.Module):
         meaning = None if torch.compiler.is_compiling() else _meaning_of(self)
         if meaning is not None:
             known = meaning.spec
-            spec = norm_spec(known.casting, known.zero_centered, getattr(self, meaning.eps_name))
+            eps = getattr(self, meaning.eps_name)
+            spec = None if wrong_eps(eps) else norm_spec(known.casting, known.zero_centered, eps)
             weight = self.weight if known.weighted else None
             y, reason = run_fused(RMS_NORM, spec, hidden_states, weight, None)
             if reason is None:

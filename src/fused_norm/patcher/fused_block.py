@@ -20,10 +20,12 @@ from ..kernels.norm_add_norm import NORM_ADD_NORM
 from ..kernels.qk_norm import QK_NORM
 from ..kernels.rope import ROPE
 from ..kernels.sharded import is_plain
+from ..kernels.triton.devices import runs_kernels_on
 from .activation_recognition import Activation, Formula
 from .fused_norm_module import (
     explain,
     has_hooks,
+    is_disabled,
     may_be_bypassed,
     run_fused,
     same_norms,
@@ -194,7 +196,7 @@ def _rotated_as(
 ) -> tuple[tuple[Tensor, Tensor | None] | None, str | None]:
     """q and k as ``rotation`` rotates them, by the kernel, and None; or None, and why it may not take them."""
     heads = q, k
-    if rotation.angles is not of_each_element:
+    if rotation.angles is not of_each_element and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
         if not all(map(is_plain, (q, cos, sin))):
             return None, f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
         cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
