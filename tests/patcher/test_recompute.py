@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -579,7 +580,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("around", [Watching, partial(disable_saved_tensors_hooks, "not here")])
+@pytest.mark.parametrize("around", [Watching, forward_ad.dual_level, partial(disable_saved_tensors_hooks, "not here")])
 def test_under_modes_and_where_hooks_are_not_allowed_nothing_is_recomputed(around: Callable, device: str) -> None:
     inputs = inputs_of(device)
     with around():
