@@ -10,6 +10,8 @@ Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp", "adapter"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 KINDS: tuple[Kind, ...] = get_args(Kind)
+NORM_KINDS: tuple[Kind, ...] = ("norm", "qk")
+"""The kinds of sites that are norms, and can be called on their own."""
 
 
 class FusedNormError(RuntimeError):

@@ -190,7 +190,7 @@ def test_stock_steps_in_other_orders_differ_by_roundings_and_leave_nothing_behin
     model, state = small("qwen3", device=device), torch.get_rng_state()
     check_step(model, tokens_of(model, device))
     assert all(len(errors) == STOCK_STEPS and max(errors) < 1e-5 for errors in found)
-    assert all(len(set(errors[1:])) > 1 for errors in found if errors[0] > 1e-6)
+    assert sum(len(set(errors)) == STOCK_STEPS for errors in found) > len(found) / 2
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("forward" in vars(module) for module in model.modules())
 

@@ -58,6 +58,15 @@ def test_an_operator_whose_rows_depend_on_their_number_is_found(operator, monkey
     assert f"depend on the rows beside it in {operator.name} of " in str(found)
 
 
+def test_an_operator_is_checked_in_each_dtype_that_it_is_called_in(device):
+    model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=torch.bfloat16, device=device)
+    # The last norm gets the rows in fp32, and the head what it gives in bf16.
+    model.model.norm.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    model.lm_head.register_forward_pre_hook(lambda _, given: (given[0].bfloat16(),))
+    found = check_rows(model, TOKENS.to(device), {"strict": False})
+    assert {one.dtype for one in found.operators if one.operator == "rms_norm"} == {"bfloat16", "float32"}
+
+
 def test_a_model_that_calls_no_operator_cannot_be_checked(device):
     from fused_norm import disabled
 

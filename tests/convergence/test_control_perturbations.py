@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fused_norm import apply_fused_norm, remove_fused_norm
-from fused_norm.convergence.control_perturbations import regroup, reordered_norms
+from fused_norm.check.reordered_norms import reordered_norms
+from fused_norm.convergence.control_perturbations import regroup
 from fused_norm.convergence.tiers import TrainingOptions
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
@@ -45,6 +46,7 @@ def test_a_reordered_norm_has_the_stock_norms_rounding_points():
     assert sites[0].spec == spec
     with reordered_norms(model, sites, seed=0):
         assert (norm(x) != before).float().mean() < 0.01
+    assert "forward" not in vars(norm)
     assert torch.equal(norm(x), before)
 
 

@@ -6,6 +6,7 @@ from fused_norm.convergence.comparison import (
     EXECUTIONS,
     FEATURES,
     PRECISIONS,
+    Comparison,
     by_baseline,
     features_of,
     options_for_feature,
@@ -57,3 +58,8 @@ def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others
 def test_comparisons_that_share_their_stock_run_form_a_group():
     found = comparisons_of(TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
     assert list(by_baseline(found).values()) == [found]
+
+
+def test_a_recomputing_twin_is_compared_with_the_runs_of_the_eager_one():
+    eager, recompute = (Comparison("llama", "bf16", execution) for execution in ("eager", "recompute"))
+    assert by_baseline([eager, recompute]) == {eager: [eager, recompute]}

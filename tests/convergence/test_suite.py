@@ -92,9 +92,12 @@ def test_the_quick_tier_covers_features_and_executions(tmp_path):
     assert {row["comparison"]["feature"] for row in rows} == set(FEATURES)
 
 
+SLOWER = ("compile", "recompute", "lora", "lora-alone")
+
+
 @pytest.mark.parametrize(
     "execution",
-    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compile", "lora", "lora-alone"))],
+    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in EXECUTIONS if name in SLOWER)],
 )
 def test_a_model_is_green_however_its_steps_run(execution):
     (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, "norms")]), None, Silent())
@@ -127,6 +130,17 @@ def test_compiled_code_without_the_operators_is_noticed(monkeypatch):
     (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", "compile")]), None, Silent())
     assert result.verdict.status == "invalid"
     assert "ran stock code in the fused model" in result.verdict.reasons[0]
+
+
+def test_a_model_in_which_nothing_can_be_fused_says_nothing():
+    from transformers import GPT2Config
+
+    source = ModelSource("gpt2", GPT2Config(vocab_size=128, n_positions=64, n_embd=16, n_layer=1, n_head=2))
+    plan = replace(tiny_plan([Comparison("llama", "fp32")]), sources={"llama": source})
+    (result,) = run_plan(plan, None, Silent())
+    assert result.verdict.status == "invalid"
+    assert result.verdict.reasons[0].startswith("GPT2LMHeadModel has no norm that can be fused")
+    assert exit_code([result]) == 2
 
 
 def test_a_model_that_fails_leaves_the_others_alone(finished):

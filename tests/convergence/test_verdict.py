@@ -30,7 +30,7 @@ def run_record(level=0.0, *, losses=(5.0, 4.0, 3.0), norms=(1.0, 1.0, 2.0), **ch
     return RunRecord(losses, norms, 0.1, 1, losses[-1], {"norm": 3}, moved, **fields | changes)
 
 
-STOCK = run_record()
+STOCK = dataclasses.replace(run_record(), memory_bytes=2)
 CONTROL = run_record(1e-2, losses=(5.001, 4.0, 3.0), norms=(1.01, 1.01, 2.5))
 CONTROLS = (CONTROL, run_record(0.5e-2, losses=(5.0, 4.0, 3.0001), norms=(1.0, 1.0, 2.1)))
 
@@ -39,8 +39,8 @@ CALL_BARS = {measure.name: measure.bar for measure in MEASURES if measure.bar is
 CALLS = CallRecord(*(dict.fromkeys(NORMS, 0.0) for _ in CALL_BARS))
 
 
-def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS):
-    return judge(precision, stock, controls, fused, calls)
+def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS, **how):
+    return judge(precision, stock, controls, fused, calls, **how)
 
 
 def test_a_run_that_is_as_far_off_as_the_controls_is_green():
@@ -111,11 +111,11 @@ def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(meas
 def test_controls_that_are_far_off_themselves_judge_nothing(precision):
     level = 1.01 * NOISE_CAPS[precision]["gradients"]
     wild = dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, level), outputs=dict.fromkeys(LAYERS, 1e-7))
-    found = verdict(STOCK, precision, controls=(wild,))
+    found = verdict(CONTROL, precision, controls=(wild,))
     assert found.status == "invalid"
     assert "the controls themselves are" in found.reasons[0]
     one_place = dataclasses.replace(wild, gradients={**dict.fromkeys(PARAMETERS, 1e-7), PARAMETERS[0]: level})
-    assert verdict(STOCK, precision, controls=(one_place,)).status != "invalid"
+    assert verdict(CONTROL, precision, controls=(one_place,)).status != "invalid"
 
 
 def test_the_loss_after_training_is_held_to_the_controls():
@@ -176,6 +176,7 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ),
         ({"stock": dataclasses.replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
         ({"controls": (CONTROL, STOCK)}, "control 1 is the stock run to the last bit"),
+        ({"fused": dataclasses.replace(CONTROL, memory_bytes=2)}, "took 2 bytes, as many as the stock run"),
         (
             {"calls": dataclasses.replace(CALLS, not_seen=NORMS)},
             "and 2 other sites ran stock code in the fused",
@@ -186,3 +187,19 @@ def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):
     found = verdict(**{"fused": CONTROL, **arguments})
     assert found.status == "invalid"
     assert reason in found.reasons[0]
+
+
+@pytest.mark.parametrize("execution", ["compile", "lora-alone"])
+def test_the_memory_of_compiled_code_and_of_frozen_norms_may_be_that_of_stock(execution):
+    assert verdict(dataclasses.replace(CONTROL, memory_bytes=2), execution=execution).status == "green"
+
+
+def test_norms_need_not_be_trained_where_adapters_are_trained_alone():
+    assert verdict(CONTROL, stock=dataclasses.replace(STOCK, moved={}), execution="lora-alone").status == "green"
+
+
+def test_a_value_that_is_another_the_second_time_is_red():
+    calls = dataclasses.replace(CALLS, second_runs={PARAMETERS[0]: 1e-3})
+    found = verdict(CONTROL, calls=calls)
+    assert (found.status, found.divergence) == ("red", f"{PARAMETERS[0]}, backward: {PARAMETERS[0]}")
+    assert "a second time" in found.reasons[0]

@@ -34,6 +34,7 @@ from .planting import (
     in_compiled_backward,
     in_forward,
     left_stock,
+    recomputed_wrong,
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
@@ -56,8 +57,9 @@ class Fault:
         what: is wrong, in words.
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
-        where: what runs it: a model's ``eager`` steps, ``compile`` for compiled ones, or ``fp8`` for calls of
-            operators that write FP8 codes, which no model makes by itself.
+        where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
+            another execution of the suite, or ``fp8`` for calls of operators that write FP8 codes, which no model makes
+            by itself.
     """
 
     name: str
@@ -65,6 +67,11 @@ class Fault:
     planted: Planting
     hidden: str = ""
     where: str = "eager"
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator that goes wrong, where one does."""
+        return self.name.partition("-")[0]
 
 
 # ---- Faults of FP8 codes ----
@@ -243,6 +250,38 @@ def _other_activation(call: Forward) -> Sequence[Tensor | None]:
     return call.results(arguments=(*tensors, "gelu" if activation == "gelu_tanh" else "gelu_tanh"))
 
 
+def _rotated_as_the_first_sequence(call: Forward) -> Sequence[Tensor | None]:
+    *others, cos, sin = call.arguments[: call.operator.tensor_count]
+    if cos is None or len(cos) == 1:
+        return call.results()
+    first = [one[:1].expand_as(one).contiguous() for one in (cos, sin)]
+    return call.results(arguments=(*others, *first, *call.arguments[call.operator.tensor_count :]))
+
+
+def _without_its_end(call: Forward) -> Sequence[Tensor | None]:
+    """A few numbers at the end are not written, where sizes are multiples of 1024."""
+
+    def cut(y: Tensor) -> Tensor:
+        return y if y.numel() % 1024 else torch.cat((y.flatten()[:-32], y.new_zeros(32))).view(y.shape)
+
+    return call.edited(cut)
+
+
+def _last_of_an_even_number_lost(call: Forward) -> Sequence[Tensor | None]:
+    def lost(y: Tensor) -> Tensor:
+        return y if y.shape[-2] % 2 else torch.cat((y[..., :-1, :], torch.zeros_like(y[..., -1:, :])), dim=-2)
+
+    return call.edited(lost)
+
+
+def _too_large_in_a_backward(call: Forward) -> Sequence[Tensor | None]:
+    return _too_large(call) if torch._C._current_graph_task_id() != -1 else call.results()
+
+
+def _trains_one_sequence(x: Tensor) -> bool:
+    return len(x) == 1 and torch.is_grad_enabled()
+
+
 # ---- Faults of backwards ----
 
 
@@ -263,6 +302,19 @@ def _gradients_swapped(call: Backward) -> Sequence[Tensor | None]:
     return (dup, dgate) if dgate is not None and dup is not None else (dgate, dup)
 
 
+def _slope_without_its_square(call: Backward) -> Sequence[Tensor | None]:
+    """The slope of the tanh GELU, the inner polynomial differentiated as if it were linear."""
+    found = list(call.right(call.spec, call.call))
+    gate, up = call.call.saved
+    if "gelu_tanh" not in call.call.facts or up is None or found[0] is None:
+        return found
+    x, root = gate.float(), (2 / torch.pi) ** 0.5
+    t = torch.tanh(root * (x + 0.044715 * x**3))
+    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root
+    found[0] = (call.call.incoming[0].float() * up.float() * slope).to(found[0].dtype)
+    return found
+
+
 def _gradients_cut_off(call: Backward) -> Sequence[Tensor | None]:
     """16-bit gradients as they are if fp32 is cut off: half of the time the neighbour that is nearer zero."""
 
@@ -277,7 +329,7 @@ def _gradients_cut_off(call: Backward) -> Sequence[Tensor | None]:
 
 
 def _narrow_gradient_of_stream(call: Backward) -> Sequence[Tensor | None]:
-    return call.edited(lambda dr: dr.bfloat16().to(dr.dtype), "dr", "dx")
+    return call.edited(lambda dr: dr.bfloat16().to(dr.dtype) if dr.dtype == torch.float32 else dr, "dr", "dx")
 
 
 def _dx_where_the_weight_is_frozen(call: Backward) -> Sequence[Tensor | None]:
@@ -332,12 +384,16 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("half", "the first half is rotated the wrong way", (ROPE,), _half_of_it_rotated_the_other_way),
     ("unrounded", "the activation is not rounded before the product", (GLU,), _activation_unrounded, _16_BITS),
     ("activation", "another activation", (GLU,), _other_activation),
+    ("packed", "all sequences are rotated by the first one's angles", _ROTATED, _rotated_as_the_first_sequence),
+    ("end", "the end is lost where sizes are multiples of 1024", (GLU,), _without_its_end),
+    ("even", "the last of an even number of rows is lost", _EVERY, _last_of_an_even_number_lost),
 )
 """Forms of faults in forwards: the name, what is wrong, the operators, the wrong forward, and why it may be hidden."""
 
 _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("back", "the gradient is rotated on instead of back", (ROPE,), _turned_on),
     ("dgate", "the gradient of the gate is .3 % too large", (GLU,), _times(1.003, "dgate")),
+    ("square", "a slope without its square term", (GLU,), _slope_without_its_square, "no GELU by tanh"),
     ("swapped", "the gradients of gate and up are swapped", (GLU,), _gradients_swapped),
     ("dx-size", "the gradient of the input is 1 % too small", _EVERY_BACKWARD, _times(0.99, *_INPUTS)),
     ("dx-cut", "the gradient of the input is cut off, not rounded", _EVERY_BACKWARD, _gradients_cut_off, _16_BITS),
@@ -373,11 +429,20 @@ def _faults() -> Iterator[Fault]:
     for operator in (RMS_NORM, ADD_RMS_NORM):
         what = "the gradient of a weight is 1 % too large in compiled code"
         yield Fault(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), where="compile")
-    silent = "runs its parts in silence"
-    yield Fault("fallback-rotated", silent, falls_back(QK_NORM, ROPE, GLU))
-    yield Fault("fallback-sandwich", silent, falls_back(NORM_ADD_NORM))
-    yield Fault("fallback-onto", silent, falls_back(NORM_ADD))
-    yield Fault("left-stock", "one block has its stock class, and the report says fused", left_stock)
+    for operator in _EVERY:
+        what = "y is .3 % too large in a checkpoint's second run"
+        planted = in_forward(operator, _too_large_in_a_backward)
+        yield Fault(f"{operator.name}-checkpointed", what, planted, where="checkpointing")
+    yield Fault("recomputed-size", "what is recomputed is .3 % too large", recomputed_wrong, where="recompute")
+    one_row = falls_back(*_EVERY, where=_trains_one_sequence)
+    for name, what, planted in (
+        ("fallback-rotated", "runs its parts in silence", falls_back(QK_NORM, ROPE, GLU)),
+        ("fallback-sandwich", "runs its parts in silence", falls_back(NORM_ADD_NORM)),
+        ("fallback-onto", "runs its parts in silence", falls_back(NORM_ADD)),
+        ("fallback-one-row", "runs stock code for one sequence with gradients", one_row),
+        ("left-stock", "one block has its stock class, and the report says fused", left_stock),
+    ):
+        yield Fault(name, what, planted, where="sites")
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _faults()})

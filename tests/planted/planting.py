@@ -16,9 +16,9 @@ from unittest import mock
 from torch import Tensor, nn
 
 from fused_norm.convergence.distances import share_different
-from fused_norm.kernels.operator import BackwardCall, Operator
+from fused_norm.kernels.operator import BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
-from fused_norm.patcher import fused_block
+from fused_norm.patcher import fused_block, fused_norm_module
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.spec import NormSpec
 
@@ -50,6 +50,10 @@ class PlantedFault:
         shares = [_share_changed(one, other) for one, other in pairs if isinstance(one, Tensor)]
         self.calls += 1
         self.share = max(self.share, *shares)
+
+    def add(self, other: PlantedFault) -> None:
+        """Count what another planting of the same fault has changed."""
+        self.calls, self.share = self.calls + other.calls, max(self.share, other.share)
 
 
 @dataclass(frozen=True)
@@ -172,23 +176,39 @@ def in_compiled_backward(operator: Operator) -> Planting:
     return planted
 
 
-def falls_back(*operators: Operator) -> Planting:
-    """Plant fallbacks: fused blocks do not get these operators, so that modules are called one after the other."""
+def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x: True) -> Planting:
+    """Plant fallbacks: modules do not get these operators, where the first tensor is such, and run stock code."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state, right = PlantedFault(), fused_block.run_fused
 
         def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
-            if operator not in operators:
+            if operator not in operators or not where(arguments[1]):
                 return right(operator, *arguments, **named)
             state.calls, state.share = state.calls + 1, 1.0
             return None, ""
 
-        with mock.patch.object(fused_block, "run_fused", declines):
+        with (
+            mock.patch.object(fused_block, "run_fused", declines),
+            mock.patch.object(fused_norm_module, "run_fused", declines),
+        ):
             yield state
 
     return planted
+
+
+@contextlib.contextmanager
+def recomputed_wrong(model: nn.Module) -> Iterator[PlantedFault]:
+    """Plant values that are .3 % too large where they are recomputed."""
+    state, right = PlantedFault(), Recompute.outputs
+
+    def wrong(recompute: Recompute) -> tuple[Tensor, ...]:
+        state.calls, state.share = state.calls + 1, 1.0
+        return tuple(one * 1.003 for one in right(recompute))
+
+    with mock.patch.object(Recompute, "outputs", wrong):
+        yield state
 
 
 @contextlib.contextmanager

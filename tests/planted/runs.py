@@ -12,12 +12,13 @@ from torch import nn
 
 from fused_norm.cli.common import interpret_without_gpu
 from fused_norm.cli.converge_command import plan_for, tier_for
-from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.fused_calls import FusedCall
+from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
+from fused_norm.convergence.comparison import EXECUTIONS, PRECISIONS, SECOND_RUNS, Comparison
+from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, Unwatched, message_of, run_baseline, run_fused, train_fused
-from fused_norm.convergence.twin_trainer import fused_for
+from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
 from fused_norm.convergence.verdict import BY_NAME
 from fused_norm.patcher import Site
 
@@ -60,37 +61,88 @@ def run_faults(plan: Plan, comparison: Comparison, names: Iterable[str]) -> Iter
     Raises:
         FusedNormError: as ``suite.run_baseline``.
     """
-    baseline = run_baseline(plan, comparison, Unwatched())
+    baseline = run_baseline(plan, comparison.baseline, Unwatched())
     sound = run_fused(baseline, comparison, Unwatched()).verdict
     yield FaultResult(SOUND, "sound" if sound.status == "green" else "invalid", sound.reasons)
+    probes = _Probes(baseline.trainer_of(comparison))
     for name in names:
         try:
-            yield _run_fault(baseline, comparison, FAULTS[name])
+            yield _run_fault(baseline, comparison, probes, FAULTS[name])
         except Exception as error:
             yield FaultResult(name, "invalid", (message_of(error),))
 
 
-def _run_fault(baseline: Baseline, comparison: Comparison, fault: Fault) -> FaultResult:
-    state = PlantedFault()
+class _Probes:
+    """What planted faults are looked for with, before a model is trained.
+
+    The calls of a step are kept, one of each kind, and those of its operator made again with each fault: it is in every
+    one of them, or in none. Those in fp16 are for faults that are lost in the roundings of bf16.
+    """
+
+    def __init__(self, trainer: TwinTrainer) -> None:
+        self._trainer = trainer
+        self._fused = fused_for(trainer.comparison.feature)
+        self._kept: dict[bool, tuple[nn.Module, list[FusedCall]]] = {}
+
+    def _calls(self, half: bool) -> tuple[nn.Module, list[FusedCall]]:
+        if half not in self._kept:
+            model, tokens, mixed = self._trainer.probed_model()
+            with self._fused(model.half() if half else model):
+                calls = calls_of_step(model, tokens, mixed=mixed)
+            self._kept[half] = model, list({call.kind: call for call in reversed(calls)}.values())
+        return self._kept[half]
+
+    def records(self, fault: Fault, state: PlantedFault) -> Iterator[CallRecord]:
+        """The records of a model with this fault, the cheapest one first; ``state`` counts what it has changed."""
+        precision = PRECISIONS[self._trainer.comparison.precision]
+        if fault.where == "eager":
+            for half in (False, True) if precision.weights == "bfloat16" else (False,):
+                model, calls = self._calls(half)
+                record = CallRecord()
+                with fault.planted(model) as planted:
+                    # The norm with a rotation is one operator with that without.
+                    mine = [c for c in calls if fault.operator in {one.removesuffix("_rope") for one in c.operators}]
+                    compare(record, model, mine, mixed=precision.mixed)
+                state.add(planted)
+                yield record
+        elif fault.where in ("sites", "compile"):
+            model, tokens, mixed = self._trainer.probed_model()
+            with self._fused(model) as sites, fault.planted(model) as planted:
+                record = CallRecord(not_seen=sites_not_seen(sites, calls_of_step(model, tokens, mixed=mixed)))
+            state.add(planted)
+            yield record
+        elif fault.where in SECOND_RUNS:
+            record = self._trainer.probe(faulty(self._trainer.comparison, fault, state))
+            assert record is not None
+            yield record
+
+
+def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> MakeTwin:
+    """Make the fused twin of a comparison with a fault in it; ``state`` counts what it has changed."""
 
     @contextmanager
-    def faulty(model: nn.Module) -> Iterator[Sequence[Site]]:
-        nonlocal state
-        with fused_for(comparison.feature)(model) as sites, fault.planted(model) as state:
+    def made(model: nn.Module) -> Iterator[Sequence[Site]]:
+        with fused_for(comparison.feature)(model) as sites, fault.planted(model) as planted:
             yield sites
+        state.add(planted)
 
-    def some(calls: Sequence[FusedCall]) -> Sequence[FusedCall]:
-        """The first call of each kind: a fault is in every call of its operator, or in none."""
-        return list({call.kind: call for call in reversed(calls)}.values())[::-1] if state.calls else ()
+    return made
 
-    calls = baseline.trainer.probe_calls(faulty, calls_wanted=some)
-    if state.share <= BY_NAME["call_outputs"].bar:
+
+def _run_fault(baseline: Baseline, comparison: Comparison, probes: _Probes, fault: Fault) -> FaultResult:
+    state = PlantedFault()
+    calls = CallRecord()
+    for calls in probes.records(fault, state):
+        result = ComparisonResult(comparison, baseline.record, baseline.controls, calls=calls)
+        if _is_caught(result):  # what one step shows needs no training
+            return FaultResult(fault.name, "caught", result.verdict.reasons)
+    if fault.where != "sites" and state.share <= BY_NAME["call_outputs"].bar:
         hidden = fault.hidden if state.calls else "nothing here calls what has it"
         if hidden:
             return FaultResult(fault.name, "hidden", (hidden,))
-    result = ComparisonResult(comparison, baseline.record, baseline.controls, calls=calls)
-    if not _is_caught(result):  # what the calls show needs no training
-        result = train_fused(baseline, comparison, faulty, calls, Unwatched())
+    result = train_fused(baseline, comparison, faulty(comparison, fault, state), calls, Unwatched())
+    if not state.calls:
+        return FaultResult(fault.name, "hidden", ("nothing here calls what has it",))
     if _is_caught(result):
         return FaultResult(fault.name, "caught", result.verdict.reasons)
     outcome: Outcome = "missed" if result.verdict.status == "green" else "invalid"
@@ -106,9 +158,11 @@ def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
     """The comparisons that a command line asks for, with the faults that are planted in each, a few at a time."""
     found = []
     for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
-        for where in ("eager", "compile"):
-            names = [name for name, fault in FAULTS.items() if fault.where == where]
-            comparison = replace(baseline, execution=where)
+        for execution in EXECUTIONS:
+            names = [name for name, fault in FAULTS.items() if (fault.where.replace("sites", "eager")) == execution]
+            # In 16 bits one percent of a gradient is at the limit of what compiled code, which has no calls, shows.
+            precision = "fp32" if execution == "compile" else baseline.precision
+            comparison = replace(baseline, execution=execution, precision=precision)
             found += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
     return found
 

@@ -15,13 +15,13 @@ def one_fault_of_each_form():
     forms = {}
     for name, fault in FAULTS.items():
         operator, _, form = name.partition("-")
-        if fault.where == "eager" and operator != "gated_rms_norm":  # which no family of the suite has
+        if fault.where in ("eager", "sites") and operator != "gated_rms_norm":  # which no family of the suite has
             forms.setdefault(form, []).append(operator)
     chosen = {"granite": [], "gemma3_text": []}
     for turn, (form, operators) in enumerate(forms.items()):
         # Half a last place in the gradients of a few heads is at the limit of what so small a model shows.
         operator = "add_rms_norm" if form == "dx-cut" else operators[turn % len(operators)]
-        in_gemma = operator in ("qk_norm", "norm_add", "norm_add_norm") or form == "sandwich"
+        in_gemma = operator in ("qk_norm", "norm_add", "norm_add_norm") or form in ("sandwich", "square")
         chosen["gemma3_text" if in_gemma else "granite"].append(f"{operator}-{form}")
     return chosen
 
@@ -43,9 +43,15 @@ def test_no_fault_is_missed(family, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "fault", "outcome"),
-    [("llama", "rms_norm-compiled-dw", "caught"), ("gemma3_text", "add_rms_norm-compiled-dw", "hidden")],
+    [
+        ("llama", "rms_norm-compiled-dw", "caught"),
+        ("gemma3_text", "add_rms_norm-compiled-dw", "hidden"),
+        ("llama", "glu-checkpointed", "caught"),
+        ("llama", "recomputed-size", "caught"),
+    ],
 )
-def test_a_fault_of_compiled_operators_alone_is_caught_where_they_are_called(family, fault, outcome):
-    comparison = Comparison(family, "fp32", "compile")
+def test_a_fault_of_one_execution_alone_is_caught_where_it_is_run(family, fault, outcome):
+    where = FAULTS[fault].where
+    comparison = Comparison(family, "fp32" if where == "compile" else "bf16", where)
     sound, result = run_faults(tiny_plan([comparison]), comparison, [fault])
     assert (sound.outcome, result.outcome) == ("sound", outcome)

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..convergence.control_perturbations import reordered_norms
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
 from ..patcher.survey import survey
 from ..spec import FusedNormError
+from .reordered_norms import reordered_norms
 
 SLACK = 0.25
 """The share by which the fused error may exceed the stock error, in a result with very many independent errors."""

@@ -8,21 +8,22 @@ differ from theirs by roundings alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..patcher import Site, disabled
+from ..patcher import disabled
 from .distances import distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from .fused_calls import (
     FusedCall,
     copied,
     is_tensor,
+    paths_of,
     share_changed,
-    sites_not_seen,
     tensors_in,
     watched_calls,
     with_arguments,
@@ -32,6 +33,10 @@ _LOSS_SCALE = 2.0**12
 
 _BEGINNING, _LONG = 21, 32
 """Positions in the beginning of a sequence, and positions above which a sequence has one."""
+
+_PACKED, _LARGE = 64, 8.0
+"""Positions of the sequences that stand for packed ones, as kernels' tiles have them, and how much larger their numbers
+are made: the gates of an untrained model are near zero, where all activations are alike."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class CallRecord:
         slopes: relative difference of the slope from one, of a line through the gradients over the stock modules', in
             the last places of the same dtype that chance would explain.
         changes: share of the numbers handed to the call, or to its backward, that it changed.
+        second_runs: share of the numbers in a parameter's gradient that are others where values of the forward are
+            computed a second time in the backward.
         not_seen: sites, with their kinds, that did not run fused.
     """
 
@@ -56,64 +63,48 @@ class CallRecord:
     gradients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     changes: dict[str, float] = field(default_factory=dict)
+    second_runs: dict[str, float] = field(default_factory=dict)
     not_seen: tuple[str, ...] = ()
 
-    def joined(self, other: CallRecord, where: str) -> CallRecord:
-        """This record and another one, whose names get ``where`` behind them."""
-        both = {
-            name: {**values, **{f"{call} ({where})": value for call, value in getattr(other, name).items()}}
-            for name, values in vars(self).items()
-            if name != "not_seen"
-        }
-        return CallRecord(**both, not_seen=tuple(dict.fromkeys((*self.not_seen, *other.not_seen))))
 
-
-def probe_calls(
-    model: nn.Module,
-    sites: Sequence[Site],
-    tokens: Tensor,
-    *,
-    mixed: bool = False,
-    calls_wanted: Callable[[Sequence[FusedCall]], Sequence[FusedCall]] = lambda calls: calls,
-) -> CallRecord:
-    """Hold every fused call of a micro-batch to the stock modules; the model is left without gradients.
+def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> list[FusedCall]:
+    """The fused calls of a micro-batch; the model is left without gradients.
 
     Every position has a gradient, the last one too, which no label has in training. The loss is scaled, as it is where
     fp16 is trained.
 
     Args:
         model: a causal language model, neither wrapped nor sharded.
-        sites: that were fused in it.
         tokens: [batch, sequence] of token ids, on the model's device.
         mixed: under bf16 autocast.
-        calls_wanted: picks those that are compared, from all.
     """
-    with watched_calls(model) as calls:
+    with watched_calls(paths_of(model)) as calls:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
         (_LOSS_SCALE * loss).backward()
     model.zero_grad(set_to_none=True)
-    record = _compared(model, calls_wanted(calls), mixed)
-    return replace(record, not_seen=sites_not_seen(sites, calls))
+    return calls
 
 
-def _compared(model: nn.Module, calls: Iterable[FusedCall], mixed: bool) -> CallRecord:
-    """Make fused calls again and hold them to the stock modules.
+def compare(
+    found: CallRecord, model: nn.Module, calls: Iterable[FusedCall], *, mixed: bool = False, where: str = ""
+) -> None:
+    """Make fused calls of a model again, hold them to the stock modules, and add the distances to a record.
 
     Each is made as it was. The first of each kind is also made with its norms frozen, without gradients, of the
-    beginning of the first sequence, which is another shape, and with a number that is none.
+    beginning of the first sequence and of larger numbers in packed sequences, which are other shapes, and with a number
+    that is none. ``where`` goes behind the names of all.
     """
-    found = CallRecord()
     kinds: set[tuple[Any, ...]] = set()
     for call in calls:
-        found.changes[call.name] = call.changed
+        found.changes[f"{call.name}{where}"] = call.changed
         ways = _ways(call)
         if call.kind in kinds:
             ways = {"": ways[""]}
         kinds.add(call.kind)
         for special, (again, frozen, differentiated) in ways.items():
-            name = f"{call.name}{special}"
+            name = f"{call.name}{special}{where}"
             fused = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             with disabled():
                 stock = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
@@ -122,11 +113,10 @@ def _compared(model: nn.Module, calls: Iterable[FusedCall], mixed: bool) -> Call
             found.rows[name] = max(share_far_in_worst_row(*pair) for pair in pairs)
             found.changes[name] = max(found.changes.get(name, 0.0), fused.changed)
             for argument, one in fused.gradients.items():
-                where, other = f"{name}: gradient of {argument}", stock.gradients[argument]
+                place, other = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = fused.rounding_of(argument)
-                found.gradients[where] = distance(one, other) / rounding
-                found.slopes[where] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
-    return found
+                found.gradients[place] = distance(one, other) / rounding
+                found.slopes[place] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
@@ -134,12 +124,16 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
     Each with whether norms are frozen, and whether it is differentiated.
     """
-    beginning, spoilt = (_with_tensors(call, change) for change in (_beginning, _with_a_nan))
+    sequences = max(len(one) for one in tensors_in(call.arguments.arguments))
+    beginning = _with_tensors(call, _beginning)
+    packed = _with_tensors(call, functools.partial(_packed, sequences=sequences))
+    spoilt = _with_tensors(call, _with_a_nan)
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),
         ", no gradients": (call, False, False),
         ", its beginning": (beginning, False, True),
+        ", packed": (packed, False, True),
         ", one NaN": (spoilt, False, False),
     }
 
@@ -200,6 +194,17 @@ def _beginning(tensor: Tensor) -> Tensor:
     """The first positions of the first sequence: a few rows make up a large part of them."""
     inner = [slice(_BEGINNING) if size > _LONG else slice(None) for size in tensor.shape[1:-1]]
     return tensor.detach()[(slice(1), *inner)].requires_grad_(tensor.requires_grad)
+
+
+def _packed(tensor: Tensor, sequences: int) -> Tensor:
+    """Larger numbers in sequences of ``_PACKED`` positions; angles that they share become those of other positions."""
+    longer = _LARGE * tensor.detach()
+    for dim, size in enumerate(tensor.shape[1:-1], start=1):
+        if size > _LONG:
+            longer = longer.index_select(dim, torch.arange(_PACKED, device=tensor.device) % size)
+            if len(longer) < sequences:
+                longer = torch.cat([longer.roll(7 * row, dim) for row in range(sequences)])
+    return longer.requires_grad_(tensor.requires_grad)
 
 
 def _with_a_nan(tensor: Tensor) -> Tensor:

@@ -48,12 +48,12 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 )
 """The kinds of sites that are fused."""
 
-NORM_KINDS = ("norm", "qk")
-"""The kinds of sites that are norms, and can be called on their own."""
+EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "lora", "lora-alone")
+"""The ways a step runs. ``recompute`` is a way of the fused model alone: its stock model and controls run eagerly.
+``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone`` freezes the norms."""
 
-EXECUTIONS = ("eager", "compile", "checkpointing", "lora", "lora-alone")
-"""The ways a step runs. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
-freezes the norms."""
+SECOND_RUNS = ("checkpointing", "recompute")
+"""The executions that compute values of the forward a second time in the backward."""
 
 
 @dataclass(frozen=True, order=True)
@@ -81,8 +81,8 @@ class Comparison:
 
     @property
     def baseline(self) -> Comparison:
-        """An equal key for all comparisons that share their stock and control runs."""
-        return replace(self, feature="all")
+        """The comparison whose stock and control runs this one shares with others."""
+        return replace(self, feature="all", execution="eager" if self.execution == "recompute" else self.execution)
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:

@@ -1,91 +1,18 @@
 """Harmless perturbations of the stock run: the same mathematics in another order, which is what sets the noise floor.
 
 A fused norm may differ from the stock one in the order of its sums and in what it rounds on the way back. A control
-does both to a stock model without any kernel: its norms add up their rows in a random order, with the roundings of the
-stock forward; they differentiate the formula in a wider dtype, and round the gradient they pass on at random, up or
-down. Its steps also take their sequences in another order and in micro-batches of another size.
+does both to a stock model without any kernel, by ``reordered_norms``. Its steps also take their sequences in another
+order and in micro-batches of another size.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..kernels import reference
-from ..patcher import Site
-from ..spec import GatedNormSpec, NormSpec
-from .comparison import NORM_KINDS
 from .tiers import TrainingOptions
-
-
-@contextlib.contextmanager
-def reordered_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> Iterator[None]:
-    """Let the stock norms at ``sites`` compute in another order for the length of a ``with``, on the instances.
-
-    Args:
-        model: not patched.
-        sites: norms with their specs; residual adds and norms with a gate among them are passed over.
-        seed: of the order.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with contextlib.ExitStack() as stack:
-        for site in sites:
-            if site.kind in NORM_KINDS and site.spec is not None and not isinstance(site.spec, GatedNormSpec):
-                norm = model.get_submodule(site.path)
-                reordered = _ReorderedNorm(norm, site.spec, generator)
-                stack.enter_context(mock.patch.object(norm, "forward", reordered))
-        yield
-
-
-class _ReorderedNorm:
-    """The stock forward of one norm, with the elements of each row in another order."""
-
-    def __init__(self, norm: Any, spec: NormSpec, generator: torch.Generator) -> None:
-        self._norm, self._spec = norm, spec
-        self._seed = int(torch.randint(2**31, (), generator=generator))
-        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight: Tensor | None = self._norm.weight if self._spec.weighted else None
-        order, back = self._order(x)
-        with torch.no_grad():
-            shuffled = None if weight is None else weight[order]
-            value = self._formula(x[..., order], shuffled)[..., back]
-        wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-        widened = None if weight is None else weight.to(wide)
-        smooth = self._formula(_RoundedAtRandom.apply(x, wide), widened).to(value.dtype)
-        # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
-        return smooth + (value - smooth).detach()
-
-    def _formula(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return reference.rms_norm(self._spec, x, weight)
-
-    def _order(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        key = x.shape[-1], x.device
-        if key not in self._orders:
-            order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self._seed))
-            self._orders[key] = order.to(x.device), order.argsort().to(x.device)
-        return self._orders[key]
-
-
-class _RoundedAtRandom(torch.autograd.Function):
-    """A cast to a wider dtype. Its gradient is off by up to half a rounding before it is rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wide: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
-        return x.to(wide)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        up_or_down = torch.rand_like(gradient) - 0.5
-        return (gradient * (1 + torch.finfo(ctx.dtype).eps * up_or_down)).to(ctx.dtype), None
 
 
 def regroup(

@@ -55,7 +55,7 @@ class FusedCall:
         path: of the module that was called.
         method: that was called.
         norms: paths of the norms that took part.
-        arguments: the method's, by its parameters' names; tensors are copies.
+        arguments: the method's, by its parameters' names; tensors are copies, or empty ones.
         operators: names of the operators that it ran.
         changed: share of the numbers among its arguments that it changed.
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
@@ -80,10 +80,18 @@ class FusedCall:
         return self.path if self.method.__name__ == "forward" else f"{self.path}.{self.method.__name__}"
 
 
+def paths_of(model: nn.Module) -> dict[int, str]:
+    """The paths of a model's modules, by their ids."""
+    return {id(module): path for path, module in model.named_modules()}
+
+
 @contextlib.contextmanager
-def watched_calls(model: nn.Module) -> Iterator[list[FusedCall]]:
-    """Keep every fused call that ``model`` makes inside the ``with``, in order; inner calls are part of outer ones."""
-    watch = _Watch({id(module): path for path, module in model.named_modules()})
+def watched_calls(paths: Mapping[int, str], *, with_tensors: bool = True) -> Iterator[list[FusedCall]]:
+    """Keep every fused call of modules in ``paths`` inside the ``with``, in order; inner calls are part of outer ones.
+
+    ``with_tensors``: their arguments and gradients, too.
+    """
+    watch = _Watch(paths, with_tensors)
     methods: list[tuple[type, str]] = [(norm, "forward") for norm in (FusedNorm, FusedGatedNorm)]
     methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
     with contextlib.ExitStack() as stack:
@@ -93,11 +101,25 @@ def watched_calls(model: nn.Module) -> Iterator[list[FusedCall]]:
         yield watch.calls
 
 
+def watch_next_forward(model: nn.Module, paths: Mapping[int, str]) -> list[FusedCall]:
+    """A list that gets the fused calls of modules in ``paths``, without tensors, in the next forward of ``model``."""
+    calls: list[FusedCall] = []
+    stack = contextlib.ExitStack()
+
+    def begin(*_: Any) -> None:
+        watched = stack.enter_context(watched_calls(paths, with_tensors=False))
+        stack.callback(lambda: calls.extend(watched))
+
+    stack.callback(model.register_forward_pre_hook(begin).remove)
+    stack.callback(model.register_forward_hook(lambda *_: stack.close(), always_call=True).remove)
+    return calls
+
+
 class _Watch:
     """Keeps the calls of methods of modules in ``paths``, by id, and observes the operators that they run."""
 
-    def __init__(self, paths: Mapping[int, str]) -> None:
-        self._paths = paths
+    def __init__(self, paths: Mapping[int, str], with_tensors: bool) -> None:
+        self._paths, self._with_tensors = paths, with_tensors
         self.calls: list[FusedCall] = []
         self._outermost: FusedCall | None = None
 
@@ -111,7 +133,7 @@ class _Watch:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
             norms = [one for one in given.arguments.values() if isinstance(one, FusedNorm)]
-            kept = with_arguments(given, copied)
+            kept = with_arguments(given, copied if self._with_tensors else _emptied)
             call = FusedCall(path, method, tuple(self._paths[id(one)] for one in norms), kept)
             self._outermost = call
             try:
@@ -119,8 +141,9 @@ class _Watch:
             finally:
                 self._outermost = None
             self.calls.append(call)
-            call.changed = share_changed(given, kept)
-            _keep_gradients(call, tensors_in(outputs))
+            if self._with_tensors:
+                call.changed = share_changed(given, kept)
+                _keep_gradients(call, tensors_in(outputs))
             return outputs
 
         return watch
@@ -132,19 +155,26 @@ class _Watch:
         return operator.results_of(spec, *arguments)
 
 
-def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall]) -> tuple[str, ...]:
-    """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind."""
-    missing = []
-    for site in sites:
-        if site.kind not in _OPERATORS_OF:
-            continue  # it leaves a cast out and runs no operator
-        if site.kind in _METHODS_OF:
-            mine = [c for c in calls if c.path == site.path and c.method.__name__ in _METHODS_OF[site.kind]]
-        else:
-            mine = [c for c in calls if site.path in c.norms]
-        if not mine or any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine):
-            missing.append(f"{site.path} ({site.kind})")
-    return tuple(missing)
+def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_idle: bool = False) -> tuple[str, ...]:
+    """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind.
+
+    Those without a call are among them; where they ``may_be_idle``, as experts are without tokens, only if no site of
+    their kind has one.
+    """
+
+    def called(site: Site, call: FusedCall) -> bool:
+        methods = _METHODS_OF.get(site.kind)
+        return site.path in call.norms if not methods else call.path == site.path and call.method.__name__ in methods
+
+    # The other kinds leave a cast out and run no operator.
+    calls_of = [(site, [c for c in calls if called(site, c)]) for site in sites if site.kind in _OPERATORS_OF]
+    idle_kinds = {site.kind for site, mine in calls_of if mine} if may_be_idle else set()
+    return tuple(
+        f"{site.path} ({site.kind})"
+        for site, mine in calls_of
+        if any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine)
+        or (not mine and site.kind not in idle_kinds)
+    )
 
 
 def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[str, ...]:
@@ -168,6 +198,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def copied(tensor: Tensor) -> Tensor:
     """A copy that is a leaf of autograd, and wants a gradient where the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(0)
 
 
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:

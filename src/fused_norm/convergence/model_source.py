@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from .. import model_configs
-from .comparison import Comparison
+from ..patcher import apply_fused_norm
+from .comparison import Comparison, options_for_feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,7 +64,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 def set_up_execution(
     model: Any, comparison: Comparison, compile_backend: str, compiled_calls: list[str] | None = None
 ) -> nn.Module:
-    """The model set up for the comparison's execution; patched or not, it is the same call.
+    """The model set up for the comparison's execution; patched or not, it is the same call, but for ``recompute``.
 
     Names of operators that compiled code calls are appended to ``compiled_calls`` when it is compiled.
 
@@ -74,6 +75,8 @@ def set_up_execution(
         # The name since transformers 5.23, which warns of the old one.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    elif comparison.execution == "recompute":
+        apply_fused_norm(model, recompute=True, **options_for_feature(comparison.feature))
     elif comparison.execution in ("lora", "lora-alone"):
         model = _with_adapters(model, comparison.seed, norms=comparison.execution == "lora")
     elif comparison.execution == "compile":

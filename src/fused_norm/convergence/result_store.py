@@ -42,9 +42,8 @@ class ComparisonResult:
         """The verdict on the fused run and its calls."""
         if self.stock is None or (self.fused is None and self.calls is None):
             return Verdict("invalid", (self.trouble or "not run",), ())
-        trains_norms = self.comparison.execution != "lora-alone"
-        precision = self.comparison.precision
-        return judge(precision, self.stock, self.controls, self.fused, self.calls, trains_norms=trains_norms)
+        precision, execution = self.comparison.precision, self.comparison.execution
+        return judge(precision, self.stock, self.controls, self.fused, self.calls, execution=execution)
 
 
 class ResultStore:

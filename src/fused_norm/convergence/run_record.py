@@ -38,7 +38,8 @@ class RunTensors(TrainingResult):
         rounding: half an eps of the parameters.
         norm_weights: names of the trained norm weights.
         sites: how many sites of each kind were fused.
-        not_compiled: fused sites, with their kinds, that compiled code has no operator for.
+        not_seen: fused sites, with their kinds, that ran stock code in the first micro-batch, or that compiled code has
+            no operator for.
     """
 
     outputs: Mapping[str, Tensor]
@@ -49,7 +50,7 @@ class RunTensors(TrainingResult):
     rounding: float
     norm_weights: tuple[str, ...]
     sites: Mapping[str, int]
-    not_compiled: tuple[str, ...]
+    not_seen: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The outputs of layers and their gradients in one step: a loss tells late that something is wrong, they tell where."""
+"""What one step computes: the outputs of layers and their gradients, and gradients that an execution must not change.
+
+A loss tells late that something is wrong; they tell where.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .distances import share_different
 from .model_source import layers_of
 from .run_record import snapshot
 
@@ -48,3 +53,39 @@ def probe_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> tupl
         {path: snapshot(output) for path, output in outputs.items()},
         {path: snapshot(gradient) for path, gradient in gradients.items()},
     )
+
+
+def probe_second_runs(
+    model: nn.Module, tokens: Tensor, set_up: Callable[[nn.Module], nn.Module], *, mixed: bool = False
+) -> dict[str, float]:
+    """Hold steps in which values are computed a second time to the bits of a step in which they are kept.
+
+    A gradient that differs from step to step all the same, as one that is summed by atomic adds does, is not compared.
+
+    Args:
+        model: a causal language model, neither wrapped nor sharded; left without gradients, and set up.
+        tokens: [batch, sequence] of token ids, on the model's device.
+        set_up: changes how the model's steps run.
+        mixed: under bf16 autocast.
+
+    Returns:
+        The share of the numbers in each parameter's gradient that are others.
+    """
+
+    def gradients() -> dict[str, Tensor]:
+        # The backwards of PyTorch's other kernels for attention sum in any order on a GPU.
+        with sdpa_kernel(SDPBackend.MATH):
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+                loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return found
+
+    kept, again = gradients(), gradients()
+    model = set_up(model)
+    found = gradients()
+    return {
+        name: 0.0 if share_different(one, again[name]) else share_different(found[name], one)
+        for name, one in kept.items()
+    }

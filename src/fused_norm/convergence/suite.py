@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from accelerate.utils import broadcast_object_list
@@ -22,19 +22,15 @@ class Progress(Protocol):
 
     def run(self, name: str, steps: int) -> Callable[[int, float], object]:
         """Called when a training run begins; returns what is to be called after each step with its index and loss."""
-
-    def done(self, result: ComparisonResult, *, kept: bool) -> object:
-        """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
-
-
-class Unwatched:
-    """The progress of a run that nobody watches."""
-
-    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
         return lambda step, loss: None
 
     def done(self, result: ComparisonResult, *, kept: bool) -> object:
+        """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
         return None
+
+
+class Unwatched(Progress):
+    """The progress of a run that nobody watches."""
 
 
 Groups = Sequence[Sequence[Comparison]]
@@ -50,7 +46,7 @@ def run_groups(plan: Plan, groups: Groups, progress: Progress) -> Iterator[Compa
     """
     for group in groups:
         try:
-            baseline = run_baseline(plan, group[0], progress)
+            baseline = run_baseline(plan, group[0].baseline, progress)
         except Exception as error:
             yield from (ComparisonResult(each, trouble=message_of(error)) for each in group)
             continue
@@ -91,7 +87,7 @@ class Baseline:
     """The runs that fused twins are compared with.
 
     Attributes:
-        trainer: of all twins.
+        trainer: of stock and controls.
         stock: the stock run, with its tensors.
         record: the same as numbers.
         controls: harmlessly perturbed stock runs; none where the stock run is not finite.
@@ -102,6 +98,12 @@ class Baseline:
     record: RunRecord
     controls: tuple[RunRecord, ...]
 
+    def trainer_of(self, comparison: Comparison) -> TwinTrainer:
+        """The trainer of a comparison that shares these runs."""
+        if comparison.execution == self.trainer.comparison.execution:
+            return self.trainer
+        return replace(self.trainer, comparison=comparison)
+
 
 def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Baseline:
     """Make the stock and control runs that a comparison shares with others.
@@ -111,7 +113,7 @@ def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Base
     """
     options, sequences = plan.options(comparison), plan.sequences(comparison)
     trainer = TwinTrainer(plan.sources[comparison.model], comparison, plan.settings, options, sequences, plan.cpu)
-    stock = trainer.train_stock(on_step=progress.run("stock", options.steps))
+    stock = trainer.train(on_step=progress.run("stock", options.steps))
     record = record_run(stock, stock)
     controls = []
     for index in range(plan.settings.controls if record.finite else 0):
@@ -124,9 +126,8 @@ def run_fused(baseline: Baseline, comparison: Comparison, progress: Progress) ->
     """Compare the fused twin: its calls with the stock modules, and its training with the stock run."""
     if not baseline.record.finite:
         return ComparisonResult(comparison, stock=baseline.record, fused=baseline.record)
-    fused, calls = fused_for(comparison.feature), None
-    if comparison.execution == "eager":  # however its steps run, a model's calls are the same
-        calls = baseline.trainer.probe_calls(fused, in_half=comparison.feature == "all")
+    fused = fused_for(comparison.feature)
+    calls = baseline.trainer_of(comparison).probe(fused, in_half=comparison.feature == "all")
     return train_fused(baseline, comparison, fused, calls, progress)
 
 
@@ -135,9 +136,10 @@ def train_fused(
 ) -> ComparisonResult:
     """Compare the training of the twin that ``fused`` makes with the stock run; its calls have been compared before."""
     on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.options.steps)
-    run = baseline.trainer.train_fused(fused, on_step=on_step)
-    if run.not_compiled:
-        calls = CallRecord(not_seen=run.not_compiled)
+    run = baseline.trainer_of(comparison).train(fused, on_step=on_step)
+    if run.not_seen:
+        calls = calls or CallRecord()
+        calls = replace(calls, not_seen=tuple(dict.fromkeys((*calls.not_seen, *run.not_seen))))
     return ComparisonResult(comparison, baseline.record, baseline.controls, record_run(run, baseline.stock), calls)
 
 

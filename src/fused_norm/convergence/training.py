@@ -29,7 +29,8 @@ class TrainingResult:
         losses: of each step, before its update, in nats per token.
         gradient_norms: of each step, over all parameters, before clipping.
         seconds_per_step: median; the first step, which compiles kernels, is left out unless it is the only one.
-        memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass.
+        memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass, 0 where layers
+            recompute some: counting would keep them from it.
         evaluation_loss: after the last step, without gradients and dropout, in nats per token.
     """
 
@@ -233,7 +234,8 @@ class _GpuPeak:
 class SavedForBackward:
     """Counts the bytes that autograd keeps for the backward pass in the first forward, without the parameters.
 
-    Each storage counts once. Later forwards run without the hook, as they would in any other training.
+    Each storage counts once. Later forwards run without the hook, as they would in any other training, and so do all
+    of a model that recomputes: its own hooks give way to others.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -241,14 +243,14 @@ class SavedForBackward:
         shards = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
         self._parameters = {shard.untyped_storage().data_ptr() for shard in shards}
         self._sizes: dict[int, int] = {}
-        self._forwards = 0
+        self._is_done = any(getattr(module, "fused_norm_recompute", False) for module in model.modules())
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        self._forwards += 1
-        if self._forwards > 1:
+        if self._is_done:
             yield
             return
+        self._is_done = True
         # What is kept stays alive until the backward, so no two of these storages share an address.
         with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
             yield

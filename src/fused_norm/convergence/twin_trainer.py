@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import in_all_graphs
 from ..patcher import Site, apply_fused_norm
-from ..spec import KINDS, FusedNormError
-from .call_probe import CallRecord, probe_calls
-from .comparison import NORM_KINDS, PRECISIONS, Comparison, options_for_feature
-from .control_perturbations import regroup, reordered_norms
-from .fused_calls import FusedCall, sites_not_compiled
+from ..spec import KINDS, NORM_KINDS, FusedNormError
+from .call_probe import CallRecord, calls_of_step, compare
+from .comparison import PRECISIONS, SECOND_RUNS, Comparison, options_for_feature
+from .control_perturbations import regroup
+from .fused_calls import paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
 from .model_source import ModelSource, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import probe_step
+from .step_probe import probe_second_runs, probe_step
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, train
 
@@ -66,10 +67,6 @@ class TwinTrainer:
             raise FusedNormError(f"{report.model} has no norm that can be fused; fused-norm inspect says why")
         return report.fused
 
-    def train_stock(self, *, on_step: OnStep | None = None) -> RunTensors:
-        """Train the stock model: the run that all others are compared with; ``on_step`` as in ``train``."""
-        return self._train(lambda model: contextlib.nullcontext(()), on_step)
-
     def train_control(self, index: int, *, on_step: OnStep | None = None) -> RunTensors:
         """Train the stock model once more, harmlessly perturbed; another ``index`` is another perturbation."""
         seed = 1 + index + 1000 * self.comparison.seed
@@ -81,52 +78,64 @@ class TwinTrainer:
             with reordered_norms(model, self.sites, seed=seed):
                 yield self.sites
 
-        return self._train(perturbed, on_step, (sequences, options), seed)
+        return self.train(perturbed, on_step=on_step, regrouped=(sequences, options), seed=seed)
 
-    def probe_calls(
-        self,
-        fused: MakeTwin,
-        *,
-        in_half: bool = False,
-        calls_wanted: Callable[[Sequence[FusedCall]], Sequence[FusedCall]] = lambda calls: calls,
-    ) -> CallRecord:
-        """Hold the calls of a fused model to the stock modules.
+    def probe(self, fused: MakeTwin, *, in_half: bool = False) -> CallRecord | None:
+        """Hold what a fused model computes in one step to what is known to be right.
+
+        Run eagerly, its calls are held to the stock modules. Where an execution computes values a second time, the step
+        is held to one that keeps them. None for other executions: a model's calls are the same in all.
 
         Args:
-            fused: makes it.
+            fused: makes the model.
             in_half: a model in bf16 is probed in fp16 as well, in which it is not trained.
-            calls_wanted: picks those that are compared, from all.
         """
-        precision = PRECISIONS[self.comparison.precision]
-        device = accelerator_for(mixed=precision.mixed, cpu=self.cpu).device
-        tokens = self.sequences[:PROBED].to(device)
-        model = self._build(device)
+        model, tokens, mixed = self.probed_model()
+        if self.comparison.execution in SECOND_RUNS:
+            set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
+            with fused(model):
+                return CallRecord(second_runs=probe_second_runs(model, tokens[:1], set_up, mixed=mixed))
+        if self.comparison.execution != "eager":
+            return None
+        record, not_seen = CallRecord(), list[str]()
+        in_half = in_half and PRECISIONS[self.comparison.precision].weights == "bfloat16"
         with fused(model) as sites:
-            record = probe_calls(model, sites, tokens, mixed=precision.mixed, calls_wanted=calls_wanted)
-            if in_half and precision.weights == "bfloat16":
-                record = record.joined(probe_calls(model.half(), sites, tokens), "fp16")
-            return record
+            for where in ("", " (fp16)") if in_half else ("",):
+                calls = calls_of_step(model.half() if where else model, tokens, mixed=mixed)
+                compare(record, model, calls, mixed=mixed, where=where)
+                not_seen += sites_not_seen(sites, calls)
+        return replace(record, not_seen=tuple(dict.fromkeys(not_seen)))
 
-    def train_fused(self, fused: MakeTwin, *, on_step: OnStep | None = None) -> RunTensors:
-        """Train the fused model that ``fused`` makes.
-
-        Raises:
-            FusedNormError: as ``apply_fused_norm``.
-        """
-        return self._train(fused, on_step)
+    def probed_model(self) -> tuple[nn.Module, Tensor, bool]:
+        """The stock model at its initial weights, the tokens that it is probed with, and whether under autocast."""
+        mixed = PRECISIONS[self.comparison.precision].mixed
+        device = accelerator_for(mixed=mixed, cpu=self.cpu).device
+        return self._build(device), self.sequences[:PROBED].to(device), mixed
 
     def _build(self, device: torch.device) -> nn.Module:
         """The stock model in the dtype of the comparison."""
         dtype = getattr(torch, PRECISIONS[self.comparison.precision].weights)
         return self.source.build(seed=self.comparison.seed, dtype=dtype, device=device)
 
-    def _train(
+    def train(
         self,
-        make_twin: MakeTwin,
-        on_step: OnStep | None,
+        make_twin: MakeTwin = lambda model: contextlib.nullcontext(()),
+        *,
+        on_step: OnStep | None = None,
         regrouped: tuple[Tensor, TrainingOptions] | None = None,
         seed: int = 0,
     ) -> RunTensors:
+        """Train a twin: unless another is made, the stock model, which all others are compared with.
+
+        Args:
+            make_twin: makes it of the stock model, for the length of a ``with``.
+            on_step: as in ``training.train``.
+            regrouped: sequences and options in place of those that twins have in common.
+            seed: of numbers that the twin draws.
+
+        Raises:
+            FusedNormError: as ``apply_fused_norm``.
+        """
         norms = tuple(f"{site.path}.weight" for site in self.sites if site.kind in NORM_KINDS)
         sequences, options = regrouped or (self.sequences, self.options)
         precision = PRECISIONS[self.comparison.precision]
@@ -138,6 +147,7 @@ class TwinTrainer:
         with make_twin(model) as changed, in_all_graphs():
             outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
+            paths = paths_of(model)
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
             initial = _snapshots(model)
             gradients: dict[str, Tensor] = {}
@@ -149,6 +159,9 @@ class TwinTrainer:
                         if parameter.grad is not None:
                             gradients[name] = snapshot(parameter.grad)
 
+            # A compiled forward makes no calls, and nothing is recomputed where operators are watched.
+            watched = self.comparison.execution not in ("compile", "recompute")
+            calls = watch_next_forward(model, paths) if watched else []
             result = train(
                 model,
                 sequences,
@@ -159,6 +172,9 @@ class TwinTrainer:
                 on_gradients=keep_gradients,
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
+        not_seen = sites_not_seen(changed, calls, may_be_idle=True) if watched else ()
+        if self.comparison.execution == "compile":
+            not_seen = sites_not_compiled(changed, called)
         return RunTensors(
             **vars(result),
             outputs=outputs,
@@ -169,7 +185,7 @@ class TwinTrainer:
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
             sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
-            not_compiled=sites_not_compiled(changed, called) if self.comparison.execution == "compile" else (),
+            not_seen=not_seen,
         )
 
 

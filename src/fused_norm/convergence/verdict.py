@@ -88,8 +88,14 @@ MEASURES: tuple[Measure, ...] = (
         bar=0.01,
         why=_OUTPUTS,
     ),
-    Measure("call_rows", "rows", "share of a fused call's worst row that is far off", bar=0.1, why=_OUTPUTS),
+    Measure("call_rows", "rows", "share of a fused call's worst row that is far off", bar=0.05, why=_OUTPUTS),
     Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
+    Measure(
+        "call_second_runs",
+        "again",
+        "share of a parameter's gradient that is another where values of the forward are computed a second time",
+        bar=0.0,
+    ),
     _to_a_last_place("output_gradients", "d layers", "gradient of a layer's output, relative distance"),
     Measure(
         "call_gradients",
@@ -191,7 +197,7 @@ def judge(
     fused: RunRecord | None,
     calls: CallRecord | None = None,
     *,
-    trains_norms: bool = True,
+    execution: str = "eager",
 ) -> Verdict:
     """The verdict on a fused run, on its calls, or on both.
 
@@ -201,9 +207,9 @@ def judge(
         controls: harmlessly perturbed stock runs.
         fused: the fused run.
         calls: fused calls, compared with the stock modules.
-        trains_norms: norm weights are to have moved.
+        execution: how the steps ran, one of ``EXECUTIONS``.
     """
-    if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, calls, trains_norms)):
+    if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, fused, calls, execution)):
         return Verdict("invalid", reasons, ())
     if fused is not None and not fused.finite:
         step = len(fused.losses) - 1
@@ -222,8 +228,9 @@ def _invalid(
     caps: Mapping[str, float],
     stock: RunRecord,
     controls: Sequence[RunRecord],
+    fused: RunRecord | None,
     calls: CallRecord | None,
-    trains_norms: bool,
+    execution: str,
 ) -> Iterator[str]:
     """The reasons for which a comparison says nothing."""
     for name, run in (("stock", stock), *((f"control {index}", run) for index, run in enumerate(controls))):
@@ -232,7 +239,7 @@ def _invalid(
             return
     if not controls:
         yield "no control run, so no noise floor"
-    if trains_norms and not stock.moved:
+    if execution != "lora-alone" and not stock.moved:
         yield "no norm weight is trained"
     if stock.constant:
         yield f"{_some(stock.constant)} started as one number throughout, which hides wrong casts"
@@ -249,6 +256,10 @@ def _invalid(
     for index, control in enumerate(controls):
         if _is_identical(control, stock):
             yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
+    # What compiled code keeps is the compiler's choice, and a frozen norm alone keeps in fp32 what stock's keeps.
+    alike = execution in ("compile", "lora-alone")
+    if fused is not None and not alike and fused.memory_bytes == stock.memory_bytes:
+        yield f"the fused run took {fused.memory_bytes} bytes, as many as the stock run: it ran stock code"
 
 
 def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
@@ -343,7 +354,8 @@ def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
         for where, _ in places("output_gradients", "output_gradient_slopes")
     }
     backward = [(after[where], f"gradient of {where}") for where in after]
-    backward += places("call_changes", "call_gradients", "call_slopes", "gradients", "gradient_slopes")
+    backward += places("call_changes", "call_second_runs", "call_gradients", "call_slopes", "gradients")
+    backward += places("gradient_slopes")
     if backward := backward or places("drifts"):
         where, what = max(backward, key=lambda place: position(place[0]))
         return f"{_layer(where)}, backward: {what}"

@@ -1,0 +1,106 @@
+"""Sites that run stock code are seen, in a step that is probed and in the first forward of a training."""
+
+import inspect
+
+import pytest
+import torch
+
+from fused_norm import apply_fused_norm, disabled
+from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
+from fused_norm.convergence.distances import share_different
+from fused_norm.convergence.fused_calls import FusedCall, paths_of, sites_not_seen, watch_next_forward
+from fused_norm.convergence.step_probe import probe_second_runs
+from fused_norm.model_configs import build, tiny_config
+from fused_norm.patcher import Site
+
+TOKENS = torch.arange(33)[None]
+
+
+def call(path, operator):
+    return FusedCall(path, len, (path,), inspect.signature(len).bind([]), [operator])
+
+
+def norms(*paths):
+    return [Site(path, "norm", "Norm", None) for path in paths]
+
+
+def test_a_site_that_ran_stock_code_once_is_not_seen():
+    calls = [call("a", "rms_norm"), call("b", "rms_norm"), call("b", "none of its kind")]
+    assert sites_not_seen(norms("a", "b"), calls) == ("b (norm)",)
+
+
+def test_a_site_without_a_call_is_seen_only_where_it_may_be_idle_and_another_of_its_kind_is_not():
+    calls = [call("a", "rms_norm")]
+    assert sites_not_seen(norms("a", "b"), calls) == ("b (norm)",)
+    assert sites_not_seen(norms("a", "b"), calls, may_be_idle=True) == ()
+    gate = Site("c", "mlp", "MLP", None)
+    assert sites_not_seen([*norms("a"), gate], calls, may_be_idle=True) == ("c (mlp)",)
+
+
+@pytest.fixture(scope="module")
+def fused():
+    model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=torch.bfloat16)
+    return model, apply_fused_norm(model).fused
+
+
+def test_the_next_forward_is_watched_and_no_other(fused):
+    model, sites = fused
+    calls = watch_next_forward(model, paths_of(model))
+    assert calls == []
+    model(input_ids=TOKENS)
+    found = len(calls)
+    assert sites_not_seen(sites, calls) == ()
+    with disabled():
+        model(input_ids=TOKENS)
+    assert len(calls) == found
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_forward_by_stock_code_is_seen(fused):
+    model, sites = fused
+    calls = watch_next_forward(model, paths_of(model))
+    with disabled():
+        model(input_ids=TOKENS)
+    assert len(sites_not_seen(sites, calls, may_be_idle=True)) == len(sites)
+
+
+def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
+    model, _ = fused
+    calls = [one for one in calls_of_step(model, TOKENS.repeat(2, 1)) if one.method.__name__ == "fused_norm_rope"][:1]
+    given = []
+    rotate = calls[0].arguments.arguments["rotate"]
+
+    def noted(q, k, cos, sin, *further, **named):
+        given.append((q, cos))
+        return rotate(q, k, cos, sin, *further, **named)
+
+    calls[0].arguments.arguments["rotate"] = noted
+    record = CallRecord()
+    compare(record, model, calls)
+    (packed,) = {name for name in record.outputs if name.endswith(", packed")}
+    assert record.outputs[packed] == 0.0
+    q, cos = next((q, cos) for q, cos in given if q.shape[-2] == 64)
+    assert cos.shape[:2] == (2, 64)
+    assert not torch.equal(cos[0], cos[1])
+    assert q.abs().max() > 4 * given[0][0].abs().max()
+
+
+def test_a_step_that_computes_values_a_second_time_is_held_to_one_that_keeps_them(fused):
+    model, _ = fused
+    assert set(probe_second_runs(model, TOKENS, lambda same: same).values()) == {0.0}
+
+    def scaled_when_run_again(one):
+        one.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.003)
+        return one
+
+    shares = probe_second_runs(build(tiny_config("llama", num_hidden_layers=1), seed=0), TOKENS, scaled_when_run_again)
+    assert shares.keys() == {name for name, _ in model.named_parameters()}
+    assert min(shares.values()) > 0.1
+
+
+def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
+    model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.rand(())))
+    assert set(probe_second_runs(model, TOKENS, lambda same: same).values()) == {0.0}
+    assert share_different(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5
