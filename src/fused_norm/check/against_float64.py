@@ -223,9 +223,6 @@ def check_step(
     remove_fused_norm(model)
     training = model.training
     model.eval()
-    exact: dict[str, torch.Tensor] = {}
-    errors_of_stock: dict[str, list[float]] = {}
-    errors_of_fused: dict[str, float] = {}
     try:
         for step in progress(("truth", "stock", "fused")):
             if step == "truth":

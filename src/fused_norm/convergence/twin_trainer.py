@@ -150,15 +150,7 @@ class TwinTrainer:
             paths = paths_of(model)
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
             initial = _snapshots(model)
-            gradients: dict[str, Tensor] = {}
-            final: dict[str, Tensor] = {}
-
-            def keep_gradients(step: int, trained: nn.Module) -> None:
-                if step == 0:
-                    for name, parameter in trained_parameters(trained):
-                        if parameter.grad is not None:
-                            gradients[name] = snapshot(parameter.grad)
-
+            gradients, final = dict[str, Tensor](), dict[str, Tensor]()
             # A compiled forward makes no calls, and nothing is recomputed where operators are watched.
             watched = self.comparison.execution not in ("compile", "recompute")
             calls = watch_next_forward(model, paths) if watched else []
@@ -169,12 +161,10 @@ class TwinTrainer:
                 accelerator=accelerator,
                 cut_last=self.comparison.execution != "compile",  # it would be compiled twice
                 on_step=on_step,
-                on_gradients=keep_gradients,
+                on_gradients=lambda step, trained: None if step else gradients.update(_gradients(trained)),
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
-        not_seen = sites_not_seen(changed, calls, may_be_idle=True) if watched else ()
-        if self.comparison.execution == "compile":
-            not_seen = sites_not_compiled(changed, called)
+        not_seen = sites_not_compiled(changed, called) if self.comparison.execution == "compile" else ()
         return RunTensors(
             **vars(result),
             outputs=outputs,
@@ -185,7 +175,7 @@ class TwinTrainer:
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
             sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
-            not_seen=not_seen,
+            not_seen=sites_not_seen(changed, calls, may_be_idle=True) if watched else not_seen,
         )
 
 
@@ -201,6 +191,10 @@ def fused_for(feature: str) -> MakeTwin:
         yield apply_fused_norm(model, **options_for_feature(feature)).fused
 
     return fused
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: snapshot(one.grad) for name, one in trained_parameters(model) if one.grad is not None}
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:
