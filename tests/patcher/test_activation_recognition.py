@@ -77,6 +77,7 @@ UNKNOWN = {
     "saturating far out": by(lambda self, x: silu(x.clamp(-5000, 5000))),
     "finite": by(lambda self, x: silu(torch.nan_to_num(x))),
     "otherwise in eval": by(lambda self, x: silu(x if self.training else 2 * x)),
+    "otherwise in training": by(lambda self, x: silu(2 * x if self.training else x)),
     "detached": by(lambda self, x: silu(x.detach())),
     "straight through": by(lambda self, x: x + (silu(x) - x).detach() if x.requires_grad else silu(x)),
     "a shape": WithAShape(),
