@@ -198,7 +198,8 @@ def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter, tokens):
         named_by_the_adapter = AutoModelForCausalLM.from_pretrained(adapter)
         auto_peft = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
         around_a_base = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
-    assert [report.counts for report in reports] == [SITES] * 3
+    assert [report.counts | {"adapter": 0} for report in reports] == [SITES] * 3
+    assert [report.counts["adapter"] for report in reports] == [4, 0, 0]
     for model in (named_by_the_adapter, auto_peft, around_a_base):
         torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
         assert fused_sites(model) > 0
