@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_norm.patcher.activation_recognition import recognise_activation
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.source import Rewrite
+from fused_norm.patcher.rewrite import Rewrite
 
 
 class Recorder:

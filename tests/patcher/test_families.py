@@ -12,7 +12,7 @@ import fused_norm
 from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build
 from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.source import Rewrite
+from fused_norm.patcher.rewrite import Rewrite
 
 from .models import EXPERTS_ARE_MLPS, counts, relative
 

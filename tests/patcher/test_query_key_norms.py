@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from fused_norm.patcher.patterns import patterns_of, rotations_of
 from fused_norm.patcher.patterns.heads import QK_NAME
-from fused_norm.patcher.source import Rewrite
+from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Heads, Recorder, layer_of, run
 from .rotary import rotates

@@ -13,7 +13,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import fused_norm
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.source import Rewrite
+from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Recorder, everything, layer_of, run
 

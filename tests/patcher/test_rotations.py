@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.patterns.rotations import ROTATION_NAME
-from fused_norm.patcher.source import Rewrite
+from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Heads, layer_of, run
 

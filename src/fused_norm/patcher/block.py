@@ -14,7 +14,7 @@ from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Site
-from .source import Rewrite
+from .rewrite import Rewrite
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
+from .rewrite import Rewrite
 from .rotation_recognition import DtypePair, Rotation, name_of, of_each_element
-from .source import Rewrite
 
 
 class FusedBlock(nn.Module):

@@ -18,7 +18,7 @@ from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .patterns import activations_of, rewritten_forward, rotations_of
 from .recompute import call_recomputing
-from .source import Rewrite
+from .rewrite import Rewrite
 
 
 class _NoHubKernel:

@@ -19,7 +19,7 @@ from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .norm_recognition import looks_like_norm
 from .patch_report import RecomputingLayer, Site
-from .source import Rewrite
+from .rewrite import Rewrite
 
 
 def survey_layers(

@@ -17,8 +17,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .activation_recognition import Activation
-
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 _OF_CODE = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
@@ -33,23 +31,6 @@ class SourceError(Exception):
 
 class WrappedError(SourceError):
     """A forward that other code has wrapped."""
-
-
-@dataclass(frozen=True)
-class Rewrite:
-    """A match in a forward that is to be fused.
-
-    Attributes:
-        pattern: the matches it is one of: ``adds``, ``heads``, ``rotations`` or ``gates``.
-        index: its number among these.
-        parts: what of it: of an add ``norm``, ``inner`` and ``dropout``; of norms of heads ``rotation``, or nothing.
-        activation: that of a gate.
-    """
-
-    pattern: str
-    index: int
-    parts: tuple[str, ...] = ()
-    activation: Activation | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,9 @@ from ..block import Block
 from ..dataflow import Dataflow
 from ..patch_report import Site
 from ..probe import UnrecognisedError
+from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation
-from ..source import Rewrite, cached_by_forward, compiled, source_of
+from ..source import cached_by_forward, compiled, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .calls import Missed
 from .gates import Gate, decide_gates, find_gates, find_missed_gates

@@ -48,7 +48,8 @@ from torch import nn
 from ..block import Block, alike
 from ..dataflow import Dataflow, computed, computes_nothing, mentions
 from ..patch_report import Site
-from ..source import Rewrite, global_of, returns_sum
+from ..rewrite import Rewrite
+from ..source import global_of, returns_sum
 from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, replace
 
 _Y = "_fused_norm_y"

@@ -46,7 +46,7 @@ from ..dataflow import Dataflow, edits_in_place
 from ..fused_norm_module import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..source import Rewrite
+from ..rewrite import Rewrite
 from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, postpone, replace
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")

@@ -31,7 +31,7 @@ from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
-from ..source import Rewrite
+from ..rewrite import Rewrite
 from .calls import call_of_own, called, make_call, postpone
 from .rotations import unless_unrecognised
 

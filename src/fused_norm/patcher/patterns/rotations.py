@@ -29,8 +29,9 @@ from torch import nn
 from ..block import Block
 from ..patch_report import Site
 from ..probe import UnrecognisedError
+from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation, recognise_rotation
-from ..source import Rewrite, global_of
+from ..source import global_of
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""

@@ -1,0 +1,24 @@
+"""What is to be changed in a forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .activation_recognition import Activation
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A match in a forward that is to be fused.
+
+    Attributes:
+        pattern: the matches it is one of: ``adds``, ``heads``, ``rotations`` or ``gates``.
+        index: its number among these.
+        parts: what of it: of an add ``norm``, ``inner`` and ``dropout``; of norms of heads ``rotation``, or nothing.
+        activation: that of a gate.
+    """
+
+    pattern: str
+    index: int
+    parts: tuple[str, ...] = ()
+    activation: Activation | None = None
