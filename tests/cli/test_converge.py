@@ -84,7 +84,15 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
     assert main(["converge", *arguments, *QUICK]) == 0
     (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
     assert row["name"] == "mine.fp32.eager.all.seed0"
-    assert row["fused"]["sites"] == {"norm": 5, "qk": 0, "rope": 2, "residual": 2, "sandwich": 0, "mlp": 2}
+    assert row["fused"]["sites"] == {
+        "norm": 5,
+        "qk": 0,
+        "rope": 2,
+        "residual": 2,
+        "sandwich": 0,
+        "mlp": 2,
+        "adapter": 0,
+    }
 
 
 @pytest.mark.slow
@@ -190,7 +198,7 @@ def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
     assert "1 green" in out
     (row,) = json.loads((tmp_path / "new" / "folder" / "report.json").read_text())["results"]
     assert len(row["fused"]["losses"]) == 2
-    assert row["fused"]["sites"] == {"sandwich": 0, "qk": 0} | FAMILIES["llama"].sites()
+    assert row["fused"]["sites"] == {"sandwich": 0, "qk": 0, "adapter": 0} | FAMILIES["llama"].sites()
     png = (tmp_path / "new" / "folder" / "curves.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", png[16:24])) > 400

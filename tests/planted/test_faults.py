@@ -111,7 +111,7 @@ def _rotated(x):
 
 def _gated(x):
     packed = torch.cat((2 * x, x.flip(-1)), dim=-1)
-    return torch.cat((glu(x, x.flip(-1)), glu(packed, None, "gelu"), glu(x, x.flip(-1), "gelu_tanh")))
+    return torch.cat((glu(x, x.flip(-1)), glu(packed, None, "gelu"), glu(3 * x, x.flip(-1), "gelu_tanh")))
 
 
 OF_ROTATIONS_AND_GATES = [
@@ -145,7 +145,7 @@ def test_faults_of_rotations_and_gates_show_while_they_are_planted(name, dtype):
         during = results()
     assert planted.calls > 0
     changed = [not torch.equal(*pair) for pair in zip(before, during, strict=True)]
-    hidden = FAULTS[name].hidden and dtype == torch.float32
-    assert any(changed) != bool(hidden)
-    assert (planted.share > 0) != bool(hidden)
+    hidden = dtype == torch.float32 and "fp32" in FAULTS[name].hidden
+    assert any(changed) != hidden
+    assert (planted.share > 0) != hidden
     assert all(map(torch.equal, results(), before))
