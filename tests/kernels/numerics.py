@@ -133,7 +133,7 @@ class Norm:
     def stock(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``(y, s)`` as modelling code computes them."""
         s = x if r is None else r + x * self.scale
-        return _STOCK[self.casting](s, w, self.eps, self.zero_centered), None if r is None else s
+        return STOCK[self.casting](s, w, self.eps, self.zero_centered), None if r is None else s
 
     def true(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``(y, s)`` of float64 arguments, by the definition of the norm."""
@@ -211,7 +211,7 @@ def none_rounded_once(x: Tensor, weight: Tensor | None, eps: float, zero_centere
     return (1.0 + weight if zero_centered else weight) * x_hat
 
 
-_STOCK = {
+STOCK = {
     "llama": _stock_llama,
     "gemma": _stock_gemma,
     "rounded_gamma": _stock_rounded_gamma,

@@ -11,9 +11,9 @@ from torch import Tensor
 from fused_norm.kernels import norm_add, norm_add_norm
 
 from .numerics import (
-    _STOCK,
     FP32,
     ROUND_RSTD,
+    STOCK,
     Norm,
     Scales,
     Tensors,
@@ -84,7 +84,7 @@ class Sandwich:
         return (norm_add(x, r, inner, self.eps, **semantics),)
 
     def stock(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None) -> tuple[Tensor, ...]:
-        norm = _STOCK[self.casting]
+        norm = STOCK[self.casting]
         s = r + norm(x, inner, self.eps, self.zero_centered)
         return (norm(s, w, self.eps, self.zero_centered), s) if self.closed else (s,)
 
@@ -159,5 +159,5 @@ def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) 
 
 
 def _rounded_once(norm: Norm, x: Tensor, w: Tensor | None) -> Tensor:
-    function = none_rounded_once if norm.casting == "none" else _STOCK[norm.casting]
+    function = none_rounded_once if norm.casting == "none" else STOCK[norm.casting]
     return function(x, w, norm.eps, norm.zero_centered)

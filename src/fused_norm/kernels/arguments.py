@@ -29,10 +29,10 @@ Named = tuple[str, Tensor]
 
 
 class Refusal(NamedTuple):
-    """Why kernels do not take a call.
+    """The answer to a call that kernels do not take.
 
     Attributes:
-        reason: in words; empty for what is not worth a log.
+        reason: why not, in words; empty for what is not worth a log.
         error: what a public function raises, for arguments that are wrong; None where the PyTorch reference computes
             the call.
     """

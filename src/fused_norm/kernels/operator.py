@@ -161,15 +161,15 @@ class Operator(ABC):
         self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
 
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
-        """What is wrong with a call of good tensors: with its options, and with how its tensors go together."""
+        """Refuse wrong options, and tensors that are good by themselves and do not go together."""
         return None
 
     def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
-        """What kernels cannot compute of a good call, whose tensors they take."""
+        """Refuse what the reference alone can compute, of tensors that kernels take."""
         return None
 
     def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
-        """What kernels would do otherwise than the stock code of a model, in a call that they take."""
+        """Return why a call that kernels take may not replace a model's stock code: its results would differ."""
         return None
 
     @abstractmethod
@@ -247,9 +247,9 @@ class Operator(ABC):
         return self.name
 
     def refuses(self, spec: Spec, *arguments: Any) -> Refusal | None:
-        """Why kernels do not take a call; None where they do.
+        """Decide whether kernels take a call: None, or the reason why not.
 
-        What is wrong with its arguments comes before what PyTorch's own operators can compute and kernels cannot.
+        Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
         """
         tensors = arguments[: self.tensor_count]
         return (
@@ -260,7 +260,7 @@ class Operator(ABC):
         )
 
     def _wrong_tensors(self, spec: Spec, tensors: Sequence[Any]) -> Refusal | None:
-        """What is wrong with each tensor by itself, and beside the one that its shape and device go by."""
+        """Refuse a tensor of a wrong type, layout, dtype, device or shape, by what the schema says of it."""
         first = self.tensor_names[0], tensors[0]
         for place, (name, one) in enumerate(zip(self.tensor_names, tensors, strict=True)):
             if name in self.other_rules or (one is None and self._is_optional[place]):
@@ -278,7 +278,7 @@ class Operator(ABC):
         return None
 
     def _tensors_beyond_kernels(self, tensors: Sequence[Any]) -> Refusal | None:
-        """Why kernels cannot compute with good tensors."""
+        """Refuse good tensors that kernels cannot compute with: of a dtype, device or kind that is not theirs."""
         reason = self._no_kernels_for(*tensors)
         if reason is not None:
             return Refusal(reason)
@@ -334,30 +334,27 @@ class Operator(ABC):
         self,
         spec: Spec,
         *arguments: Any,
-        programs: Programs | None = None,
-        unless: Callable[[], str | None] | None = None,
+        programs: Programs,
+        unless: Callable[..., str | None] | None = None,
     ) -> tuple[Any, str | None]:
         """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
 
-        The reason is empty where it is not worth a log, as where the stock code is left to the compiler.
+        For calls that are not ``known`` among ``programs``, which know them from now on. The reason is empty where it
+        is not worth a log, as where the stock code is left to the compiler.
 
         Args:
             spec: the meaning of the norm.
             arguments: those of the call, of any kind.
-            programs: of calls that are known to do what that stock code does; ``programs_as_stock`` unless given.
-            unless: returns a further reason, for good arguments of a call that is not known.
+            programs: of calls that are known to do what that stock code does.
+            unless: returns a further reason, or None, for arguments that kernels take.
         """
-        programs = self.programs_as_stock if programs is None else programs
-        outputs = self.known(programs, spec, *arguments)
-        if outputs is not None:
-            return outputs, None
         # What is wrong beside it is no matter here.
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
             refusal = self.refuses(spec, *arguments)
             reason = self._unlike_stock(spec, *arguments) if refusal is None else refusal.reason
         if reason is None and unless is not None:
-            reason = unless()
+            reason = unless(*arguments)
         if reason is not None:
             return None, reason
         # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.

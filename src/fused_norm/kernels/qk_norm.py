@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import Refusal, wrong_angles, wrong_pair
-from .heads import HeadsOperator
+from .heads_operator import HeadsOperator
 from .operator import BackwardCall, Recompute, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward

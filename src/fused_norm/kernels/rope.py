@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Refusal, wrong_angles, wrong_flag, wrong_pair
-from .heads import HeadsOperator
+from .heads_operator import HeadsOperator
 from .operator import BackwardCall, Spec
 from .triton.memory import empty_in_order
 from .triton.qk_launch import empty_rotated, launch_qk_forward

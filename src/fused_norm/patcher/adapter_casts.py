@@ -58,7 +58,7 @@ def why_cast(layer: Any, *, training: bool = False) -> str | None:
         if any("forward" in vars(one) or has_hooks(one) for one in (first, dropout)):
             return "other code sees the input of its adapter"
         if isinstance(dropout, nn.Dropout) and dropout.p > 0 and (training or dropout.training):
-            return "its dropout draws other numbers for another dtype"
+            return "its dropout may draw other numbers for another dtype"
     return None
 
 

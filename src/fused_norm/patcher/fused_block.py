@@ -7,11 +7,8 @@ in the stock code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels.glu import GLU
@@ -35,7 +32,7 @@ from .fused_norm_module import (
     weight_of,
 )
 from .rewrite import Rewrite
-from .rotation_recognition import DtypePair, Rotation, name_of, of_each_element
+from .rotation_recognition import Rotation, name_of, of_each_element
 
 
 class FusedBlock(nn.Module):
@@ -111,7 +108,7 @@ class FusedBlock(nn.Module):
                     sin,
                     heads_dim,
                     programs=rotation.programs_with_norms,
-                    unless=partial(_rotates_otherwise, rotation, rotation.dtypes, (q, *weights), cos, heads_dim),
+                    unless=rotation.unlike_qk_norm,
                 )
                 if reason is None:
                     return found
@@ -203,12 +200,11 @@ def _rotated_as(
     if rotation.tokens_first:
         heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
         cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
-    dtypes, once = rotation.dtypes, False
-    if rotation.single_rounding_dtypes:
-        once = (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
-        dtypes = rotation.single_rounding_dtypes if once else dtypes
-    unless = partial(_rotates_otherwise, rotation, dtypes, (heads[0],), cos, heads_dim)
-    found, reason = run_fused(ROPE, None, *heads, cos, sin, heads_dim, once, programs=rotation.programs, unless=unless)
+    single = bool(rotation.single_rounding_dtypes) and (
+        (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
+    )
+    arguments = *heads, cos, sin, heads_dim, single
+    found, reason = run_fused(ROPE, None, *arguments, programs=rotation.programs, unless=rotation.unlike_rope)
     if reason is None and rotation.tokens_first:
         found = _like(found[0], q), None if k is None else _like(found[1], k)
     return found, reason
@@ -222,22 +218,3 @@ def _with_batch(x: Any, without: int) -> Any:
 def _like(x: Tensor, given: Tensor) -> Tensor:
     """``x`` without the dimension of the batch that ``given`` had not."""
     return x if x.dim() == given.dim() else x.squeeze(0)
-
-
-def _rotates_otherwise(
-    rotation: Rotation, dtypes: Sequence[DtypePair], normed: tuple[Any, ...], cos: Any, heads_dim: int
-) -> str | None:
-    """The reason not to replace a rotation by a kernel that takes its tensors: it was not compared on such ones.
-
-    ``dtypes``: those that it was compared in; ``normed``: q, and the weights of the norms that come first.
-    """
-    q, *weights = normed
-    pairs = [(q.dtype, cos.dtype)]
-    pairs += [(torch.promote_types(q.dtype, one.dtype), cos.dtype) for one in weights if one is not None]
-    compared = (
-        cos.dim() == 3
-        and cos.shape[1] == q.shape[3 - heads_dim]
-        and (cos.shape[2] == q.shape[3] or rotation.partial)
-        and all(pair in dtypes for pair in pairs)
-    )
-    return None if compared else f"{name_of(rotation.function)} is called with shapes or dtypes that were not compared"

@@ -7,6 +7,7 @@ class, so a patched model can do all that it could before; or PyTorch's operator
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -196,16 +197,16 @@ def run_fused(
     spec: NormSpec | None,
     *arguments: Any,
     programs: Programs | None = None,
-    unless: Callable[[], str | None] | None = None,
+    unless: Callable[..., str | None] | None = None,
 ) -> tuple[Any, str | None]:
-    """``operator.run_or_refuse`` where nothing that only this call knows, and no tensor, is in the way.
+    """The outputs of an operator in place of stock code, and None; or None, and why stock code has to run.
 
     Args:
         operator: what would replace stock code.
         spec: the meaning of the norm, as ``spec_of`` has it; None for an operator without one.
         arguments: the operator's.
-        programs: as in ``run_or_refuse``.
-        unless: the same.
+        programs: of calls that are known to do what that stock code does; ``programs_as_stock`` unless given.
+        unless: as in ``Operator.run_or_refuse``.
     """
     if _disabled_depth:
         return None, ""
@@ -214,6 +215,11 @@ def run_fused(
             return None, "its eps is not a finite number of at least 0"
     elif spec.casting == "none" and _is_under_autocast(arguments[0]):
         return None, "autocast changes what an uncast norm rounds to"
+    if programs is None:
+        programs = operator.programs_as_stock
+    outputs = operator.known(programs, spec, *arguments)
+    if outputs is not None:
+        return outputs, None
     return operator.run_or_refuse(spec, *arguments, programs=programs, unless=unless)
 
 
@@ -232,11 +238,17 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def _without_numbers(reason: str) -> str:
+    """A reason whatever the shapes in it."""
+    return re.sub(r"\([\d, ]*\)|\d+", "", reason)
+
+
 def explain(origin: type[nn.Module], reason: str | None, what: str = "its stock code") -> None:
     """Log, once for each class and sort of reason, why a norm runs ``what`` and no kernel; nothing for no reason."""
     if not reason or torch.compiler.is_compiling():
         return
-    sort = re.sub(r"\([\d, ]*\)|\d+", "", reason)  # whatever the shapes
+    sort = _without_numbers(reason)
     if sort not in _explained.setdefault(origin, set()):
         _explained[origin].add(sort)
         logger.warning("%s runs %s: %s", origin.__name__, what, reason)

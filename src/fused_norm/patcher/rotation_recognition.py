@@ -7,7 +7,7 @@ a function ``form(angles, *further)``: of cos, or of sin, and of what the rotary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -99,6 +99,28 @@ class Rotation:
         return value is self.function and (
             type(value) is FunctionType or (_runs_its_own_forward(value) and not has_hooks(value))
         )
+
+    def unlike_qk_norm(self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int) -> Any:
+        """The reason not to replace norms and this rotation by a call of ``QK_NORM``, whose arguments these are."""
+        normed = [torch.promote_types(q.dtype, one.dtype) for one in (q_weight, k_weight) if one is not None]
+        return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
+
+    def unlike_rope(self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool) -> str | None:
+        """The reason not to replace this rotation by a call of ``ROPE``, whose arguments these are."""
+        compared = self.single_rounding_dtypes if single_rounding else self.dtypes
+        return self._unlike((q.dtype,), compared, q, cos, heads_dim)
+
+    def _unlike(
+        self, rotated: Sequence[torch.dtype], pairs: Sequence[DtypePair], q: Tensor, cos: Tensor, heads_dim: int
+    ) -> str | None:
+        """The reason that the rotation was not compared on such tensors, ``rotated`` being the dtypes of heads."""
+        compared = (
+            cos.dim() == 3
+            and cos.shape[1] == q.shape[3 - heads_dim]
+            and (cos.shape[2] == q.shape[3] or self.partial)
+            and all((dtype, cos.dtype) in pairs for dtype in rotated)
+        )
+        return None if compared else f"{name_of(self.function)} is called with shapes or dtypes that were not compared"
 
 
 def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:

@@ -1,4 +1,4 @@
-"""What the operators on q and k have in common."""
+"""The base of the operators on q and k: the norm of their heads, and their rotation."""
 
 from __future__ import annotations
 
