@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).parents[2]
 STORED = _ROOT / "benchmarks" / "coverage"
 """The folder with a summary of each release that was swept, ``transformers-VERSION.json``."""
-PAGE = _ROOT / "docs" / "supported.md"
-"""The page with their tables."""
+DOCS = _ROOT / "docs"
+"""The folder of the pages with their tables."""
 
 _NEWEST = "newest"
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", nargs="?", const=_NEWEST, metavar="RELEASE",
                         help="what changed since a stored release (default: the newest but this one)")  # fmt: skip
     parser.add_argument(
-        "--table", action="store_true", help="count nothing: write docs/supported.md from what is stored"
+        "--table", action="store_true", help="count nothing: write the tables of docs from what is stored"
     )
 
 
@@ -50,12 +50,13 @@ def run(args: argparse.Namespace) -> int:
     """Sweep, store, compare; 1 where --against found a change, else 0."""
     # After the device was chosen, because the sweep imports the kernels.
     interpret_without_gpu("cpu")
-    from .summary import Summary, changes, page_with_tables, stored
+    from .summary import Summary, changes, page_with_table, stored, tables
 
     there = {release: Summary.load(path) for release, path in stored(STORED).items()}
     if args.table:
-        page = page_with_tables(PAGE.read_text(encoding="utf-8"), list(there.values()))
-        PAGE.write_text(page, encoding="utf-8")
+        for name, table in tables(list(there.values())).items():
+            page = page_with_table((DOCS / name).read_text(encoding="utf-8"), table)
+            (DOCS / name).write_text(page, encoding="utf-8")
         return 0
     if args.store and args.types:
         raise UsageError("--store is of all model types")

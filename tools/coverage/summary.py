@@ -156,24 +156,19 @@ def _share(found: int, fused: int, types: int) -> str:
     return f"{fused} of {found} ({100 * fused / found:.1f} %), {types} types"
 
 
-def kept_table(summary: Summary) -> str:
-    """The model types of which something counted is kept: what is fused, and what is not and why."""
+def types_table(summary: Summary) -> str:
+    """A row for each model type that has anything of what is counted: what is fused, and what is kept and why."""
     rows = [["model type", "fused", "kept"], ["---", "---", "---"]]
     for name, row in sorted(summary.types.items()):
-        if "kept" not in row:
-            continue
         kept = "; ".join(
             f"{number} {KINDS[kind]} ({cls.partition('.')[2]}): {reason}"
-            for kind, cls, reason, number in row["kept"]
+            for kind, cls, reason, number in row.get("kept", ())
             if kind != "qk"
         )
         rows.append([f"`{name}`", _counts(row), kept.replace("|", "\\|").replace("<", "&lt;")])
-    return _markdown(rows)
-
-
-def complete_types(summary: Summary) -> list[str]:
-    """The model types of which all that is counted is fused."""
-    return sorted(name for name, row in summary.types.items() if "kept" not in row)
+    whole = sum("kept" not in row for row in summary.types.values())
+    said = f"In transformers {summary.transformers}, {whole} of {len(rows) - 2} model types keep nothing that is counted."
+    return f"{said}\n\n{_markdown(rows)}"
 
 
 def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
@@ -189,8 +184,13 @@ def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
     )
 
 
-def page_with_tables(page: str, summaries: Sequence[Summary]) -> str:
-    """The text of a page with the tables of these summaries, oldest first, between its two marks.
+def tables(summaries: Sequence[Summary]) -> dict[str, str]:
+    """What the pages of the documentation show of these summaries, oldest first, by the name of the page."""
+    return {"supported.md": totals_table(summaries), "model_types.md": types_table(summaries[-1])}
+
+
+def page_with_table(page: str, table: str) -> str:
+    """The text of a page with a table between its two marks.
 
     Raises:
         ValueError: it has no such marks.
@@ -199,16 +199,7 @@ def page_with_tables(page: str, summaries: Sequence[Summary]) -> str:
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"the page has no {START} with {END} behind it")
-    newest = summaries[-1]
-    names = ", ".join(f"`{name}`" for name in complete_types(newest))
-    parts = [
-        totals_table(summaries),
-        f"All that is counted is fused, in transformers {newest.transformers}, in these {len(complete_types(newest))} "
-        f"model types:\n\n{names}.",
-        "In these something is kept:",
-        kept_table(newest),
-    ]
-    return f"{before}{start}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}"
+    return f"{before}{start}\n\n{table}\n\n{end}{after}"
 
 
 def _markdown(rows: Iterable[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.coverage import command
-from tools.coverage.summary import PART, Summary, changes, gaps, page_with_tables, stored, summarise
+from tools.coverage.summary import PART, Summary, changes, gaps, page_with_table, stored, summarise, tables
 
 FOUND = {
     "found": {"norm": 5, "gated": 0, "qk": 0, "rope": 2, "residual": 2, "mlp": 0},
@@ -78,24 +78,35 @@ def test_summaries_are_found_in_the_order_of_releases(tmp_path: Path) -> None:
 
 def test_tables_replace_what_stands_between_the_marks(summary: Summary) -> None:
     page = "before <!-- coverage -->\nold\n<!-- end of coverage --> after"
-    written = page_with_tables(page, [summary])
+    shown = tables([summary])
+    written = page_with_table(page, shown["supported.md"] + shown["model_types.md"])
     assert written.startswith("before <!-- coverage -->\n")
     assert written.endswith("<!-- end of coverage --> after")
     assert "old" not in written
     assert "| half rotations | 2 of 4 (50.0 %), 2 types |" in written
-    assert "types:\n\n`two`." in written
+    assert "In transformers 5.9.0, 1 of 2 model types keep nothing that is counted." in written
+    assert "| `two` | 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations |  |" in written
     kept = "2 half rotations (OneAttention): of another \\| kind"
     assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept} |" in written
-    assert page_with_tables(written, [summary]) == written
+    assert page_with_table(page_with_table(page, "another"), "one") == page_with_table(page, "one")
     with pytest.raises(ValueError, match="no <!-- coverage -->"):
-        page_with_tables("without marks", [summary])
+        page_with_table("without marks", "one")
 
 
-def test_the_page_shows_the_stored_summaries() -> None:
+def test_pages_show_the_stored_summaries() -> None:
     summaries = [Summary.load(path) for path in stored(command.STORED).values()]
-    page = command.PAGE.read_text(encoding="utf-8")
     assert [one.transformers for one in summaries] == list(stored(command.STORED))
-    assert page_with_tables(page, summaries) == page
+    for name, table in tables(summaries).items():
+        page = (command.DOCS / name).read_text(encoding="utf-8")
+        assert page_with_table(page, table) == page, f"python -m tools.coverage --table writes {name}"
+
+
+def test_types_that_have_what_is_not_counted_are_examples_of_the_page() -> None:
+    newest = [Summary.load(path) for path in stored(command.STORED).values()][-1]
+    page = (command.DOCS / "model_types.md").read_text(encoding="utf-8").partition("<!-- coverage -->")[0]
+    for name, kind in {"glm4": "rope", "llama4": "rope", "stablelm": "norm"}.items():
+        assert f"`{name}`" in page
+        assert kind not in newest.types[name]
 
 
 @pytest.fixture
@@ -118,11 +129,12 @@ def test_the_command_compares_summaries_and_writes_the_page(
     assert "norm one.OneNorm: its forward is written otherwise" in said
     assert command.main(["--against", "5.10.0"]) == 0, "what was stored before"
     assert "no changes" in capsys.readouterr().out
-    page = folder / "page.md"
-    page.write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
-    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(command, "DOCS", folder)
+    for name in ("supported.md", "model_types.md"):
+        (folder / name).write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
     assert command.main(["--table"]) == 0
-    assert "| transformers 5.9.0 | transformers 5.10.0 |" in page.read_text(encoding="utf-8")
+    assert "| transformers 5.9.0 | transformers 5.10.0 |" in (folder / "supported.md").read_text(encoding="utf-8")
+    assert "In transformers 5.10.0, " in (folder / "model_types.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
