@@ -166,8 +166,8 @@ def types_table(summary: Summary) -> str:
             if kind != "qk"
         )
         rows.append([f"`{name}`", _counts(row), kept.replace("|", "\\|").replace("<", "&lt;")])
-    whole = sum("kept" not in row for row in summary.types.values())
-    said = f"In transformers {summary.transformers}, {whole} of {len(rows) - 2} model types keep nothing that is counted."
+    whole, there = sum("kept" not in row for row in summary.types.values()), len(summary.types)
+    said = f"In transformers {summary.transformers}, {whole} of {there} model types keep nothing that is counted."
     return f"{said}\n\n{_markdown(rows)}"
 
 
