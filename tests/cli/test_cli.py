@@ -290,8 +290,8 @@ def test_check_says_line_by_line_why_there_is_nothing_to_check(tmp_path, capsys)
     first, summary, head, *rows = capsys.readouterr().err.splitlines()[-6:]
     assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
     assert summary == "GPT2LMHeadModel (gpt2): fused nothing; kept 3"
-    assert head.split() == ["kind", "count", "module", "what", "where"]
-    assert [row.split()[:3] for row in rows] == [["kept", "norm", "1"]] * 3
+    assert head == "kept LayerNorm: LayerNorm subtracts a mean, so it is no RMSNorm"
+    assert rows == [f"     1 norm  transformer.{name}" for name in ("h.0.ln_1", "h.0.ln_2", "ln_f")]
 
 
 def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypatch, capsys):

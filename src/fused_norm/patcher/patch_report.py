@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -111,25 +112,26 @@ class PatchReport:
         return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
 
     def __str__(self) -> str:
-        rows = [("", "kind", "count", "module", "what", "where")]
-        for status, sites in (("fused", self.fused), ("kept", self.kept)):
-            found = ((site.kind, site.module, site.reason or site.what, site.path) for site in sites)
-            rows += [(status, *row) for row in _grouped(found)]
+        rows: list[tuple[str, ...]] = [("fused", site.module, site.what, site.kind, site.path) for site in self.fused]
+        rows += [("kept", site.module, site.reason or site.what, site.kind, site.path) for site in self.kept]
         layers = self.recompute or ()
-        keeping = (("recompute", row.module, row.reason, row.path) for row in layers if row.reason is not None)
-        rows += [("kept", *row) for row in _grouped(keeping)]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([self.summary(), *(lines if len(rows) > 1 else ())])
+        rows += [("kept", row.module, row.reason, "recompute", row.path) for row in layers if row.reason is not None]
+        return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 
-def _grouped(rows: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
-    """Rows of kind, module, what and path, those alike but for numbers in the path as one, with their count."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for kind, module, what, path in rows:
+def _grouped(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """A line for each status, module and what, and below it one for each kind and path, with numbers in it as ``*``."""
+    groups: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for status, module, what, kind, path in rows:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        groups.setdefault((kind, module, what, pattern), []).append(path)
-    return [
-        (kind, str(len(paths)), module, what, pattern if len(paths) > 1 else paths[0])
-        for (kind, module, what, pattern), paths in groups.items()
-    ]
+        group = groups.setdefault(f"{status} {module}: {what}", {})
+        group.setdefault((kind, pattern), []).append(path)
+    width = max((len(kind) for group in groups.values() for kind, _ in group), default=0)
+    for head, group in groups.items():
+        yield _in_80_columns(head)
+        for (kind, pattern), paths in group.items():
+            yield f"  {len(paths):>4} {kind:<{width}}  {pattern if len(paths) > 1 else paths[0]}"
+
+
+def _in_80_columns(text: str) -> str:
+    return textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
