@@ -177,8 +177,9 @@ class Subclass(Tensor):
 
 
 @pytest.fixture
-def recorded(device: str) -> tuple[Tensor, Tensor]:
-    """Arguments of a norm that is known, in every grad mode."""
+def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Arguments of a norm that is known, in every grad mode, as on a machine with several GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     x, w = rows(device), weight(device)
     for _ in range(2):
         rms_norm(x, w)
@@ -369,7 +370,7 @@ def test_launch_hooks_and_observers_see_every_call(
     for _ in range(2):
         torch.autograd.grad(rms_norm(x, w), x, torch.ones_like(x))
     y = rms_norm(x, w)
-    with observed.by(Observer()):
+    with observed.by(Observer()), torch.autograd.set_multithreading_enabled(False):
         torch.autograd.grad(y, x, torch.ones_like(x))
     assert ran[3:] == ["_backward_kernel"]
 

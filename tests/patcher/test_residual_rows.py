@@ -307,13 +307,15 @@ class AddsNumbers(nn.Module):
         return self.norms[7](x)
 
 
-def test_a_norm_that_takes_a_sum_with_a_number_keeps_its_kernel_and_has_no_row_of_an_add(launches: list[str]) -> None:
-    stock = AddsNumbers()
+def test_a_norm_that_takes_a_sum_with_a_number_keeps_its_kernel_and_has_no_row_of_an_add(
+    device: str, launches: list[str]
+) -> None:
+    stock = AddsNumbers().to(device)
     fused = copy.deepcopy(stock)
     report = fused_norm.apply_fused_norm(nn.ModuleList([fused]))
     rows = [(site.path, site.reason) for site in (*report.fused, *report.kept) if site.kind == "residual"]
     assert rows == [("0.norms.7", None)], "it may be a tensor"
-    x = torch.randn(3, 24)
+    x = torch.randn(3, 24, device=device)
     assert relative(fused(x, 0.25, 0.5), stock(x, 0.25, 0.5)) < 1e-6
     assert launches == ["rms_norm"] * 8
 
