@@ -1,4 +1,4 @@
-"""Fused RMSNorm, QK-norm and residual-add+norm for Hugging Face models: one line, the same training."""
+"""Fused Triton kernels for the norms, residual adds, rotary embeddings and gates of Hugging Face models."""
 
 from __future__ import annotations
 

@@ -500,3 +500,19 @@ def test_one_rank_of_fsdp2_trains_a_patched_model_as_it_trains_stock() -> None:
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_train_a_patched_model_as_they_train_stock(tmp_path: Path) -> None:
     assert_all_train_as_stock(on_two_ranks(losses_of_every_order, tmp_path)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_beside_float8_linears_of_torchao_a_step_is_as_near_to_bf16_as_stocks(recipe: str, launches: list[str]) -> None:
+    float8 = pytest.importorskip("torchao.float8", reason="needs torchao")
+    exact = build("llama", seed=0, dtype=torch.bfloat16)
+    stock = copy.deepcopy(exact)
+    float8.convert_to_float8_training(stock.model, config=float8.Float8LinearConfig.from_recipe_name(recipe))
+    fused = copy.deepcopy(stock)
+    assert fused_norm.apply_fused_norm(fused).counts == sites("llama")
+    truth, expected, found = (step(model, tokens()) for model in (exact, stock, fused))
+    assert {"rms_norm", "add_rms_norm", "rope", "glu"} <= set(launches)
+    assert relative(found[0], expected[0]) < 0.01
+    for name, gradient in truth[1].items():
+        assert relative(found[1][name], gradient) < 1.2 * relative(expected[1][name], gradient) + 0.01, name

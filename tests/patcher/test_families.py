@@ -117,6 +117,7 @@ def ids(device: str) -> torch.Tensor:
     return torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
 
 
+IN_BF16 = ("glm4", "granite", "olmo2", "lfm2")
 _LONG = ("gemma3n_text", "gpt_oss", "glm4_moe", "hunyuan_v1_dense", "smollm3", "stablelm")
 
 
@@ -143,7 +144,9 @@ def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str
         assert relative(model(ids(device), use_cache=False).logits, stock) < 2e-6
 
 
-@pytest.mark.parametrize("model_type", ["glm4", "granite", "olmo2", pytest.param("lfm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.slow if name == "lfm2" else ()) for name in IN_BF16]
+)
 def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device: str) -> None:
     model = model_of(model_type, dtype=torch.bfloat16, device=device)
     result = check_step(model, ids(device).repeat(1, 3))

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = max(map(len, _COMMANDS))
     top = argparse.ArgumentParser(
         prog="fused-norm",
-        description="Fused RMSNorm, QK-norm and residual add + norm for transformers models.",
+        description="Fused Triton kernels for the norms, residual adds, rotary embeddings and gates\n"
+        "of Hugging Face models.",
         epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

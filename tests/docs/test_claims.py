@@ -1,0 +1,76 @@
+"""What pages say of versions, commands, families and models that are tested is what the project's files have."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import tomllib
+
+import pytest
+
+import fused_norm
+from fused_norm import cli
+from fused_norm.model_configs import FAMILIES
+
+from ..patcher import test_encoders, test_families, test_residual_rows
+from .markdown_pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def text_of(name: str) -> str:
+    """The text of a file, with single spaces for line breaks."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def test_the_package_is_described_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
+    said = PROJECT["description"]
+    assert fused_norm.__doc__ == f"{said}."
+    assert f"site_description: {said}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert f"{said}." in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_oldest_releases_are_those_of_the_package() -> None:
+    oldest = dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE))
+    names = {"PyTorch": "torch", "Triton": "triton", "transformers": "transformers"}
+    said = {"Python": PROJECT["requires-python"].removeprefix(">=")}
+    said |= {name: oldest[requirement] for name, requirement in names.items()}
+    for page in ("README.md", "docs/index.md", "docs/supported.md"):
+        found = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
+        assert found.keys() >= {"Python", "PyTorch", "transformers"}, page
+        assert found == {name: said[name] for name in found}, page
+
+
+def test_transformers_is_tested_in_the_releases_that_are_named() -> None:
+    makefile, constraints = (ROOT / name for name in ("Makefile", "constraints.txt"))
+    oldest, newest = re.search(r"^MATRIX := (\S+) (\S+)$", makefile.read_text(), re.MULTILINE).groups()
+    pinned = re.search(r"^transformers==(.*)$", constraints.read_text(), re.MULTILINE)[1]
+    assert f"tested with {oldest}, {pinned} and {newest};" in text_of("docs/supported.md")
+
+
+def test_the_commands_that_print_json_are_those_that_are_named() -> None:
+    printing = []
+    for name in cli._COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"fused_norm.cli.{name}_command").add_arguments(parser)
+        if "--json" in parser.format_help():
+            printing.append(f"`{name}`")
+    assert f"{' and '.join(printing)} print JSON under `--json`" in text_of("docs/commands.md")
+
+
+def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes() -> None:
+    """Families of the table are listed by a block of the page."""
+    modules = (test_families, test_encoders, test_residual_rows)
+    in_bf16 = {name for module in modules for name in module.IN_BF16}
+    sites = {name: expected for name, (_, expected) in test_families.FAMILIES.items() if name not in FAMILIES}
+    sites |= test_residual_rows.SITES | test_encoders.SITES
+    page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)
+    assert sorted(name for name, *_ in rows) == sorted(sites)
+    for name, fused, dtypes in rows:
+        counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", fused)}
+        assert {kind: counts.get(kind, 0) for kind in sites[name]} == sites[name], name
+        assert dtypes == ("fp32, bf16" if name in in_bf16 else "fp32"), name
