@@ -22,6 +22,8 @@ NOT_SAID = {
     "…: fused …; kept ……",
     "; recompute in … layers",
     "…, in place of …",
+    "… …: …",
+    "  … …  …",
     "its stock code",
     "no cast under autocast",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
