@@ -1,5 +1,6 @@
 """``fused-norm converge`` names what it cannot use, keeps what it has, and ends with the exit code it promises."""
 
+import argparse
 import json
 import os
 import re
@@ -13,8 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from fused_norm.cli import main
+from fused_norm.cli import converge_command, main
 from fused_norm.convergence import parallel_suite
+from fused_norm.convergence.comparison import EXECUTIONS, LORA
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
@@ -187,6 +189,18 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(comman
     monkeypatch.setitem(sys.modules, module, None)
     assert main([command, "llama"]) == 2
     assert f"needs {module}: pip install 'fused-norm[convergence]'" in capsys.readouterr().err
+
+
+def test_without_peft_adapters_are_left_out_unless_they_are_asked_for(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    parser = argparse.ArgumentParser()
+    converge_command.add_arguments(parser)
+    args = parser.parse_args(["qwen3"])
+    device = torch.device("cpu")
+    plan = converge_command.plan_for(args, converge_command.tier_for(args, device), device)
+    assert {each.execution for each in plan.comparisons} == set(EXECUTIONS) - set(LORA)
+    assert main(["converge", "qwen3", "--axis", "eager", "--axis", "lora-dropout"]) == 2
+    assert capsys.readouterr().err == "fused-norm converge: --axis lora-dropout needs peft: pip install peft\n"
 
 
 @pytest.mark.slow

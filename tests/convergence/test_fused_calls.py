@@ -7,11 +7,14 @@ import torch
 
 from fused_norm import apply_fused_norm, disabled
 from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
+from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.distances import share_different
 from fused_norm.convergence.fused_calls import FusedCall, paths_of, sites_not_seen, watch_next_forward
+from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.step_probe import probe_second_runs
 from fused_norm.model_configs import build, tiny_config
-from fused_norm.patcher import Site
+from fused_norm.patcher import Site, adapter_casts
+from fused_norm.patcher.adapter_casts import why_cast
 
 TOKENS = torch.arange(33)[None]
 
@@ -35,6 +38,59 @@ def test_a_site_without_a_call_is_seen_only_where_it_may_be_idle_and_another_of_
     assert sites_not_seen(norms("a", "b"), calls, may_be_idle=True) == ()
     gate = Site("c", "mlp", "MLP", None)
     assert sites_not_seen([*norms("a"), gate], calls, may_be_idle=True) == ("c (mlp)",)
+
+
+@pytest.fixture
+def adapted():
+    """A bf16 model with fp32 adapters, in which no cast of an adapter's input is left."""
+    model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
+    add_adapters(model, Comparison("llama", "mixed", "lora-alone"))
+    return model, apply_fused_norm(model).fused
+
+
+def test_a_lora_layer_is_held_to_the_stock_layer_and_so_are_its_adapters(adapted):
+    model, sites = adapted
+    calls = calls_of_step(model, TOKENS, mixed=True)
+    assert sites_not_seen(sites, calls) == ()
+    layers = [one for one in calls if one.path.endswith("_proj")]
+    assert len(layers) == 7
+    record = CallRecord()
+    compare(record, model, layers, mixed=True)
+    assert set(record.outputs.values()) == {0.0}
+    places = [
+        f"model.layers.0.mlp.down_proj: gradient of model.layers.0.mlp.down_proj.lora_{one}.default.weight"
+        for one in "AB"
+    ]
+    assert max(record.gradients[place] for place in places) < 1
+    assert not any("forward" in vars(type(model.get_submodule(one.path))) for one in layers)
+
+
+def test_dropout_that_is_there_without_a_cast_is_seen(adapted):
+    model, _ = adapted
+    layer = model.model.layers[0].mlp.down_proj
+    layer.lora_dropout["default"] = torch.nn.Dropout(0.05)
+    shares = []
+    for reason in (why_cast, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter_casts, "why_cast", reason)
+            record = CallRecord()
+            compare(
+                record,
+                model,
+                [one for one in calls_of_step(model, TOKENS, mixed=True) if one.path.endswith("down_proj")],
+                mixed=True,
+            )
+            shares.append(record.outputs["model.layers.0.mlp.down_proj"])
+    assert shares[0] == 0.0
+    assert shares[1] > 0.1
+
+
+def test_a_cast_that_autocast_takes_back_is_seen(adapted):
+    model, sites = adapted
+    with disabled():
+        calls = calls_of_step(model, TOKENS, mixed=True)
+    assert len([one for one in sites_not_seen(sites, calls) if one.endswith("(adapter)")]) == 7
+    assert not [one for one in sites_not_seen(sites, calls_of_step(model, TOKENS)) if one.endswith("(adapter)")]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from fused_norm.convergence.comparison import EXECUTIONS, Comparison
-from fused_norm.convergence.model_source import ModelSource, layers_of, set_up_execution
+from fused_norm.convergence.comparison import EXECUTIONS, LORA, Comparison
+from fused_norm.convergence.model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from fused_norm.model_configs import build, tiny_config
 
 
@@ -31,7 +31,7 @@ def test_layers_are_found_and_experts_are_not():
     assert list(layers_of(build("qwen3_moe", seed=0))) == ["model.layers.0", "model.layers.1"]
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", [one for one in EXECUTIONS if one not in LORA])
 def test_an_execution_is_set_up_without_a_warning(execution):
     model = build("llama", seed=0)
     with warnings.catch_warnings():
@@ -39,4 +39,26 @@ def test_an_execution_is_set_up_without_a_warning(execution):
         set_up = set_up_execution(model, Comparison("llama", "fp32", execution), "eager")
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert checkpointing == (execution == "checkpointing")
-    assert hasattr(set_up, "peft_config") == execution.startswith("lora")
+    assert set_up is model
+
+
+DTYPES = {"fp32": (torch.float32, torch.float32), "mixed": (torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("execution", LORA)
+def test_adapters_are_trained_on_every_linear_and_what_is_frozen_has_a_dtype_of_its_own(execution, precision):
+    model = build("llama", seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add_adapters(model, Comparison("llama", precision, execution))
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    frozen = [one for one in model.parameters() if not one.requires_grad]
+    norms = [name for name in trained if "lora_" not in name]
+    assert len(trained) - len(norms) == 2 * 14
+    assert len(norms) == (5 if execution == "lora" else 0)
+    assert [{one.dtype for one in some} for some in (trained.values(), frozen)] == [{one} for one in DTYPES[precision]]
+    assert not [name for name, one in trained.items() if not one.any()]
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.scaling["default"] != 1
+    assert getattr(layer.lora_dropout["default"], "p", 0) == (0.05 if execution == "lora-dropout" else 0)

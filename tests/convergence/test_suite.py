@@ -15,7 +15,7 @@ import torch
 
 import fused_norm
 from fused_norm.cli import main
-from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, Comparison
+from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison
 from fused_norm.convergence.curve_charts import draw_curves
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.report import (
@@ -30,6 +30,7 @@ from fused_norm.convergence.report import (
 from fused_norm.convergence.result_store import ResultStore
 from fused_norm.convergence.suite import run_plan
 from fused_norm.model_configs import FAMILIES
+from fused_norm.patcher.adapter_casts import FusedAdapter
 
 from .plans import tiny_plan
 
@@ -86,22 +87,29 @@ def test_the_quick_tier_is_green(family, precision, tmp_path):
 
 @pytest.mark.slow
 def test_the_quick_tier_covers_features_and_executions(tmp_path):
-    assert main(["converge", "qwen3", "--dtype", "bf16", "--steps", "2", "--out", str(tmp_path)]) == 0
+    arguments = ["--dtype", "bf16", "--dtype", "mixed", "--steps", "2", "--out", str(tmp_path)]
+    assert main(["converge", "qwen3", *arguments]) == 0
     rows = results_in(tmp_path).values()
     assert {row["comparison"]["execution"] for row in rows} == set(EXECUTIONS)
     assert {row["comparison"]["feature"] for row in rows} == set(FEATURES)
 
 
-SLOWER = ("compile", "recompute", "lora", "lora-alone")
-
-
 @pytest.mark.parametrize(
     "execution",
-    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in EXECUTIONS if name in SLOWER)],
+    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compile", "recompute"))],
 )
 def test_a_model_is_green_however_its_steps_run(execution):
     (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, "norms")]), None, Silent())
     assert result.verdict.status == "green"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", LORA)
+@pytest.mark.parametrize("precision", ["mixed", "bf16"])
+def test_a_model_with_adapters_is_green_and_its_casts_are_left_out_where_nothing_is_dropped(execution, precision):
+    (result,) = run_plan(tiny_plan([Comparison("llama", precision, execution)]), None, Silent())
+    assert result.verdict.status == "green"
+    assert result.fused.sites["adapter"] == (0 if execution == "lora-dropout" else 7)
 
 
 @pytest.mark.slow
@@ -122,6 +130,18 @@ def test_kernels_that_do_not_run_are_noticed():
         (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", feature="norms")]), None, Silent())
     assert result.verdict.status == "invalid"
     assert "and 2 other sites ran stock code in the fused model" in result.verdict.reasons[0]
+
+
+@pytest.mark.slow
+def test_casts_of_adapters_that_are_not_left_out_are_noticed():
+    def casting(layer, x, dtype):
+        return x.to(dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedAdapter, "_cast_input_dtype", casting)
+        (result,) = run_plan(tiny_plan([Comparison("llama", "mixed", "lora-alone")]), None, Silent())
+    assert result.verdict.status == "invalid"
+    assert "(adapter) and 6 other sites ran stock code in the fused model" in result.verdict.reasons[0]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from fused_norm.convergence.call_probe import CallRecord
+from fused_norm.convergence.comparison import FROZEN_NORMS
 from fused_norm.convergence.run_record import RunRecord
 from fused_norm.convergence.verdict import MEASURES, MULTIPLE, NOISE_CAPS, judge, noise_floor
 
@@ -189,13 +190,14 @@ def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):
     assert reason in found.reasons[0]
 
 
-@pytest.mark.parametrize("execution", ["compile", "lora-alone"])
+@pytest.mark.parametrize("execution", ["compile", *FROZEN_NORMS])
 def test_the_memory_of_compiled_code_and_of_frozen_norms_may_be_that_of_stock(execution):
     assert verdict(dataclasses.replace(CONTROL, memory_bytes=2), execution=execution).status == "green"
 
 
-def test_norms_need_not_be_trained_where_adapters_are_trained_alone():
-    assert verdict(CONTROL, stock=dataclasses.replace(STOCK, moved={}), execution="lora-alone").status == "green"
+@pytest.mark.parametrize("execution", FROZEN_NORMS)
+def test_norms_need_not_be_trained_where_adapters_are_trained_alone(execution):
+    assert verdict(CONTROL, stock=dataclasses.replace(STOCK, moved={}), execution=execution).status == "green"
 
 
 def test_a_value_that_is_another_the_second_time_is_red():

@@ -45,6 +45,7 @@ class _ReorderedNorm:
         self._norm, self._spec = norm, spec
         self._seed = int(torch.randint(2**31, (), generator=generator))
         self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._roundings: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         weight: Tensor | None = self._norm.weight if self._spec.weighted else None
@@ -54,7 +55,7 @@ class _ReorderedNorm:
             value = self._formula(x[..., order], shuffled)[..., back]
         wide = torch.float64 if x.dtype == torch.float32 else torch.float32
         widened = None if weight is None else weight.to(wide)
-        smooth = self._formula(_RoundedAtRandom.apply(x, wide), widened).to(value.dtype)
+        smooth = self._formula(_RoundedAtRandom.apply(x, wide, self._drawn_on(x.device)), widened).to(value.dtype)
         # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
         return smooth + (value - smooth).detach()
 
@@ -68,16 +69,22 @@ class _ReorderedNorm:
             self._orders[key] = order.to(x.device), order.argsort().to(x.device)
         return self._orders[key]
 
+    def _drawn_on(self, device: torch.device) -> torch.Generator:
+        """The generator of this norm's roundings: that of torch is the model's, for dropout."""
+        if device not in self._roundings:
+            self._roundings[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._roundings[device]
+
 
 class _RoundedAtRandom(torch.autograd.Function):
     """A cast to a wider dtype. Its gradient is off by up to half a rounding before it is rounded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wide: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
+    def forward(ctx: Any, x: Tensor, wide: torch.dtype, generator: torch.Generator) -> Tensor:
+        ctx.dtype, ctx.generator = x.dtype, generator
         return x.to(wide)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        up_or_down = torch.rand_like(gradient) - 0.5
-        return (gradient * (1 + torch.finfo(ctx.dtype).eps * up_or_down)).to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        drawn = torch.rand(gradient.shape, dtype=gradient.dtype, device=gradient.device, generator=ctx.generator)
+        return (gradient * (1 + torch.finfo(ctx.dtype).eps * (drawn - 0.5))).to(ctx.dtype), None, None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, PRECISIONS, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, by_baseline
 from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
 from .common import (
@@ -173,10 +173,11 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
         executions=args.axis,
         seeds=range(args.seeds),
     )
-    if any(each.execution == "lora" for each in comparisons) and importlib.util.find_spec("peft") is None:
+    adapted = [each for each in comparisons if each.execution in LORA]
+    if adapted and importlib.util.find_spec("peft") is None:
         if args.axis:
-            raise UsageError("--axis lora needs peft: pip install peft")
-        comparisons = [each for each in comparisons if each.execution != "lora"]
+            raise UsageError(f"--axis {adapted[0].execution} needs peft: pip install peft")
+        comparisons = [each for each in comparisons if each not in adapted]
     processes = PartialState().num_processes
     step = tier.settings.options.batch_size * processes
     drawn = tier.settings.options.steps * step

@@ -143,7 +143,7 @@ class _Made:
 
     def __init__(self, model: nn.Module, call: FusedCall, *, frozen: bool, differentiated: bool, mixed: bool) -> None:
         given = with_arguments(call.arguments, copied)
-        weights = {f"{path}.weight": model.get_submodule(path)._parameters.get("weight") for path in call.norms}
+        weights = {f"{path}.weight": model.get_submodule(path)._parameters.get("weight") for path in call.weighted}
         trained = {name: one for name, one in weights.items() if one is not None and one.requires_grad}
         leaves = {name: one for name, one in given.arguments.items() if is_tensor(one) and one.requires_grad}
         device = tensors_in(given.arguments)[0].device
@@ -153,6 +153,8 @@ class _Made:
                 stack.callback(weight.requires_grad_)
             stack.enter_context(torch.set_grad_enabled(differentiated))
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=mixed))
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            torch.manual_seed(0)  # dropout drops the same in both
             outputs = tensors_in(call.method(*given.args, **given.kwargs))
         self.outputs = [output.detach() for output in outputs]
         self.changed = share_changed(given, call.arguments)
@@ -215,4 +217,4 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
 
 def _with_tensors(call: FusedCall, change: Callable[[Tensor], Tensor]) -> FusedCall:
     gradients = [None if one is None else change(one) for one in call.gradients]
-    return FusedCall(call.path, call.method, call.norms, with_arguments(call.arguments, change), gradients=gradients)
+    return FusedCall(call.path, call.method, call.weighted, with_arguments(call.arguments, change), gradients=gradients)

@@ -16,13 +16,15 @@ class Precision:
     """The dtypes of weights and computation, by their names in torch.
 
     Attributes:
-        weights: dtype of the parameters.
+        weights: dtype of the parameters that are trained.
+        frozen: dtype of those that are not.
         mixed: computed under bf16 autocast.
         rounding: dtype whose roundings make the noise, that of the activations.
         rate: multiple of the plan's learning rate. A bf16 weight near one does not move by less than 1/256 of it.
     """
 
     weights: str
+    frozen: str
     mixed: bool
     rounding: str
     rate: float = 1.0
@@ -30,9 +32,9 @@ class Precision:
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
-        "fp32": Precision("float32", mixed=False, rounding="float32"),
-        "mixed": Precision("float32", mixed=True, rounding="bfloat16"),
-        "bf16": Precision("bfloat16", mixed=False, rounding="bfloat16", rate=10.0),
+        "fp32": Precision("float32", "float32", mixed=False, rounding="float32"),
+        "mixed": Precision("float32", "bfloat16", mixed=True, rounding="bfloat16"),
+        "bf16": Precision("bfloat16", "bfloat16", mixed=False, rounding="bfloat16", rate=10.0),
     }
 )
 
@@ -48,9 +50,16 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 )
 """The kinds of sites that are fused."""
 
-EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "lora", "lora-alone")
+EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "lora", "lora-alone", "lora-dropout")
 """The ways a step runs. ``recompute`` is a way of the fused model alone: its stock model and controls run eagerly.
-``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone`` freezes the norms."""
+``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone`` freezes the norms, and so does
+``lora-dropout``, whose adapters have dropout."""
+
+LORA = ("lora", "lora-alone", "lora-dropout")
+"""The executions that train adapters, which are peft's."""
+
+FROZEN_NORMS = ("lora-alone", "lora-dropout")
+"""The executions that train no norm."""
 
 SECOND_RUNS = ("checkpointing", "recompute")
 """The executions that compute values of the forward a second time in the backward."""

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.operator import Operator
 from ..kernels.operator import calls as operator_calls
 from ..patcher import Site
+from ..patcher.adapter_casts import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from .distances import share_different
@@ -26,15 +28,19 @@ from .distances import share_different
 _METHODS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     "mlp": frozenset({"fused_norm_gate", "fused_norm_gate_packed"}),
+    "adapter": frozenset({"forward"}),
 }
-"""The methods of blocks that stand for a site which is the block; sites of other kinds are norms."""
+"""The methods that stand for a site which is a block or a LoRA layer; sites of other kinds are norms."""
 
 _BLOCK_METHODS = (
     "fused_norm_add",
     "fused_norm_then_add",
     "fused_norm_pair",
-    *sorted(set().union(*_METHODS_OF.values())),
+    *sorted(_METHODS_OF["rope"] | _METHODS_OF["mlp"]),
 )
+
+_NO_CAST = "no cast"
+"""Stands among operators for a LoRA layer's input that is not cast where autocast would take the cast back."""
 
 _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"}),
@@ -43,27 +49,28 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "sandwich": frozenset({"norm_add", "norm_add_norm"}),
     "rope": frozenset({"qk_norm_rope", "rope"}),
     "mlp": frozenset({"glu"}),
+    "adapter": frozenset({_NO_CAST}),
 }
 """The operators that make a site of each kind fused."""
 
 
 @dataclass
 class FusedCall:
-    """A call of a fused norm, or of a block's fused method.
+    """A call of a fused norm, of a block's fused method, or of a fused LoRA layer.
 
     Attributes:
         path: of the module that was called.
         method: that was called.
-        norms: paths of the norms that took part.
+        weighted: paths of the modules whose weights took part: norms, or the products of adapters.
         arguments: the method's, by its parameters' names; tensors are copies, or empty ones.
-        operators: names of the operators that it ran.
+        operators: names of the operators that it ran, and what else makes a site fused.
         changed: share of the numbers among its arguments that it changed.
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
     """
 
     path: str
     method: Callable[..., Any]
-    norms: tuple[str, ...]
+    weighted: tuple[str, ...]
     arguments: inspect.BoundArguments
     operators: list[str] = field(default_factory=list)
     changed: float = 0.0
@@ -94,7 +101,9 @@ def watched_calls(paths: Mapping[int, str], *, with_tensors: bool = True) -> Ite
     watch = _Watch(paths, with_tensors)
     methods: list[tuple[type, str]] = [(norm, "forward") for norm in (FusedNorm, FusedGatedNorm)]
     methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
+    methods += [(adapter, "forward") for adapter in FusedAdapter.__subclasses__()]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(FusedAdapter, "_cast_input_dtype", watch.casts()))
         stack.enter_context(operator_calls.by(watch))
         for owner, name in methods:
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
@@ -132,9 +141,9 @@ class _Watch:
             if self._outermost is not None or path is None:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
-            norms = [one for one in given.arguments.values() if isinstance(one, FusedNorm)]
+            weighted = [self._paths[id(one)] for one in _weighted(given.arguments.values())]
             kept = with_arguments(given, copied if self._with_tensors else _emptied)
-            call = FusedCall(path, method, tuple(self._paths[id(one)] for one in norms), kept)
+            call = FusedCall(path, method, tuple(weighted), kept)
             self._outermost = call
             try:
                 outputs = method(*positional, **named)
@@ -147,6 +156,18 @@ class _Watch:
             return outputs
 
         return watch
+
+    def casts(self) -> Callable[..., Any]:
+        """A method of LoRA layers that casts as they do, and is noted where it leaves out what autocast takes back."""
+        cast = FusedAdapter._cast_input_dtype
+
+        def casting(layer: FusedAdapter, x: Tensor, dtype: torch.dtype) -> Tensor:
+            found: Tensor = cast(layer, x, dtype)
+            if self._outermost is not None and (found is x or not torch.is_autocast_enabled(x.device.type)):
+                self._outermost.operators.append(_NO_CAST)
+            return found
+
+        return casting
 
     def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
         if self._outermost is not None:
@@ -164,10 +185,9 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_
 
     def called(site: Site, call: FusedCall) -> bool:
         methods = _METHODS_OF.get(site.kind)
-        return site.path in call.norms if not methods else call.path == site.path and call.method.__name__ in methods
+        return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
 
-    # The other kinds leave a cast out and run no operator.
-    calls_of = [(site, [c for c in calls if called(site, c)]) for site in sites if site.kind in _OPERATORS_OF]
+    calls_of = [(site, [c for c in calls if called(site, c)]) for site in sites]
     idle_kinds = {site.kind for site, mine in calls_of if mine} if may_be_idle else set()
     return tuple(
         f"{site.path} ({site.kind})"
@@ -181,8 +201,7 @@ def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[st
     """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
     names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}
     names |= {"qk_norm_rope"} if "qk_norm" in names else set()  # one operator, with and without
-    operators = ((site, _OPERATORS_OF.get(site.kind, names)) for site in sites)
-    return tuple(f"{site.path} ({site.kind})" for site, wanted in operators if wanted.isdisjoint(names))
+    return tuple(f"{site.path} ({site.kind})" for site in sites if _OPERATORS_OF[site.kind].isdisjoint(names))
 
 
 def is_tensor(one: Any) -> bool:
@@ -198,6 +217,16 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def copied(tensor: Tensor) -> Tensor:
     """A copy that is a leaf of autograd, and wants a gradient where the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
+    """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
+    for one in arguments:
+        if isinstance(one, FusedNorm):
+            yield one
+        elif isinstance(one, FusedAdapter):
+            layer: Any = one
+            yield from (*layer.lora_A.values(), *layer.lora_B.values())
 
 
 def _emptied(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import model_configs
 from ..patcher import apply_fused_norm
-from .comparison import Comparison, options_for_feature
+from .comparison import FROZEN_NORMS, PRECISIONS, Comparison, options_for_feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -67,9 +67,6 @@ def set_up_execution(
     """The model set up for the comparison's execution; patched or not, it is the same call, but for ``recompute``.
 
     Names of operators that compiled code calls are appended to ``compiled_calls`` when it is compiled.
-
-    Raises:
-        ModuleNotFoundError: LoRA without peft.
     """
     if comparison.execution == "checkpointing":
         # The name since transformers 5.23, which warns of the old one.
@@ -77,8 +74,6 @@ def set_up_execution(
         enable({"use_reentrant": False})
     elif comparison.execution == "recompute":
         apply_fused_norm(model, recompute=True, **options_for_feature(comparison.feature))
-    elif comparison.execution in ("lora", "lora-alone"):
-        model = _with_adapters(model, comparison.seed, norms=comparison.execution == "lora")
     elif comparison.execution == "compile":
         torch._dynamo.reset()
         backend = torch._dynamo.lookup_backend(compile_backend)
@@ -93,19 +88,30 @@ def set_up_execution(
     return model
 
 
-def _with_adapters(model: Any, seed: int, *, norms: bool) -> nn.Module:
+def add_adapters(model: Any, comparison: Comparison) -> None:
+    """Put adapters on all linear layers of a model, train them alone or beside its norms, and freeze all else.
+
+    Raises:
+        ModuleNotFoundError: there is no peft.
+    """
     from peft import LoraConfig, get_peft_model
 
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    dropout = 0.05 if comparison.execution == "lora-dropout" else 0.0
+    # A scaling of one would hide that it is left out or applied twice.
+    config = LoraConfig(r=8, lora_alpha=12, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(comparison.seed)
         # peft asks transformers for properties by the names that release 5.23 warns of.
         warnings.simplefilter("ignore", FutureWarning)
         # Both factors random: the usual zeros would leave the other factor without a gradient in the first step.
-        adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-    for parameter in vectors if norms else ():
+        get_peft_model(model, config)  # what it returns is a wrapper of the model, which is changed
+    for parameter in vectors if comparison.execution not in FROZEN_NORMS else ():
         parameter.requires_grad_(True)
-    return adapted
+    frozen = getattr(torch, PRECISIONS[comparison.precision].frozen)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(frozen)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

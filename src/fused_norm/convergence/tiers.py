@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..model_configs import FAMILIES
-from .comparison import EXECUTIONS, PRECISIONS
+from .comparison import EXECUTIONS, LORA, PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ _WIDTHS = {
 }
 """Most are those of published models; launch plans differ between them."""
 
+_WITHOUT_ADAPTERS = tuple(execution for execution in EXECUTIONS if execution not in LORA)
+
 
 TIERS: Mapping[str, Tier] = MappingProxyType(
     {
@@ -125,7 +127,8 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
             ),
             wide=("qwen3",),
             features_in=("bf16",),
-            executions={"bf16": EXECUTIONS, "fp32": ("compile",)},
+            # Trainers run adapters under autocast.
+            executions={"bf16": _WITHOUT_ADAPTERS, "mixed": LORA, "fp32": ("compile",)},
         ),
         "full": Tier(
             "for a GPU",
@@ -146,7 +149,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
             wide=("qwen3", "gemma3_text"),
             features_in=("fp32", "mixed", "bf16"),
             # Compiling takes longer than everything else.
-            executions={"bf16": EXECUTIONS, "fp32": ("compile",)},
+            executions={"bf16": EXECUTIONS, "mixed": LORA, "fp32": ("compile",)},
         ),
     }
 )

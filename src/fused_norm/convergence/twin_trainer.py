@@ -16,10 +16,10 @@ from ..kernels.operator import in_all_graphs
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_probe import CallRecord, calls_of_step, compare
-from .comparison import PRECISIONS, SECOND_RUNS, Comparison, options_for_feature
+from .comparison import LORA, PRECISIONS, SECOND_RUNS, Comparison, options_for_feature
 from .control_perturbations import regroup
 from .fused_calls import paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
-from .model_source import ModelSource, set_up_execution
+from .model_source import ModelSource, add_adapters, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_probe import probe_second_runs, probe_step
 from .tiers import Settings, TrainingOptions
@@ -71,20 +71,22 @@ class TwinTrainer:
         """Train the stock model once more, harmlessly perturbed; another ``index`` is another perturbation."""
         seed = 1 + index + 1000 * self.comparison.seed
         processes = accelerator_for(cpu=self.cpu).num_processes
-        sequences, options = regroup(self.sequences, self.options, processes=processes, seed=seed)
+        regrouped = None
+        if self.comparison.execution != "lora-dropout":  # what is dropped goes by places in a micro-batch
+            regrouped = regroup(self.sequences, self.options, processes=processes, seed=seed)
 
         @contextlib.contextmanager
         def perturbed(model: nn.Module) -> Iterator[Sequence[Site]]:
             with reordered_norms(model, self.sites, seed=seed):
                 yield self.sites
 
-        return self.train(perturbed, on_step=on_step, regrouped=(sequences, options), seed=seed)
+        return self.train(perturbed, on_step=on_step, regrouped=regrouped)
 
     def probe(self, fused: MakeTwin, *, in_half: bool = False) -> CallRecord | None:
         """Hold what a fused model computes in one step to what is known to be right.
 
-        Run eagerly, its calls are held to the stock modules. Where an execution computes values a second time, the step
-        is held to one that keeps them. None for other executions: a model's calls are the same in all.
+        Run eagerly, also with adapters, its calls are held to the stock modules. Where an execution computes values a
+        second time, the step is held to one that keeps them. None for compiled code, which has no calls.
 
         Args:
             fused: makes the model.
@@ -95,10 +97,10 @@ class TwinTrainer:
             set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
             with fused(model):
                 return CallRecord(second_runs=probe_second_runs(model, tokens[:1], set_up, mixed=mixed))
-        if self.comparison.execution != "eager":
+        if self.comparison.execution == "compile":
             return None
         record, not_seen = CallRecord(), list[str]()
-        in_half = in_half and PRECISIONS[self.comparison.precision].weights == "bfloat16"
+        in_half &= self.comparison.execution == "eager" and PRECISIONS[self.comparison.precision].weights == "bfloat16"
         with fused(model) as sites:
             for where in ("", " (fp16)") if in_half else ("",):
                 calls = calls_of_step(model.half() if where else model, tokens, mixed=mixed)
@@ -113,9 +115,12 @@ class TwinTrainer:
         return self._build(device), self.sequences[:PROBED].to(device), mixed
 
     def _build(self, device: torch.device) -> nn.Module:
-        """The stock model in the dtype of the comparison."""
+        """The stock model in the dtype of the comparison, with adapters where it has them."""
         dtype = getattr(torch, PRECISIONS[self.comparison.precision].weights)
-        return self.source.build(seed=self.comparison.seed, dtype=dtype, device=device)
+        model = self.source.build(seed=self.comparison.seed, dtype=dtype, device=device)
+        if self.comparison.execution in LORA:
+            add_adapters(model, self.comparison)
+        return model
 
     def train(
         self,
@@ -123,7 +128,6 @@ class TwinTrainer:
         *,
         on_step: OnStep | None = None,
         regrouped: tuple[Tensor, TrainingOptions] | None = None,
-        seed: int = 0,
     ) -> RunTensors:
         """Train a twin: unless another is made, the stock model, which all others are compared with.
 
@@ -131,7 +135,6 @@ class TwinTrainer:
             make_twin: makes it of the stock model, for the length of a ``with``.
             on_step: as in ``training.train``.
             regrouped: sequences and options in place of those that twins have in common.
-            seed: of numbers that the twin draws.
 
         Raises:
             FusedNormError: as ``apply_fused_norm``.
@@ -140,11 +143,11 @@ class TwinTrainer:
         sequences, options = regrouped or (self.sequences, self.options)
         precision = PRECISIONS[self.comparison.precision]
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
-        torch.manual_seed(seed)  # For the control's roundings: nothing else draws numbers.
         model = self._build(accelerator.device)
         # A control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(accelerator.device)
         with make_twin(model) as changed, in_all_graphs():
+            torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
             paths = paths_of(model)

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from .call_probe import CallRecord
-from .comparison import PRECISIONS
+from .comparison import FROZEN_NORMS, PRECISIONS
 from .run_record import RunRecord
 
 Status = Literal["green", "red", "invalid"]
@@ -239,7 +239,7 @@ def _invalid(
             return
     if not controls:
         yield "no control run, so no noise floor"
-    if execution != "lora-alone" and not stock.moved:
+    if execution not in FROZEN_NORMS and not stock.moved:
         yield "no norm weight is trained"
     if stock.constant:
         yield f"{_some(stock.constant)} started as one number throughout, which hides wrong casts"
@@ -257,7 +257,7 @@ def _invalid(
         if _is_identical(control, stock):
             yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
     # What compiled code keeps is the compiler's choice, and a frozen norm alone keeps in fp32 what stock's keeps.
-    alike = execution in ("compile", "lora-alone")
+    alike = execution in ("compile", *FROZEN_NORMS)
     if fused is not None and not alike and fused.memory_bytes == stock.memory_bytes:
         yield f"the fused run took {fused.memory_bytes} bytes, as many as the stock run: it ran stock code"
 
