@@ -236,6 +236,20 @@ def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], N
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("case", [LLAMA, ADDED], **IDS)
+def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(case: Case, device: str) -> None:
+    *rows, weight = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
+    for place in range(len(rows)):
+        leaves = [tensor.detach().requires_grad_() for tensor in (*rows, weight)]
+        with torch.inference_mode():
+            leaves[place] = rows[place].clone()
+        trained = leaves[:place] + leaves[place + 1 :]
+        outputs = case.unfused(leaves)[0], case.fused("block128", leaves)[0].placeholder
+        dy = torch.randn_like(outputs[0])
+        expected, ours = (gradients([y], [dy], trained) for y in outputs)
+        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+
+
 def test_without_gradients_nothing_is_differentiable(device: str) -> None:
     x, r, w = (one.requires_grad_() for one in ADDED.tensors((7, 128), device))
     with torch.no_grad():

@@ -136,7 +136,6 @@ class Operator(ABC):
         self._is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
         self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
         self._option_names, self._saved_names, self._fact_names = map(_names, (self.options, self.saved, self.facts))
-        self._is_kept = [name in self._saved_names for name in names]
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
             f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
@@ -197,6 +196,10 @@ class Operator(ABC):
                 else:
                     known[name] = [] if tensor is None else memory_order(tensor)
         return tuple([known[name] for name in self._saved_names]), tuple([known[name] for name in self._fact_names])
+
+    def keeps(self, name: str, tensors: Tensors) -> bool:
+        """Return whether the backward takes the argument of this name itself, where these are given."""
+        return name in self._saved_names
 
     def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
         """A forward's arguments, and its results where they are given, by their names."""
@@ -305,8 +308,8 @@ class Operator(ABC):
     def _inference_tensor(self, tensors: Tensors) -> str | None:
         """The reason not to run kernels that keep a tensor for their backward, which autograd cannot keep."""
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
-            for name, one, is_kept in zip(self.tensor_names, tensors, self._is_kept, strict=True):
-                if is_kept and one is not None and one.is_inference():
+            for name, one in zip(self.tensor_names, tensors, strict=True):
+                if one is not None and one.is_inference() and self.keeps(name, tensors):
                     return f"{name} was made in inference mode, and is needed in the backward"
         return None
 

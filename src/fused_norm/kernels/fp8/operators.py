@@ -90,6 +90,11 @@ class NormFP8(Operator):
             s, residual = x if codes is None else codes, x
         return (s, codes_scale, weight, rstd), (x.dtype, residual.dtype, scale, added)
 
+    def keeps(self, name: str, tensors: Tensors) -> bool:
+        _, residual, _, codes, _ = tensors
+        s = "s" if residual is not None else "x" if codes is None else "codes"
+        return name == s or super().keeps(name, tensors)
+
     def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         s, codes_scale, weight, rstd = call.saved
         if codes_scale is not None:
