@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compile_for_h100 import Noted, compiled
+from compiled_launches import Noted, compiled
 
 from fused_norm.kernels.fp8 import FORMATS, FP8Format, kernels
 from fused_norm.kernels.operator import norm_spec

@@ -1,100 +1,186 @@
-"""Compile what plan tables say for an H100, without one; a script, because tests run interpreted.
+"""Compile the launches of every operator, as they are planned, for GPUs that need not be there.
 
-Prints a line for each kernel with its shared memory and the bytes that it spills; ends with 1 where one does not fit.
+A script, because tests run interpreted. It prints a line for each kernel with the shared memory of a program, and the
+registers and spilled bytes of a lane; it ends with 1 where one does not fit.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from compile_for_h100 import Noted, compiled
+from compiled_launches import TARGETS, Noted, Target, compiled
 
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
+from fused_norm.kernels.arguments import ACTIVATIONS
+from fused_norm.kernels.fp8 import FORMATS
+from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
+from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
-from fused_norm.kernels.operator import BackwardCall, Operator, norm_spec
-from fused_norm.kernels.plans import TABLES, WIDEST_GATED, WIDEST_SANDWICH_BACKWARD, Device
+from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec
+from fused_norm.kernels.plans import TABLES, WIDEST_FORWARD, WIDEST_GATED, PlanTable
 from fused_norm.kernels.qk_norm import QK_NORM
+from fused_norm.kernels.recomputed_norm import RECOMPUTED_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.launch import launches
 
-H100 = Device()
-WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384)
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-SPILLED = 48
-"""Bytes that a kernel may spill: that of a sandwich of 1024 does 44."""
+WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+SPILLED = 64
+"""Bytes that a lane may spill: in the backward of two norms of 128 columns it does 56."""
+LLAMA = norm_spec("llama", False, 1e-6)
+
+Called = tuple[Operator, str, Callable[[], Any]]
+"""A call of an operator, and what tells it from its others."""
 
 
-def spilled_bytes(ptx: str) -> int:
-    """What ptxas says of the registers that it spills."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [str(PTXAS), "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
+class Used(NamedTuple):
+    """What a kernel takes of its device: bytes for a program, registers of a lane, bytes that a lane spills."""
+
+    shared: int
+    registers: int
+    spilled: int
 
 
-def calls(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every operator that sums rows, forward and backward, on bf16 rows of a width, by name."""
-    spec = norm_spec("llama", False, 1e-6)
+def used_by(kernel: Any) -> Used:
+    """What the compiler says of a kernel."""
+    shared = kernel.metadata.shared
+    if "amdgcn" in kernel.asm:
+        said = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
+        return Used(shared, int(said["vgpr_count"]), 4 * int(said["vgpr_spill_count"]))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        said = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
+    return Used(shared, int(said["REG"]), int(said["STACK"]))
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, width, dtype=torch.bfloat16)
 
-    def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
-        def call() -> None:
-            results = operator.forward(spec, *arguments, training=True)
+def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
+    """A call that launches an operator's forward and, if it has one of its own, its backward with all gradients."""
+
+    spec = LLAMA if operator.has_norm else None
+
+    def call() -> None:
+        results = operator.forward(spec, *arguments, training=True)
+        if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
             outputs = tuple(results[: len(operator.outputs)])
-            operator.backward(spec, BackwardCall(outputs, saved, facts, (True,) * len(operator.gradients)))
+            needed = [one is not None for one in arguments[: len(operator.gradients)]]
+            operator.backward(spec, BackwardCall(outputs, saved, facts, needed))
 
-        return call
+    return call
 
-    x, w = empty(64), empty()
-    yield "norm", both(RMS_NORM, x, w, None)
-    yield "add", both(ADD_RMS_NORM, x, x, w, None, 1.0)
-    if width <= WIDEST_SANDWICH_BACKWARD:
-        yield "sandwich", both(NORM_ADD_NORM, x, x, w, w)
+
+def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
+    """Operators that sum rows of a width, but for those that give FP8."""
+    x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
+    yield RMS_NORM, "", both(RMS_NORM, x, w, None)
+    yield ADD_RMS_NORM, "", both(ADD_RMS_NORM, x, x, w, None, 1.0)
+    yield NORM_ADD, "", both(NORM_ADD, x, x, w)
+    yield NORM_ADD_NORM, "", both(NORM_ADD_NORM, x, x, w, w)
+    yield RECOMPUTED_NORM, "", both(RECOMPUTED_NORM, x, w, torch.empty(64, 1))
     if width <= WIDEST_GATED:
-        yield "norm gated", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)
-        yield "gated norm", both(GATED_RMS_NORM, x, x, w, "silu", False, 1)
-    if width <= 256:
-        q, k, angle = empty(1, 64, 32), empty(1, 64, 8), empty(1, 64)
-        yield "qk", both(QK_NORM, q, k, w, w, None, None, 2)
-        yield "qk rope", both(QK_NORM, q, k, w, w, angle, angle, 2)
-        yield "rope", both(ROPE, q, k, angle, angle, 2, False)
-        yield "rope single rounding", both(ROPE, q, k, angle.float(), angle.float(), 2, True)
+        yield GATED_RMS_NORM, "norm first", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)
+        yield GATED_RMS_NORM, "gate first", both(GATED_RMS_NORM, x, x, w, "silu", False, 1)
+
+
+def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
+    """Operators on heads of a width, with angles as wide and half as wide."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    w, q, k = empty(width), empty(1, 64, 32, width), empty(1, 64, 8, width)
+    whole, part = empty(1, 64, width), empty(1, 64, width // 2)
+    yield QK_NORM, "", both(QK_NORM, q, k, w, w, None, None, 2)
+    yield QK_NORM, "rotated", both(QK_NORM, q, k, w, w, whole, whole, 2)
+    yield QK_NORM, "rotated in part", both(QK_NORM, q, k, w, w, part, part, 2)
+    yield ROPE, "", both(ROPE, q, k, whole, whole, 2, False)
+    yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True)
+
+
+def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
+    """Operators that give FP8, on rows of a width."""
+    x, w, rstd = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype), torch.empty(256, 1)
+    codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
+    for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
+        known = FORMATS[name]
+        yield NORM_FP8, name, both(NORM_FP8, x, None, w, codes, scales, 1.0, *known.options, known.whole)
+        if not known.whole:
+            columns = known.along_rows().options
+            yield RMS_NORM_COLUMNS_FP8, name, both(RMS_NORM_COLUMNS_FP8, x, w, rstd, *columns)
+
+
+def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
+    """All operators that a target runs, with rows and, up to 256 elements, heads of these widths."""
+    x, kind = torch.empty(64, 4096, dtype=dtype), target.architecture
+    for activation in ACTIVATIONS:  # all widths have the same kernels
+        yield GLU, activation, both(GLU, x, x, activation)
+        yield GLU, f"{activation} of halves", both(GLU, x, None, activation)
+    for width in widths:
+        several = [*rows_calls(width, dtype)]
+        if width <= 256:
+            several += heads_calls(width, dtype)
+        if kind.backend == "cuda" and int(kind.arch) >= 89 and width <= WIDEST_FORWARD:
+            several += fp8_calls(width, dtype)
+        for operator, way, call in several:
+            yield operator, f"{width} wide {way}".strip(), call
+
+
+def plans_of(name: str, widths: Sequence[int]) -> Iterator[tuple[PlanTable, Sequence[int]]]:
+    """The rules for these widths, and the tables of devices of the same architecture for the widths that they name."""
+    rules, *tables = TABLES
+    yield rules, widths
+    for table in tables:
+        if name == f"sm_{table.capability.replace('.', '')}":
+            yield table, sorted({rule.widest for several in table.rows.values() for rule in several})
+
+
+def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequence[int], dtype: torch.dtype) -> bool:
+    """Compile for a target by a table, and print what each kernel uses; return whether all fit."""
+    target, fit = TARGETS[name], True
+    devices._hardware_of = lambda device: target.device
+    for operator, way, call in calls(target, widths, dtype):
+        if operator.name not in only:
+            continue
+        with devices.use_plans(table), launches.by(noted := Noted()):
+            call()
+        for launch in noted:
+            used = used_by(compiled(launch, target))
+            fits = used.shared <= target.device.shared_memory and used.spilled <= SPILLED
+            fit &= fits
+            line = f"{name} {operator.name} {way}, {dtype}, {launch.name}: {used}"
+            sys.stdout.write(line + ("\n" if fits else " does not fit\n"))
+    return fit
 
 
 def main() -> int:
-    """Compile the rules and the rows of all tables; return the exit status."""
-    devices._hardware_of = lambda device: H100
-    status = 0
-    for table in TABLES:
-        tuned = {rule.widest for rules in table.rows.values() for rule in rules}
-        for width in sorted(tuned) or WIDTHS:
-            for name, call in calls(width):
-                with devices.use_plans(table), launches.by(noted := Noted()):
-                    call()
-                for launch in noted:
-                    kernel = compiled(launch)
-                    shared, spilled = kernel.metadata.shared, spilled_bytes(kernel.asm["ptx"])
-                    fits = shared <= H100.shared_memory and spilled <= SPILLED
-                    status |= not fits
-                    line = f"{name} {width} {launch.name}: {shared} shared, {spilled} spilled"
-                    sys.stdout.write(line + ("\n" if fits else " !\n"))
-    return status
+    """Compile what the arguments ask for; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", default=list(TARGETS), metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of rows and, up to 256, of heads")
+    parser.add_argument("--dtypes", nargs="+", default=("bfloat16", "float32"), help="of all tensors")
+    parser.add_argument("--only", nargs="+", default=sorted(OPERATORS), metavar="OPERATOR", help="by name")
+    asked = parser.parse_args()
+    fit = True
+    for name, dtype in product(asked.targets, asked.dtypes):
+        for table, widths in plans_of(name, asked.widths):
+            fit &= compile_all(name, asked.only, table, widths, getattr(torch, dtype))
+    return not fit
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Compile for an H100 what a launch would launch, without a GPU; for scripts, because tests run interpreted."""
+"""Compile what a launch would launch for a GPU that need not be there; for scripts, because tests run interpreted."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton.launch import Launch
 
 _TYPES = {
@@ -22,6 +23,24 @@ _TYPES = {
 }
 
 
+class Target(NamedTuple):
+    """An architecture, and the facts of a device that has it."""
+
+    architecture: GPUTarget
+    device: Device
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), Device(108, shared_memory=166_912)),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), Device(128, shared_memory=101_376)),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), Device(132, shared_memory=232_448, overlaps=True)),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), Device(148, shared_memory=232_448, overlaps=True)),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), Device(170, shared_memory=101_376, overlaps=True)),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device(304, warp_size=64, shared_memory=65_536)),
+}
+"""An A100, an RTX 4090, an H100, a B200, an RTX 5090 and an MI300X."""
+
+
 class Noted(list[Launch]):
     """The launches of a context, none of which is made."""
 
@@ -29,7 +48,7 @@ class Noted(list[Launch]):
         self.append(launch)
 
 
-def compiled(launch: Launch) -> Any:
+def compiled(launch: Launch, target: Target = TARGETS["sm_90"]) -> Any:
     """The kernel of a launch, for tensors at multiples of 16 bytes."""
     kernel, arguments = launch.kernel, (*launch.tensors, *launch.numbers)
     signature: dict[str, str] = {}
@@ -48,4 +67,4 @@ def compiled(launch: Launch) -> Any:
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    return triton.compile(source, target=target.architecture, options=launch.options)
