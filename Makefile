@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 PYTEST := -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge faults bench coverage test test-all lint format matrix docs dist clean
+.PHONY: help demo converge faults bench coverage test test-all lint format matrix newest docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -57,6 +57,12 @@ matrix: $(MATRIX:%=matrix-%) ## run the fast tests that touch transformers again
 
 matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/python $(PYTEST) -m "not slow" tests/patcher tests/model_configs tests/convergence tests/planted tests/check $(TESTS)
+
+newest: $(READY) ## run the fast tests with the newest PyTorch, Triton and transformers that the index gives
+	$(BIN)/python -m venv .matrix/newest
+	.matrix/newest/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	.matrix/newest/bin/fused-norm env
+	.matrix/newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 docs: $(VENV)/.ready-docs ## build the documentation site, warnings being errors; it lands in build/site
 	$(BIN)/mkdocs build --strict
