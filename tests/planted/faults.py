@@ -29,7 +29,9 @@ from .planting import (
     Backward,
     Forward,
     Planting,
+    dropped_without_cast,
     falls_back,
+    in_adapters,
     in_backward,
     in_compiled_backward,
     in_forward,
@@ -365,6 +367,33 @@ def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
     return found
 
 
+# ---- Faults of adapters ----
+
+
+def _cut_off_to_16_bits(layer: Any, x: Tensor, right: Tensor) -> Tensor:
+    """fp32 whose lower half is cut off, so that autocast has nothing to round; gradients are as they were."""
+    if right.dtype != torch.float32:
+        return right
+    cut = (right.detach().view(torch.int32) & -(2**16)).view(torch.float32)
+    return right + (cut - right).detach()
+
+
+def _scaled_before(layer: Any, x: Tensor, right: Tensor) -> Tensor:
+    return right * layer.scaling["default"]
+
+
+def _cast_all_the_same(layer: Any, x: Tensor, right: Tensor) -> Tensor:
+    return x.float()
+
+
+_IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
+    ("cut", "the input is cut off, not rounded", "lora", in_adapters(_cut_off_to_16_bits), "inputs have 16 bits"),
+    ("scale", "the scaling is applied twice", "lora-alone", in_adapters(_scaled_before)),
+    ("cast", "the input is cast, and the report says that it is not", "lora-alone", in_adapters(_cast_all_the_same)),
+    ("dropout", "the input is not cast although some of it is dropped", "lora-dropout", dropped_without_cast),
+)
+"""Faults of adapters: the name, what is wrong, the execution, the fault, and why it may be hidden."""
+
 _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("casting", "x_hat is rounded elsewhere than stock rounds it", _NORMED, _other_casting, _16_BITS),
     ("centering", "the + 1 of gamma is missing, or one too many", _NORMED, _other_centering),
@@ -433,6 +462,8 @@ def _faults() -> Iterator[Fault]:
         what = "y is .3 % too large in a checkpoint's second run"
         planted = in_forward(operator, _too_large_in_a_backward)
         yield Fault(f"{operator.name}-checkpointed", what, planted, where="checkpointing")
+    for name, what, where, planted, *hidden in _IN_ADAPTERS:
+        yield Fault(f"adapter-{name}", what, planted, *hidden, where=where)
     yield Fault("recomputed-size", "what is recomputed is .3 % too large", recomputed_wrong, where="recompute")
     one_row = falls_back(*_EVERY, where=_trains_one_sequence)
     for name, what, planted in (

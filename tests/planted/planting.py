@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.operator import BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
-from fused_norm.patcher import fused_block, fused_norm_module
+from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module
+from fused_norm.patcher.adapter_casts import FusedAdapter, is_lora_layer
 from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.patcher.fused_classes import fused_adapter_class
+from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import NormSpec
 
 Results = tuple[Tensor | None, ...]
@@ -224,6 +228,47 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
         yield PlantedFault(calls=1, share=1.0)
     finally:
         block.__class__ = fused
+
+
+def in_adapters(wrong: Callable[[Any, Tensor, Tensor], Tensor]) -> Planting:
+    """Plant a fault in what adapters are given: ``wrong`` makes it of the LoRA layer, its input and the right one."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state, right = PlantedFault(), FusedAdapter._cast_input_dtype
+
+        def cast(layer: FusedAdapter, x: Tensor, dtype: torch.dtype) -> Tensor:
+            expected: Tensor = right(layer, x, dtype)
+            if is_disabled():
+                return expected
+            found = wrong(layer, x, expected)
+            state.count([(expected, found)])
+            return found
+
+        with mock.patch.object(FusedAdapter, "_cast_input_dtype", cast):
+            yield state
+
+    return planted
+
+
+@contextlib.contextmanager
+def dropped_without_cast(model: nn.Module) -> Iterator[PlantedFault]:
+    """Plant LoRA layers that leave the cast of their input out, whatever follows it; with dropout they are stock."""
+    state = PlantedFault()
+    layers: list[Any] = [module for module in model.modules() if is_lora_layer(module)]
+    classes = [type(layer) for layer in layers]
+
+    def no_reason(layer: nn.Module, *, training: bool = False) -> None:
+        state.calls, state.share = state.calls + 1, 1.0
+
+    for layer, origin in zip(layers, classes, strict=True):
+        layer.__class__ = fused_adapter_class(getattr(origin, "fused_norm_origin", origin))
+    try:
+        with mock.patch.object(adapter_casts, "why_cast", no_reason):
+            yield state
+    finally:
+        for layer, origin in zip(layers, classes, strict=True):
+            layer.__class__ = origin
 
 
 @contextlib.contextmanager

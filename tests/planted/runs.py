@@ -13,7 +13,7 @@ from torch import nn
 from fused_norm.cli.common import interpret_without_gpu
 from fused_norm.cli.converge_command import plan_for, tier_for
 from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
-from fused_norm.convergence.comparison import EXECUTIONS, PRECISIONS, SECOND_RUNS, Comparison
+from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison
 from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.result_store import ComparisonResult
@@ -111,7 +111,7 @@ class _Probes:
                 record = CallRecord(not_seen=sites_not_seen(sites, calls_of_step(model, tokens, mixed=mixed)))
             state.add(planted)
             yield record
-        elif fault.where in SECOND_RUNS:
+        elif fault.where in (*SECOND_RUNS, *LORA):
             record = self._trainer.probe(faulty(self._trainer.comparison, fault, state))
             assert record is not None
             yield record
@@ -160,11 +160,18 @@ def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
     for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
         for execution in EXECUTIONS:
             names = [name for name, fault in FAULTS.items() if (fault.where.replace("sites", "eager")) == execution]
-            # In 16 bits one percent of a gradient is at the limit of what compiled code, which has no calls, shows.
-            precision = "fp32" if execution == "compile" else baseline.precision
-            comparison = replace(baseline, execution=execution, precision=precision)
+            comparison = replace(baseline, execution=execution)
+            comparison = replace(comparison, precision=precision_of(comparison))
             found += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
     return found
+
+
+def precision_of(comparison: Comparison) -> str:
+    """The precision in which the faults of a comparison's execution are planted: its own where all show them."""
+    if comparison.execution in LORA:  # autocast is what takes their casts back
+        return "mixed"
+    # In 16 bits one percent of a gradient is at the limit of what compiled code, which has no calls, shows.
+    return "fp32" if comparison.execution == "compile" else comparison.precision
 
 
 def run_task(args: argparse.Namespace, comparison: Comparison, names: Sequence[str]) -> list[FaultResult]:

@@ -1,5 +1,7 @@
 """The verdict sees every planted fault, and is green without one."""
 
+from dataclasses import replace
+
 import pytest
 
 from fused_norm.convergence.comparison import Comparison
@@ -7,7 +9,7 @@ from fused_norm.model_configs import FAMILIES
 
 from ..convergence.plans import tiny_plan
 from .faults import FAULTS
-from .runs import SOUND, run_faults
+from .runs import SOUND, precision_of, run_faults
 
 
 def one_fault_of_each_form():
@@ -48,10 +50,15 @@ def test_no_fault_is_missed(family, precision):
         ("gemma3_text", "add_rms_norm-compiled-dw", "hidden"),
         ("llama", "glu-checkpointed", "caught"),
         ("llama", "recomputed-size", "caught"),
+        ("llama", "adapter-cut", "caught"),
+        ("gemma", "adapter-cut", "hidden"),
+        ("llama", "adapter-scale", "caught"),
+        ("llama", "adapter-cast", "caught"),
+        ("llama", "adapter-dropout", "caught"),
     ],
 )
 def test_a_fault_of_one_execution_alone_is_caught_where_it_is_run(family, fault, outcome):
-    where = FAULTS[fault].where
-    comparison = Comparison(family, "fp32" if where == "compile" else "bf16", where)
+    comparison = Comparison(family, "bf16", FAULTS[fault].where)
+    comparison = replace(comparison, precision=precision_of(comparison))
     sound, result = run_faults(tiny_plan([comparison]), comparison, [fault])
     assert (sound.outcome, result.outcome) == ("sound", outcome)

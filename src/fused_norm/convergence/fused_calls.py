@@ -163,7 +163,8 @@ class _Watch:
 
         def casting(layer: FusedAdapter, x: Tensor, dtype: torch.dtype) -> Tensor:
             found: Tensor = cast(layer, x, dtype)
-            if self._outermost is not None and (found is x or not torch.is_autocast_enabled(x.device.type)):
+            taken_back = found.dtype != x.dtype and torch.is_autocast_enabled(x.device.type)
+            if self._outermost is not None and not taken_back:
                 self._outermost.operators.append(_NO_CAST)
             return found
 
