@@ -7,26 +7,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from fused_norm.model_configs import FAMILIES, tiny_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-StepKind = Literal[
-    "body",
+WORDS = (
     "image",
-    "train",
+    "lora",
+    "qlora",
+    "dropout",
     "autocast",
     "checkpointing",
-    "lora",
     "packed",
-    "generate",
-    "generate static",
     "fsdp2",
-]
-"""What each of them is, is said under *Steps* in ``docs/measuring.md``; ``body`` is the one that has no name there."""
+    "loss",
+    "generate",
+    "static",
+)
+"""What a step can be called, in this order. What each word means is said under *Steps* in ``docs/measuring.md``."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ModelCase:
         shape: name of one of the family's published models, or a key of ``OTHERS``; None for the family's tiny model.
         batch: sequences.
         length: tokens in each; generated ones for a generation.
-        step: see ``StepKind``.
+        step: some of ``WORDS``, in their order; without any it is forward and backward of the model without its head.
         layers: of the published ones only so many, for a model whose whole does not fit; None for all of them.
     """
 
@@ -46,22 +47,21 @@ class ModelCase:
     shape: str | None
     batch: int
     length: int
-    step: StepKind = "body"
+    step: tuple[str, ...] = ()
     layers: int | None = None
 
     @classmethod
     def named(cls, name: str) -> ModelCase:
-        """The case of a name, such as ``Qwen3-0.6B 4x4096``, ``Qwen3-0.6B train 1x512`` or ``tiny-llama lora 1x8``.
+        """The case of a name, such as ``Qwen3-0.6B lora loss 4x4096`` or ``tiny-llama packed 1x8``.
 
         Raises:
             ValueError: it is no such name.
         """
-        kinds = "|".join(get_args(StepKind))
-        found = re.fullmatch(rf"(.+?)(?: \((\d+) layers\))?(?: ({kinds}))? (\d+)x(\d+)", name)
+        found = re.fullmatch(rf"(.+?)(?: \((\d+) layers\))?((?: (?:{'|'.join(WORDS)}))*) (\d+)x(\d+)", name)
         if found is None:
-            raise ValueError(f"{name!r} is no model, step and size such as 'Qwen3-0.6B train 4x4096'")
+            raise ValueError(f"{name!r} is no model, step and size such as 'Qwen3-0.6B loss 4x4096'")
         model, layers, batch, length = found[1], found[2], int(found[4]), int(found[5])
-        step: Any = found[3] or "body"
+        step = tuple(word for word in WORDS if word in found[3].split())
         if model.removeprefix("tiny-") in FAMILIES:
             return cls(model.removeprefix("tiny-"), None, batch, length, step)
         whole = f"{model} ({layers} layers)"
@@ -76,13 +76,12 @@ class ModelCase:
         """The name in tables and for ``--rows``, from which ``named`` makes the case."""
         model = self.shape.partition("/")[2] if self.shape else f"tiny-{self.model_type}"
         layers = "" if self.layers is None else f" ({self.layers} layers)"
-        kind = "" if self.step == "body" else f"{self.step} "
-        return f"{model}{layers} {kind}{self.batch}x{self.length}"
+        return " ".join((f"{model}{layers}", *self.step, f"{self.batch}x{self.length}"))
 
     @property
     def generates(self) -> bool:
         """Return whether the step generates tokens; others train."""
-        return self.step in ("generate", "generate static")
+        return "generate" in self.step
 
     def config(self) -> PreTrainedConfig:
         """The config of the model."""
@@ -120,18 +119,32 @@ def _cases(models: Sequence[str], *steps: str) -> list[ModelCase]:
     return [ModelCase.named(f"{model} {step}") for step in steps for model in models]
 
 
-DEFAULT = (*_cases(_SMALL, "4x4096"), ModelCase.named("Qwen3-0.6B 1x512"))
+TRAINED = tuple(
+    f"{step}{loss} {size}"
+    for loss in ("", " loss")
+    for step, size in (
+        ("lora checkpointing", "4x4096"),
+        ("lora dropout checkpointing", "4x4096"),
+        ("lora", "4x4096"),
+        ("autocast checkpointing", "4x4096"),
+        ("autocast", "4x4096"),
+        ("qlora checkpointing", "4x4096"),
+        ("qlora dropout checkpointing", "4x4096"),
+        ("packed", "1x16384"),
+        ("fsdp2", "4x4096"),
+    )
+)
+"""The steps that people run, the most frequent first."""
+
+DEFAULT = tuple(_cases(_SMALL[:1], *TRAINED))
 """The rows that are measured where none are named."""
 
 CASES: tuple[ModelCase, ...] = (
     *DEFAULT,
-    *_cases(["Qwen3-4B"], "4x4096"),
-    *_cases((*_SMALL[1:], "Qwen3-4B"), "1x512"),
-    *_cases((*_SMALL, "Qwen3-4B"), "1x16384"),
+    *_cases(_SMALL[1:], *TRAINED),
+    *_cases((*_SMALL, "Qwen3-4B"), "4x4096", "1x512", "1x16384"),
     *_cases(("Qwen3-8B (8 layers)", "Llama-3.1-8B (8 layers)"), "4x4096"),
-    *_cases(_SMALL, "train 4x4096", "autocast 4x4096", "checkpointing 4x4096", "lora 4x4096", "packed 1x16384"),
     *_cases(_SMALL[:1], *(f"{kind} {batch}x32" for kind in ("generate", "generate static") for batch in (1, 32))),
-    *_cases(_SMALL[:2], "fsdp2 4x4096"),
     *_cases(("Qwen2.5-VL-3B (8 and 8 layers)", "GLM-4.1V-9B (4 and 8 layers)"), "image 1x4096"),
     *_cases(("Qwen3-Next (4 layers, 16 experts)", "Qwen3.5-9B (4 layers)"), "2x2048"),
     *_cases(["LFM2-1.2B"], "4x4096"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
+import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +28,7 @@ of layers two correct implementations differ by 0.02 to 0.06, and one that is wr
 
 _PROMPT_TOKENS = 16
 _PACKED_SEQUENCES = 8  # In one row, of unequal lengths.
-_LORA_RANK = 16
+_LORA_RANK, _LORA_DROPOUT = 16, 0.05
 
 Model = TypeVar("Model", bound=nn.Module)
 Step = TypeVar("Step", bound="BenchmarkedModel")
@@ -37,14 +40,21 @@ def twin_of(model: Model) -> Model:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+def body_of(model: Any) -> Any:
+    """The module that has the decoder's layers, within a head and within adapters."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(model, model.base_model_prefix, model)
+
+
 @dataclass(frozen=True)
 class BenchmarkedModel:
     """A model and the inputs of its training step.
 
     Attributes:
-        model: without a head, in training mode.
+        model: in training mode, with a head where the inputs have labels.
         tokens: [batch, length].
-        gradient: of the last hidden state, [batch, length, hidden size]: the backward starts from it.
+        gradient: of the last hidden state, [batch, length, hidden size]: where there is no loss, the backward starts
+            from it.
         norms: the paths of all norms, with what they compute.
         watched: the paths of the parameters whose gradients are held against stock's.
         inputs: further arguments of the model.
@@ -56,7 +66,7 @@ class BenchmarkedModel:
     gradient: Tensor
     norms: Mapping[str, NormSpec]
     watched: Sequence[str] = ()
-    inputs: Mapping[str, Any] | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
 
     shares_weights = True
@@ -67,6 +77,11 @@ class BenchmarkedModel:
         """The number that a step's time is divided by for the tables: 1, or a generation's tokens in each sequence."""
         return 1
 
+    @property
+    def has_loss(self) -> bool:
+        """Return whether the step ends in the vocabulary and its loss."""
+        return "labels" in self.inputs
+
     def twin(self: Step) -> Step:
         """Copy the step, with a model that a variant may change and that shares the weights of this one."""
         return replace(self, model=twin_of(self.model))
@@ -75,17 +90,17 @@ class BenchmarkedModel:
         """Make the changed model ready where it takes more than its weights: see ``ShardedModel``."""
 
     def forward_backward(self, model: Any = None) -> Tensor:
-        """Run forward and backward, without vocabulary or loss, and return the last hidden state.
+        """Run forward and backward, and return the loss, or without a head the last hidden state.
 
         Args:
             model: what to call instead of the model itself, such as its compiled form.
         """
-        model = self.model if model is None else model
+        model, ends_in = self.model if model is None else model, "loss" if self.has_loss else "last_hidden_state"
         with self._autocast():
-            hidden = model(input_ids=self.tokens, use_cache=False, **(self.inputs or {})).last_hidden_state
+            output: Tensor = getattr(model(input_ids=self.tokens, use_cache=False, **self.inputs), ends_in)
         # A copy, because Liger's norms write into the gradient that they are given.
-        hidden.backward(self.gradient.to(hidden.dtype, copy=True))
-        return hidden
+        output.backward(None if self.has_loss else self.gradient.to(output.dtype, copy=True))
+        return output
 
     def drop_gradients(self) -> None:
         """Set the gradients of all parameters to None."""
@@ -96,8 +111,14 @@ class BenchmarkedModel:
         self.forward_backward(model)
         self.drop_gradients()
 
-    def outputs_and_gradients(self, model: Any = None) -> list[Tensor]:
-        """The output and the gradients of what is watched, a vector each, to be compared with stock's."""
+    def outputs_and_gradients(self, model: Any = None, seed: int = 0) -> list[Tensor]:
+        """The output and the gradients of what is watched, a vector each, to be compared with stock's.
+
+        Args:
+            model: what to call instead of the model itself.
+            seed: of dropout.
+        """
+        torch.manual_seed(seed)
         output = self.forward_backward(model).detach().flatten()
         weights = [self.model.get_parameter(path) for path in self.watched]
         gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
@@ -109,30 +130,6 @@ class BenchmarkedModel:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.tokens.device.type, self.autocast)
-
-
-@dataclass(frozen=True)
-class WholeTrainingStep(BenchmarkedModel):
-    """A training step with head, cross-entropy loss and optimizer.
-
-    Attributes:
-        optimizer: with a learning rate of 0: it works as much, and the weights stay what they are for every variant.
-    """
-
-    optimizer: torch.optim.Optimizer | None = None
-
-    def forward_backward(self, model: Any = None) -> Tensor:
-        """Run forward and backward from the loss, and return the loss."""
-        loss = (self.model if model is None else model)(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
-
-    def step(self, model: Any = None) -> None:
-        """Run one step as it is timed."""
-        assert self.optimizer is not None
-        self.forward_backward(model)
-        self.optimizer.step()
-        self.drop_gradients()
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ class Generation(BenchmarkedModel):
             )
         assert found.shape == self.tokens.shape
 
-    def outputs_and_gradients(self, model: Any = None) -> list[Tensor]:
+    def outputs_and_gradients(self, model: Any = None, seed: int = 0) -> list[Tensor]:
         """The logits of given tokens, one by one: generated ones may differ after a single rounding."""
         found, cache = [], None
         with torch.no_grad():
@@ -174,34 +171,37 @@ class Generation(BenchmarkedModel):
         return [torch.cat(found).float().cpu()]
 
 
-@dataclass(frozen=True)
 class ShardedModel(BenchmarkedModel):
     """A training step of a model whose layers are sharded by FSDP2 over the processes of the default group.
 
-    Attributes:
-        case: to build it again: what is sharded shares no weights with another model.
+    Weights are in fp32, and gathered in the dtype of ``gradient``.
     """
-
-    case: ModelCase | None = None
 
     shares_weights = False
 
     def twin(self) -> ShardedModel:
         """Copy the step, with a model that has equal weights of its own, which ``place`` shards."""
-        assert self.case is not None
-        model = build(self.case, self.gradient.dtype, self.tokens.device)
-        model.load_state_dict(self.model.state_dict())
-        return replace(self, model=model)
+        return replace(self, model=copy.deepcopy(self.model))
 
     def place(self) -> None:
         """Shard the layers, and then the rest."""
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(self.tokens.device.type, (torch.distributed.get_world_size(),))
-        for layer in self.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        policy = MixedPrecisionPolicy(param_dtype=self.gradient.dtype, reduce_dtype=torch.float32)
+        for module in (*body_of(self.model).layers, self.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def why_not_here(case: ModelCase) -> str | None:
+    """The reason why a step cannot be taken by this process with what is installed, or None."""
+    if "fsdp2" in case.step and not torch.distributed.is_initialized():
+        return "torchrun --nproc-per-node 2 -m benchmarks models measures it"
+    for word, package in (("lora", "peft"), ("qlora", "peft"), ("qlora", "bitsandbytes")):
+        if word in case.step and importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    return None
 
 
 def build(case: ModelCase, dtype: torch.dtype, device: torch.device, auto_class: Any = None) -> Any:
@@ -240,26 +240,30 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
 
     Args:
         case: of a step that is taken in this process, or in each of several.
-        dtype: of the weights; of autocast for the step of that name, where weights are fp32.
+        dtype: of the weights; of autocast or of gathered weights where the weights are fp32.
         device: of all of it.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
-    with_head = case.step == "train" or case.generates
-    weights = torch.float32 if case.step == "autocast" else dtype
-    model = build(case, weights, device, AutoModelForCausalLM if with_head else AutoModel)
+    words = {*case.step}
+    weights = torch.float32 if words & {"autocast", "fsdp2"} else dtype
+    model = build(case, weights, device, AutoModelForCausalLM if "loss" in words or case.generates else AutoModel)
     generator = torch.Generator(device).manual_seed(1)
     config = model.config.get_text_config(decoder=True)
     length = case.length + (_PROMPT_TOKENS if case.generates else 0)
     tokens = torch.randint(1, config.vocab_size, (case.batch, length), generator=generator, device=device)
-    gradient = torch.randn(
-        (case.batch, 1 if with_head else length, config.hidden_size), generator=generator, device=device
-    ).to(dtype)
+    gradient = torch.randn((case.batch, length, config.hidden_size), generator=generator, device=device).to(dtype)
     norms = randomize_norm_weights(model, generator)
-    step = BenchmarkedModel(model, tokens, gradient, norms, [f"{path}.weight" for path in norms])
+    casts = dtype != torch.float32 and words & {"autocast", "lora", "qlora"}
+    step = BenchmarkedModel(
+        model, tokens, gradient, norms, [f"{path}.weight" for path in norms], autocast=dtype if casts else None
+    )
     if model.config.is_encoder_decoder:
         step = replace(step, inputs={"decoder_input_ids": tokens})
-    return _KINDS.get(case.step, lambda step, case: step)(step, case)
+    for word, changed in _CHANGES.items():
+        if word in words:
+            step = changed(step, case)
+    return step
 
 
 def relative_error(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
@@ -275,18 +279,28 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _whole(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    fused = step.tokens.device.type == "cuda"
-    optimizer = torch.optim.AdamW(step.model.parameters(), lr=0.0, fused=fused)
-    for weight in step.model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # Its state is there before memory is measured, as weights are.
-    optimizer.zero_grad()
-    return WholeTrainingStep(step.model, step.tokens, step.gradient, step.norms, step.watched, optimizer=optimizer)
-
-
 def _checkpointed(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     step.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step
+
+
+def _in_nf4(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
+    """Quantise the linears of the layers by bitsandbytes; norms and embeddings become fp32, as PEFT makes them then."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from peft import prepare_model_for_kbit_training
+
+    layers, dtype = body_of(step.model).layers, step.gradient.dtype
+    for path, linear in list(layers.named_modules()):
+        if type(linear) is nn.Linear:
+            # Without weights first: they are quantised where they are moved to the device that they are on.
+            quantised = Linear4bit(
+                linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype, device="meta"
+            )
+            quantised.weight = Params4bit(linear.weight.detach(), quant_type="nf4", module=quantised)
+            quantised.bias = linear.bias
+            layers.set_submodule(path, quantised.to(step.tokens.device))
+    step.model.is_loaded_in_4bit = True
+    prepare_model_for_kbit_training(step.model, use_gradient_checkpointing=False)
     return step
 
 
@@ -295,7 +309,13 @@ def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
 
     with torch.random.fork_rng(devices=[step.tokens.device] if step.tokens.device.type == "cuda" else []):
         torch.manual_seed(0)
-        config = LoraConfig(r=_LORA_RANK, lora_alpha=_LORA_RANK, target_modules="all-linear", init_lora_weights=False)
+        config = LoraConfig(
+            r=_LORA_RANK,
+            lora_alpha=_LORA_RANK,
+            lora_dropout=_LORA_DROPOUT if "dropout" in case.step else 0.0,
+            target_modules="all-linear",
+            init_lora_weights=False,
+        )
         adapted = get_peft_model(step.model, config)
     watched = [path for path, parameter in adapted.named_parameters() if parameter.requires_grad]
     prefix = next(path for path, module in adapted.named_modules() if module is adapted.get_base_model())
@@ -306,8 +326,47 @@ def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
 def _packed(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     starts = [case.length * (index * index) // _PACKED_SEQUENCES**2 for index in range(_PACKED_SEQUENCES + 1)]
     lengths = [end - start for start, end in itertools.pairwise(starts)]
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand(case.batch, -1)
-    return replace(step, inputs={"position_ids": positions.to(step.tokens.device)})
+    device = step.tokens.device
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(case.batch, -1).to(device)
+    ends = torch.tensor([0, *lengths * case.batch], device=device).cumsum(0, dtype=torch.int32)
+    bounds = {f"cu_seq_lens_{of}": ends for of in "qk"} | {f"max_length_{of}": max(lengths) for of in "qk"}
+    if device.type == "cuda":  # Elsewhere PyTorch has no such attention: sdpa gets a mask.
+        attend_within_sequences(step.model)
+    return replace(step, inputs={"position_ids": positions, **bounds})
+
+
+def attend_within_sequences(model: Any) -> None:
+    """Let a model attend by PyTorch's flash attention for sequences of many lengths, without a mask."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    AttentionInterface.register("varlen", partial(_attention, partial(varlen_attn, **grouped)))
+    model.set_attn_implementation("varlen")
+
+
+def _attention(
+    varlen_attn: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within sequences, for transformers to call with q, k and v [batch, heads, length, width].
+
+    ``varlen_attn`` takes and returns [tokens, heads, width]; ``given`` says where sequences begin in all of them.
+    """
+    q, k, v = (one.transpose(1, 2).flatten(0, 1).to(value.dtype) for one in (query, key, value))
+    ends, longest, window = given["cu_seq_lens_q"], given["max_length_q"], given.get("sliding_window")
+    window = (-1 if window is None else window - 1, 0)
+    y = varlen_attn(q, k, v, ends, ends, longest, longest, scale=given["scaling"], window_size=window)
+    return y.unflatten(0, (len(query), -1)), None
+
+
+def _with_loss(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
+    return replace(step, inputs={**step.inputs, "labels": step.tokens})
 
 
 def _with_image(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
@@ -333,22 +392,21 @@ def _generation(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     model.generation_config.eos_token_id = None  # Every generation has the same length.
     model.generation_config.pad_token_id = 0
     model.generation_config.disable_compile = True  # With a static cache transformers would compile every variant.
-    static = case.step == "generate static"
-    return Generation(model, step.tokens, step.gradient, step.norms, static_cache=static)
+    return Generation(model, step.tokens, step.gradient, step.norms, static_cache="static" in case.step)
 
 
 def _sharded(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    return ShardedModel(step.model, step.tokens, step.gradient, step.norms, step.watched, case=case)
+    return ShardedModel(**vars(step))
 
 
-_KINDS = {
+_CHANGES: Mapping[str, Callable[[BenchmarkedModel, ModelCase], BenchmarkedModel]] = {
     "image": _with_image,
-    "train": _whole,
-    "autocast": lambda step, case: replace(step, autocast=step.gradient.dtype),
-    "checkpointing": _checkpointed,
-    "lora": _with_adapters,
     "packed": _packed,
+    "checkpointing": _checkpointed,
+    "qlora": lambda step, case: _with_adapters(_in_nf4(step, case), case),
+    "lora": _with_adapters,
+    "loss": _with_loss,
     "generate": _generation,
-    "generate static": _generation,
     "fsdp2": _sharded,
 }
+"""What words of a step's name change, in the order in which it is done."""

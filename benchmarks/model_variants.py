@@ -20,7 +20,7 @@ from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
 from .benchmark_run import RefusedError
-from .model_steps import BenchmarkedModel, Generation
+from .model_steps import BenchmarkedModel, Generation, body_of
 from .providers import PROVIDERS
 
 _MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
@@ -72,12 +72,6 @@ def missing(variant: str, device: torch.device) -> str | None:
     if variant in COMPILED and not PROVIDERS["compile"].on_cpu and device.type == "cpu":
         return "needs a GPU"
     return None
-
-
-def body_of(model: Any) -> Any:
-    """The module that has the decoder's layers, within a head and within adapters."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(model, model.base_model_prefix, model)
 
 
 def replaced_norms(make: Callable[[nn.Module, NormSpec], Forward]) -> Variant:
@@ -162,7 +156,7 @@ def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
         raise RefusedError(f"Liger has no kernels for {model_type}")
     base = step.model.get_base_model() if hasattr(step.model, "get_base_model") else step.model
     takes = inspect.signature(patch).parameters
-    loss = {"cross_entropy": False, "fused_linear_cross_entropy": base is not body_of(base)}
+    loss = {"cross_entropy": False, "fused_linear_cross_entropy": step.has_loss}
     modelling: Any = sys.modules[type(base).__module__]
     before = dict(vars(modelling))
     try:
@@ -205,7 +199,7 @@ def _compiled(eager: Variant) -> Variant:
             step.model.generation_config.disable_compile = False
             return patched
         modelling = sys.modules[type(body_of(step.model)).__module__]
-        changed = [] if step.inputs else [(modelling, "create_causal_mask", _no_mask)]
+        changed = [] if step.inputs.keys() - {"labels"} else [(modelling, "create_causal_mask", _no_mask)]
         return Patched(torch.compile(patched.model, dynamic=False), partial(_both, patched.running, changed))
 
     return variant
@@ -257,14 +251,14 @@ _FLOAT8_STEPS: Mapping[str, Variant] = {
 
 VARIANTS: Mapping[str, Variant] = {
     "stock": _stock,
-    "fused": _fused,
-    "fused again": _fused,
-    **{f"without {option}": _without(option) for option in _OPTIONS},
-    "fused-recompute": _fused_recompute,
     "liger": _liger,
     "liger-fused": _liger_and_fused,
     "compile-layers": _compiled_by_layer(_stock),
+    "fused": _fused,
+    "fused again": _fused,
+    **{f"without {option}": _without(option) for option in _OPTIONS},
     "fused-compile-layers": _compiled_by_layer(_fused),
+    "fused-recompute": _fused_recompute,
     "compile-layers-max": _compiled_by_layer(_stock, _MAX_AUTOTUNE),
     "compile": _compiled(_stock),
     "fused-compile": _compiled(_fused),
@@ -281,7 +275,7 @@ VARIANTS: Mapping[str, Variant] = {
 FEATURES = ("fused", "fused again", *(f"without {option}" for option in _OPTIONS), "stock")
 """The variants that show what each option brings."""
 
-DEFAULT = ("stock", "fused", "fused-recompute", "liger", "liger-fused", "compile-layers", "fused-compile-layers")
+DEFAULT = ("stock", "liger", "compile-layers", "fused", "fused-compile-layers")
 """What is measured where no variants are named."""
 
 OURS = frozenset(name for name in VARIANTS if "fused" in name or name in FEATURES[:-1])

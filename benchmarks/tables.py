@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -32,7 +33,10 @@ def describe(results: Results) -> str:
     if host:
         table = pivot(host, lambda result, _: f"{1e6 * result.seconds:.1f}" if result.seconds else result.verdict)
         parts.append(f"Host time, microseconds a call, forward without grad / forward and backward\n{table}")
-    parts += filter(None, (_step_table(results.of("models")), _step_table(results.of("features"))))
+    steps = results.of("models")
+    if steps:
+        parts.append(f"Steps, time and peak memory; * as below\n{aligned(_ways(steps, '*{}'))}")
+    parts += filter(None, (_step_table(steps), _step_table(results.of("features"))))
     bad = [row for row in results.rows if row.bad or (row.detail and row.part in ("models", "features"))]
     if bad:
         lines = (f"  {r.by}, {' '.join(filter(None, (r.row, r.dtype, r.kind)))}: {r.verdict}, {r.detail}" for r in bad)
@@ -170,25 +174,31 @@ def _step_table(steps: Sequence[Result]) -> str | None:
 
 
 def steps_in_markdown(results: Results) -> str | None:
-    """The table of steps for a page: a line for each row, a column for each variant; None without steps."""
+    """The table of steps for a page; None without steps."""
     steps = results.of("models")
     if not steps:
         return None
-    names = dict.fromkeys(row.by for row in steps)
-    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for row_name in dict.fromkeys(row.row for row in steps):
-        of_row = {row.by: row for row in steps if row.row == row_name}
+    header, *lines = _ways(steps, "**{}**")
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
+
+
+def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:
+    """A line for each step, and for each variant a column of milliseconds and one of GiB, if memory was measured."""
+    names = dict.fromkeys(step.by for step in steps)
+    width = 2 if any(step.peak_bytes for step in steps) else 1
+    lines = [["step", *(title for name in names for title in (f"{name} ms", "GiB")[:width])]]
+    for row_name in dict.fromkeys(step.row for step in steps):
+        of_row = {step.by: step for step in steps if step.row == row_name}
         best = _clearly_best(list(of_row.values()))
-        cells: list[str] = []
-        for step in map(of_row.get, names):
-            if step is None or step.seconds is None:
-                cells.append("" if step is None else "-" if step.verdict == "refused" else step.verdict)
-                continue
-            time = f"{1e3 * step.seconds:.1f}"
-            memory = f", {_gibibytes(step.peak_bytes)}" if step.peak_bytes else ""
-            cells.append(f"**{time}**{memory}" if step is best else f"{time}{memory}")
-        lines.append(f"| {row_name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [_time_and_memory(of_row.get(name), best, fastest)[:width] for name in names]
+        lines.append([row_name, *itertools.chain(*cells)])
+    return lines
+
+
+def _time_and_memory(step: Result | None, best: Result | None, fastest: str) -> tuple[str, str]:
+    if step is None or step.seconds is None:
+        return "" if step is None else "-" if step.verdict == "refused" else step.verdict, ""
+    return (fastest if step is best else "{}").format(f"{1e3 * step.seconds:.1f}"), _gibibytes(step.peak_bytes)
 
 
 def _clearly_best(steps: Sequence[Result]) -> Result | None:

@@ -47,7 +47,7 @@ def test_without_a_gpu_nothing_is_timed(part, tmp_path, capsys):
     ("arguments", "what"),
     [
         (["--providers", "stock,apex"], "no provider 'apex'; there are stock, torch"),
-        (["--variants", "eager"], "no variant 'eager'; there are stock, fused"),
+        (["--variants", "eager"], "no variant 'eager'; there are stock, liger"),
         (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
         (["kernels", "--rows", "rms_norm *,conv *"], "--rows 'conv *' is no operator and shape, and no model"),
         (["models", "--rows", "add_rms_norm 8x64"], "--rows 'add_rms_norm 8x64' is no"),
@@ -93,7 +93,7 @@ def _quick_runs(tmp_path, capsys):
     assert "rows ['rms_norm 8x64']" in results.environment["options"]
     assert {"clocks at first", "clocks at last", "LIGER_KERNEL_IMPL"} <= results.environment.keys()
     steps = (out / "models" / "steps.md").read_text(encoding="utf-8").splitlines()
-    assert (steps[0], steps[2].partition(" | ")[0]) == ("| | stock | torch |", "| tiny-llama 1x4")
+    assert (steps[0], steps[2].partition(" | ")[0]) == ("| step | stock ms | torch ms |", "| tiny-llama 1x4")
 
     again = tmp_path / "again"
     assert main(["plots", str(out / "kernels" / "results.json"), "--out", str(again)]) == 0
@@ -106,8 +106,13 @@ def _quick_runs(tmp_path, capsys):
     ("part", "arguments", "rows", "variants"),
     [
         ("models", [], [case.name for case in model_cases.DEFAULT], list(model_variants.DEFAULT)),
-        ("models", ["--rows", "L* lora *,* fsdp2 *"], ["Llama-3.2-1B lora 4x4096", *SHARDED], None),
-        ("models", ["--rows", "tiny-llama train 2x8"], ["tiny-llama train 2x8"], None),
+        (
+            "models",
+            ["--rows", "L*B lora 4*,L*B lora loss *,[QL]* fsdp2 4*"],
+            ["Llama-3.2-1B lora 4x4096", "Llama-3.2-1B lora loss 4x4096", *SHARDED],
+            None,
+        ),
+        ("models", ["--rows", "tiny-llama loss lora 2x8"], ["tiny-llama lora loss 2x8"], None),
         ("models", ["--variants", "fused-compile,stock"], None, ["stock", "fused-compile"]),
         ("features", [], [case.name for case in model_cases.FEATURES], list(model_variants.FEATURES)),
         ("features", ["--variants", "stock"], None, ["fused", "stock"]),
@@ -134,7 +139,7 @@ def test_after_the_budget_nothing_is_started(tmp_path, capsys):
     assert {row.part for row in results.rows} == {"copy"}
     for part in (
         "host time of rms_norm 16x1024 by stock",
-        "models: Qwen3-0.6B 4x4096",
+        "models: Qwen3-0.6B lora checkpointing 4x4096",
         "features: ",
         "rms_norm 8192x4096 bf",
     ):
@@ -153,7 +158,7 @@ def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):
 @pytest.mark.slow
 def test_processes_of_torchrun_measure_a_sharded_model_together(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks"]
-    options = ["--rows", "tiny-llama fsdp2 1x8", "--variants", "stock,fused", "--dtype", "float32", "--quick"]
+    options = ["--rows", "tiny-llama fsdp2 loss 1x8", "--variants", "stock,fused", "--dtype", "float32", "--quick"]
     subprocess.run([*launcher, "models", *options, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=300)
     rows = Results.load(tmp_path / "results.json").of("models")
     assert [(row.by, row.verdict, row.timing.samples) for row in rows] == [("stock", "ok", 1), ("fused", "ok", 1)]

@@ -33,6 +33,7 @@ def test_a_name_stands_for_its_case_and_no_other():
     assert len({case.name for case in CASES}) == len(CASES)
     assert set(DEFAULT) < set(CASES)
     assert ModelCase.named("Qwen3-8B (3 layers) lora 2x7").config().num_hidden_layers == 3
+    assert ModelCase.named("tiny-llama loss lora 1x8").name == "tiny-llama lora loss 1x8", "in one order"
 
 
 @pytest.mark.parametrize("name", ["Qwen3-5B 1x1", "Qwen3-0.6B", "Qwen3-0.6B dance 1x1", "tiny-gpt 1x1"])

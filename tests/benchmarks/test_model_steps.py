@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
@@ -10,14 +11,20 @@ import torch
 
 from benchmarks import model_cases
 from benchmarks.model_cases import ModelCase
-from benchmarks.model_steps import BenchmarkedModel, prepare, relative_error
+from benchmarks.model_steps import (
+    BenchmarkedModel,
+    attend_within_sequences,
+    prepare,
+    relative_error,
+    why_not_here,
+)
 from fused_norm.model_configs import FAMILIES
 
 CPU = torch.device("cpu")
 
 
-def prepared(step="body", model_type="qwen3", batch=1, length=16, dtype=torch.float32):
-    return prepare(ModelCase(model_type, None, batch, length, step=step), dtype, CPU)
+def prepared(step="", model_type="qwen3", batch=1, length=16, dtype=torch.float32):
+    return prepare(ModelCase(model_type, None, batch, length, tuple(step.split())), dtype, CPU)
 
 
 def test_a_twin_shares_weights_and_can_be_changed_alone():
@@ -47,13 +54,13 @@ T5 = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "sizes", "step"), [("qwen2_5_vl", SEES, "image"), ("t5", T5, "body")])
+@pytest.mark.parametrize(("model_type", "sizes", "step"), [("qwen2_5_vl", SEES, ("image",)), ("t5", T5, ())])
 def test_models_with_images_and_encoders_take_their_own_inputs(model_type, sizes, step, monkeypatch):
     pytest.importorskip("transformers", "5.0")
     monkeypatch.setattr(model_cases, "OTHERS", {"others/small": {"model_type": model_type, **sizes}})
     made = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
     stock = made.outputs_and_gradients()
-    if step == "image":
+    if step:
         made.inputs["pixel_values"].add_(1.0)
     else:
         made.inputs["decoder_input_ids"].add_(1)
@@ -69,19 +76,13 @@ def test_norm_weights_are_away_from_their_initial_values():
     assert list(step.watched) == [f"{path}.weight" for path in step.norms]
 
 
-def test_a_whole_step_optimizes_and_leaves_the_weights_as_they_are():
-    step = prepared("train")
-    before = {name: weight.clone() for name, weight in step.model.state_dict().items()}
-    weights = list(step.model.parameters())
-    assert len(step.optimizer.state) == len(weights), "memory that all variants have, before any of them is measured"
-    step.step()
-    assert all(step.optimizer.state[weight]["exp_avg"].any() for weight in weights), "it has seen every gradient"
-    assert all(torch.equal(weight, before[name]) for name, weight in step.model.state_dict().items())
-    assert all(weight.grad is None for weight in step.model.parameters())
+def test_with_loss_a_step_begins_its_backward_from_the_loss_over_the_vocabulary():
+    step = prepared("loss")
     loss, _ = step.outputs_and_gradients()
     logits = step.model(input_ids=step.tokens).logits[0, :-1]
     assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, step.tokens[0, 1:]))
-    assert step.twin().optimizer is step.optimizer
+    step.forward_backward()
+    assert all(weight.grad.any() for weight in step.model.parameters())
 
 
 def test_under_autocast_weights_stay_in_fp32_and_products_are_in_the_dtype():
@@ -95,27 +96,50 @@ def test_under_autocast_weights_stay_in_fp32_and_products_are_in_the_dtype():
 
 def test_with_checkpointing_layers_run_twice():
     ran = {}
-    for kind in ("body", "checkpointing"):
+    for kind in ("", "checkpointing"):
         step = prepared(kind)
         calls = []
         step.model.layers[0].input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         found = step.outputs_and_gradients()
         ran[kind] = len(calls), found
-    assert (ran["body"][0], ran["checkpointing"][0]) == (1, 2)
-    assert relative_error(ran["checkpointing"][1], ran["body"][1]) < 1e-6
+    assert (ran[""][0], ran["checkpointing"][0]) == (1, 2)
+    assert relative_error(ran["checkpointing"][1], ran[""][1]) < 1e-6
 
 
-def test_with_adapters_they_alone_are_trained_and_watched():
+def test_adapters_alone_are_trained_and_watched_in_fp32_beside_a_bf16_model_under_autocast():
     pytest.importorskip("peft")
-    step = prepared("lora")
+    step = prepared("lora", dtype=torch.bfloat16)
     step.forward_backward()
-    trained = [name for name, weight in step.model.named_parameters() if weight.grad is not None]
-    assert trained == list(step.watched)
-    assert trained
+    trained = {name: weight for name, weight in step.model.named_parameters() if weight.grad is not None}
+    assert list(trained) == list(step.watched)
     assert all("lora_" in name for name in trained)
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    assert step.autocast == torch.bfloat16
     norms = [step.model.get_submodule(path).weight for path in step.norms]
-    assert norms
-    assert not any(weight.requires_grad for weight in norms)
+    assert {(weight.dtype, weight.requires_grad) for weight in norms} == {(torch.bfloat16, False)}
+
+
+@pytest.mark.parametrize("kind", ["lora", "lora dropout"])
+def test_dropout_draws_the_same_numbers_for_a_seed_and_there_is_none_unless_it_is_named(kind):
+    pytest.importorskip("peft")
+    step = prepared(kind)
+    first = step.outputs_and_gradients()
+    assert relative_error(step.twin().outputs_and_gradients(), first) == 0
+    assert (relative_error(step.outputs_and_gradients(seed=1), first) > 0) == ("dropout" in kind)
+
+
+def test_linears_of_layers_are_nf4_beside_fp32_norms_and_train_their_adapters():
+    pytest.importorskip("bitsandbytes")
+    step, plain = prepared("qlora", dtype=torch.bfloat16), prepared("lora", dtype=torch.bfloat16)
+    linear = step.model.get_base_model().layers[0].mlp.up_proj
+    weight = linear.base_layer.weight
+    assert (type(linear).__name__, weight.dtype, weight.quant_type) == ("Linear4bit", torch.uint8, "nf4")
+    assert {step.model.get_submodule(path).weight.dtype for path in step.norms} == {torch.float32}
+    assert list(step.watched) == list(plain.watched)
+    stock = step.outputs_and_gradients()
+    assert relative_error(step.twin().outputs_and_gradients(), stock) == 0
+    assert 0.01 < relative_error(stock, plain.outputs_and_gradients()) < 1, "four bits are not sixteen"
+    assert step.twin().model.get_base_model().layers[0].mlp.up_proj.base_layer.weight is weight
 
 
 def test_packed_sequences_do_not_see_each_other():
@@ -128,6 +152,37 @@ def test_packed_sequences_do_not_see_each_other():
     again = step.forward_backward()
     assert torch.equal(again[0, last:], hidden[0, last:])
     assert not torch.equal(again[0, :1], hidden[0, :1])
+
+
+@pytest.mark.parametrize("loss", ["", " loss"])
+def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(loss, monkeypatch):
+    seen = []
+
+    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        seen.append((max_q, max_k, window_size, enable_gqa))
+        found = []
+        for start, end in itertools.pairwise(cu_seq_q.tolist()):
+            one = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
+            y = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=True)
+            found.append(y[0].transpose(0, 1))
+        return torch.cat(found)
+
+    step = prepared(f"packed{loss}", batch=2, length=32)
+    by_mask = step.outputs_and_gradients()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    attend_within_sequences(step.model)
+    assert relative_error(step.outputs_and_gradients(), by_mask) < 1e-5
+    longest = step.inputs["position_ids"].max().item() + 1
+    assert seen == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
+
+
+def test_a_step_that_cannot_be_taken_here_says_why(monkeypatch):
+    assert "torchrun" in why_not_here(ModelCase.named("tiny-qwen3 fsdp2 loss 1x8"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert why_not_here(ModelCase.named("tiny-qwen3 lora 1x8")) == "peft is not installed"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == "peft" else None)
+    assert why_not_here(ModelCase.named("tiny-qwen3 qlora loss 1x8")) == "bitsandbytes is not installed"
+    assert why_not_here(ModelCase.named("tiny-qwen3 lora 1x8")) is None
 
 
 @pytest.mark.parametrize("kind", ["generate", "generate static"])

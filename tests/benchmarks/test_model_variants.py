@@ -26,8 +26,8 @@ from benchmarks.model_variants import (
 CPU = torch.device("cpu")
 
 
-def prepared(model_type="gemma3_text", step="body", length=16):
-    return prepare(ModelCase(model_type, None, 1, length, step=step), torch.float32, CPU)
+def prepared(model_type="gemma3_text", step="", length=16):
+    return prepare(ModelCase(model_type, None, 1, length, tuple(step.split())), torch.float32, CPU)
 
 
 def modelling(step):
@@ -107,7 +107,7 @@ def test_liger_patches_all_it_has_and_its_names_are_in_force_while_it_runs(liger
 
 
 def test_liger_brings_its_loss_where_there_is_a_head(liger):
-    VARIANTS["liger"](prepared("qwen3", "train"))
+    VARIANTS["liger"](prepared("qwen3", "loss"))
     assert liger.asked[0]["loss"]
 
 
@@ -197,7 +197,7 @@ def test_layer_by_layer_every_layer_is_compiled_in_the_mode_of_the_variant(compi
     assert compiled.modes == ["max-autotune-no-cudagraphs"] * len(twin.model.layers)
 
 
-@pytest.mark.parametrize(("kind", "masks"), [("body", 0), ("packed", 1)])
+@pytest.mark.parametrize(("kind", "masks"), [("", 0), ("packed", 1)])
 def test_a_model_compiled_as_a_whole_gets_no_mask_but_for_packed_sequences(kind, masks, compiled, monkeypatch):
     step = prepared("llama", kind)
     made = []

@@ -44,7 +44,7 @@ def prepared_once(monkeypatch):
     prepare = models.prepare
 
     def twin_of_prepared(case, dtype, device):
-        if case.step != "body":
+        if case.step:
             return prepare(case, dtype, device)
         key = case, dtype, device
         if key not in PREPARED:
@@ -73,15 +73,17 @@ def results_of(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in MODEL_CASES if case.step != "fsdp2"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in MODEL_CASES if "fsdp2" not in case.step], ids=lambda case: case.name)
 def test_every_variant_that_is_here_is_right_and_timed(case, run):
-    autocast = case.step == "autocast"
+    if "qlora" in case.step:
+        pytest.importorskip("bitsandbytes")
+    autocast = {"autocast", "lora", "qlora"} & {*case.step}
     models.measure(run, [case], OF_MODELS, torch.bfloat16 if autocast else torch.float32)
     assert run.results.of("models")
     for result in run.results.of("models"):
         if (result.by, result.verdict) == ("fused-recompute", "refused") and case.generates:
             continue
-        if result.by in FLOAT8 and (case.generates or case.step == "lora"):
+        if result.by in FLOAT8 and (case.generates or {"lora", "qlora"} & {*case.step}):
             assert result.verdict == "refused"
             continue
         assert (result.verdict, result.detail) == ("ok", None)
@@ -122,6 +124,23 @@ def test_float8_may_be_hardly_farther_from_stock_than_its_linears_take_it(run, m
     alone, wrong = run.results.of("models")
     assert (alone.verdict, wrong.verdict) == ("ok", "wrong")
     assert wrong.error < ALLOWED_ERROR, "an error that would pass without float8"
+
+
+@pytest.mark.parametrize(("variant", "verdict"), [("torch", "wrong"), ("compile-layers", "ok")])
+def test_only_a_compiled_variant_may_draw_other_numbers_of_dropout(variant, verdict, run, monkeypatch):
+    pytest.importorskip("peft")
+
+    def drawn_again(step):
+        step.model.register_forward_pre_hook(lambda *_: torch.manual_seed(5) and None)
+        return Patched(step.model)
+
+    monkeypatch.setitem(VARIANTS, variant, drawn_again)
+    monkeypatch.setattr(models, "ALLOWED_ERROR", 1e-3)
+    monkeypatch.setattr(models, "missing", lambda variant, device: None)
+    models.measure(run, [replace(TINY, step=("lora", "dropout"), length=32)], [variant], torch.float32)
+    (row,) = run.results.of("models")
+    assert row.verdict == verdict
+    assert row.error > 1e-3
 
 
 def test_a_variant_that_raises_is_reported_and_one_that_there_is_not_is_refused(run, monkeypatch):
@@ -166,7 +185,7 @@ def test_a_short_step_is_timed_several_times_in_a_sample(run, monkeypatch):
 
 
 def test_the_time_of_a_generation_is_that_of_a_token(run, clock):
-    models.measure(run, [ModelCase("qwen3", None, 1, 4, step="generate")], ["stock"], torch.float32)
+    models.measure(run, [ModelCase("qwen3", None, 1, 4, ("generate",))], ["stock"], torch.float32)
     (result,) = run.results.of("models")
     assert (result.timing.median, result.host.median) == (0.25, 0.125)
 
@@ -239,7 +258,7 @@ def test_gradients_do_not_add_up_over_steps(run, clock, monkeypatch):
 
     monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
     models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert len(before) == 1 + 2 * (1 + 2), "stock's own, then for each a check, a warm-up and a sample"
+    assert len(before) == 2 + 2 * (1 + 2), "stock's own, then for each a check, a warm-up and a sample"
     assert all(gradient is None for gradients in before for gradient in gradients)
 
 
@@ -298,7 +317,7 @@ def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeyp
 
     changed = {"fused": VARIANTS["stock"], "without rope": slower, "without sandwich": refused}
     run.quick = False
-    monkeypatch.setattr(models, "CASE_SECONDS", 0.0)
+    monkeypatch.setitem(models.CASE_SECONDS, "features", 0.0)
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
     with mock.patch.dict(VARIANTS, changed):
         models.measure(run, [TINY], ["fused", "without rope", "without sandwich"], torch.float32, "features")
@@ -319,10 +338,10 @@ def test_every_option_can_be_left_out(name, run):
 def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measured(run, clock, monkeypatch):
     outputs = BenchmarkedModel.outputs_and_gradients
 
-    def too_large(step, model=None):
+    def too_large(step, model=None, seed=0):
         if step.tokens.shape[1] > 16:
             raise RuntimeError("out of memory")
-        return outputs(step, model)
+        return outputs(step, model, seed)
 
     monkeypatch.setattr(BenchmarkedModel, "outputs_and_gradients", too_large)
     models.measure(run, [replace(TINY, length=32), TINY], ["stock"], torch.float32)
@@ -331,7 +350,7 @@ def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measu
 
 
 def test_a_sharded_model_is_left_to_torchrun(run):
-    models.measure(run, [replace(TINY, step="fsdp2")], ["stock"], torch.float32)
+    models.measure(run, [replace(TINY, step=("fsdp2",))], ["stock"], torch.float32)
     assert run.results.rows == []
     assert "torchrun --nproc-per-node 2" in run.results.left_out[0]
 

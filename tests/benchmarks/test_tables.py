@@ -148,7 +148,7 @@ def test_memory_has_a_table_where_it_was_measured(results):
 
 def test_steps_options_and_host_time_have_their_tables(results):
     text = tables.describe(results)
-    assert cells(text, ROW) == [ROW, "stock", "295.6", "292.6 to 298.6", "20.0", "19.8 to 20.2", "32.0", "33.0", "9"]
+    assert cells(text, ROW, 1) == [ROW, "stock", "295.6", "292.6 to 298.6", "20.0", "19.8 to 20.2", "32.0", "33.0", "9"]
     assert re.search(r"^ +fused +\*200.0 +198.0 to 202.0", text, re.MULTILINE)
     assert cells(text, "rms_norm 16x1024 in a chain of 32") == ["rms_norm 16x1024 in a chain of 32", "9.0 / 42.0"]
     without = re.search(r"^ +(without rope .*)$", text, re.MULTILINE)[1]
@@ -160,7 +160,7 @@ def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_other
         rows = [Result("models", "row", name, timing=timing) for name, timing in steps.items()]
         page, text = tables.steps_in_markdown(Results({}, rows=rows)), tables.describe(Results({}, rows=rows))
         found = re.findall(r"\*\*([\d.]+)\*\*", page), re.findall(r"\s\*([\d.]+)", text)
-        assert found[0] == found[1]
+        assert found[1] == 2 * found[0], "beside the others and in its own line"
         return found[0]
 
     fused, apart = Timing(0.1, 0.09, 0.11, 15, "wall"), Timing(0.13, 0.12, 0.14, 15, "wall")
@@ -173,13 +173,14 @@ def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_other
     assert marked(fused=fused) == [], "alone it is not faster than any"
 
 
-def test_the_page_has_a_line_for_each_row_and_a_column_for_each_variant(results):
+def test_steps_have_a_line_each_and_variants_a_column_of_time_and_one_of_memory(results):
     assert tables.steps_in_markdown(results).splitlines() == [
-        "| | stock | fused | liger |",
-        "|---|---|---|---|",
-        "| Qwen3-0.6B 4x4096 | 295.6, 32.0 | **200.0**, 20.0 | - |",
-        "| Qwen3-0.6B generate 1x32 | wrong |  |  |",
+        "| step | stock ms | GiB | fused ms | GiB | liger ms | GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| Qwen3-0.6B 4x4096 | 295.6 | 32.0 | **200.0** | 20.0 | - |  |",
+        "| Qwen3-0.6B generate 1x32 | wrong |  |  |  |  |  |",
     ]
+    assert cells(tables.describe(results), ROW) == [ROW, "295.6", "32.0", "*200.0", "20.0", "-"]
     assert tables.steps_in_markdown(Results({})) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -59,11 +60,12 @@ def test_the_table_of_steps_is_that_of_the_measured_run() -> None:
     assert cells_of(shown) == cells_of(steps_in_markdown(measured) or "")
 
 
-def cells_of(table: str) -> dict[tuple[str, str], str]:
-    """The cells of a Markdown table, by the names of row and column."""
+def cells_of(table: str) -> dict[tuple[str, ...], str]:
+    """The cells of a Markdown table, by the names of the row, of the column before and of the column."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     names, _, *rest = rows
-    return {(row[0], name): cell for row in rest for name, cell in zip(names[1:], row[1:], strict=True)}
+    columns = list(itertools.pairwise(names))  # a column's memory stands behind its time
+    return {(row[0], *column): cell for row in rest for column, cell in zip(columns, row[1:], strict=True)}
 
 
 PAGE = """
