@@ -180,7 +180,7 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ({"fused": dataclasses.replace(CONTROL, memory_bytes=2)}, "took 2 bytes, as many as the stock run"),
         (
             {"calls": dataclasses.replace(CALLS, not_seen=NORMS)},
-            "and 2 other sites ran stock code in the fused",
+            "and 2 other sites ran as stock code does",
         ),
     ],
 )

@@ -36,6 +36,7 @@ from .planting import (
     in_compiled_backward,
     in_forward,
     left_stock,
+    never_recomputes,
     recomputed_wrong,
 )
 
@@ -465,6 +466,7 @@ def _faults() -> Iterator[Fault]:
     for name, what, where, planted, *hidden in _IN_ADAPTERS:
         yield Fault(f"adapter-{name}", what, planted, *hidden, where=where)
     yield Fault("recomputed-size", "what is recomputed is .3 % too large", recomputed_wrong, where="recompute")
+    yield Fault("recomputed-never", "nothing is recomputed, in silence", never_recomputes, where="recompute")
     one_row = falls_back(*_EVERY, where=_trains_one_sequence)
     for name, what, planted in (
         ("fallback-rotated", "runs its parts in silence", falls_back(QK_NORM, ROPE, GLU)),

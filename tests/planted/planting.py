@@ -216,6 +216,19 @@ def recomputed_wrong(model: nn.Module) -> Iterator[PlantedFault]:
 
 
 @contextlib.contextmanager
+def never_recomputes(model: nn.Module) -> Iterator[PlantedFault]:
+    """Plant layers that keep the outputs which they are to recompute."""
+    state = PlantedFault()
+
+    def declines() -> bool:
+        state.calls, state.share = state.calls + 1, 1.0
+        return False
+
+    with mock.patch("fused_norm.patcher.recompute._is_possible", declines):
+        yield state
+
+
+@contextlib.contextmanager
 def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
     """Plant a block that runs its stock code although the report calls it fused."""
     block = next((module for module in model.modules() if isinstance(module, FusedBlock)), None)

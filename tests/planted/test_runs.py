@@ -50,6 +50,7 @@ def test_no_fault_is_missed(family, precision):
         ("gemma3_text", "add_rms_norm-compiled-dw", "hidden"),
         ("llama", "glu-checkpointed", "caught"),
         ("llama", "recomputed-size", "caught"),
+        ("llama", "recomputed-never", "caught"),
         ("llama", "adapter-cut", "caught"),
         ("gemma", "adapter-cut", "hidden"),
         ("llama", "adapter-scale", "caught"),

@@ -55,7 +55,7 @@ class CallRecord:
         changes: share of the numbers handed to the call, or to its backward, that it changed.
         second_runs: share of the numbers in a parameter's gradient that are others where values of the forward are
             computed a second time in the backward.
-        not_seen: sites, with their kinds, that did not run fused.
+        not_seen: sites, with their kinds, that did not run fused, and layers that were to recompute and did not.
     """
 
     outputs: dict[str, float] = field(default_factory=dict)

@@ -6,13 +6,15 @@ A loss tells late that something is wrong; they tell where.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..kernels.operator import Recompute
 from .distances import share_different
 from .model_source import layers_of
 from .run_record import snapshot
@@ -89,3 +91,17 @@ def probe_second_runs(
         name: 0.0 if share_different(one, again[name]) else share_different(found[name], one)
         for name, one in kept.items()
     }
+
+
+@contextlib.contextmanager
+def recomputed_operators() -> Iterator[list[str]]:
+    """The names of the operators whose outputs are recomputed inside a ``with``, once for each time."""
+    names: list[str] = []
+    outputs = Recompute.outputs
+
+    def noted(one: Recompute) -> tuple[Tensor, ...]:
+        names.append(one.operator.name)
+        return outputs(one)
+
+    with mock.patch.object(Recompute, "outputs", noted):
+        yield names

@@ -19,9 +19,9 @@ from .call_probe import CallRecord, calls_of_step, compare
 from .comparison import LORA, PRECISIONS, SECOND_RUNS, Comparison, options_for_feature
 from .control_perturbations import regroup
 from .fused_calls import paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
-from .model_source import ModelSource, add_adapters, set_up_execution
+from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import probe_second_runs, probe_step
+from .step_probe import probe_second_runs, probe_step, recomputed_operators
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, train
 
@@ -95,8 +95,12 @@ class TwinTrainer:
         model, tokens, mixed = self.probed_model()
         if self.comparison.execution in SECOND_RUNS:
             set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
-            with fused(model):
-                return CallRecord(second_runs=probe_second_runs(model, tokens[:1], set_up, mixed=mixed))
+            with fused(model), recomputed_operators() as recomputed:
+                second_runs = probe_second_runs(model, tokens[:1], set_up, mixed=mixed)
+            kept = self.comparison.execution == "recompute" and not recomputed
+            return CallRecord(
+                second_runs=second_runs, not_seen=tuple(f"{path} (recompute)" for path in layers_of(model) if kept)
+            )
         if self.comparison.execution == "compile":
             return None
         record, not_seen = CallRecord(), list[str]()

@@ -246,7 +246,7 @@ def _invalid(
     if still := [name for name, moved in stock.moved.items() if not moved]:
         yield f"{_some(still)} never moved: take more steps or a higher learning rate"
     if calls is not None and calls.not_seen:
-        yield f"{_some(calls.not_seen, 'sites')} ran stock code in the fused model, and the report says fused"
+        yield f"{_some(calls.not_seen, 'sites')} ran as stock code does, and the report says otherwise"
     for measure, cap in caps.items():
         values = [_values(measure, control, stock) for control in controls]
         floors = noise_floor(values).values() if values else ()
