@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_kernels_available
 
 import fused_norm
-from fused_norm.integrations.kernels_hub import export
+from fused_norm.integrations.kernels_hub import export, main
 from fused_norm.model_configs import build
 
 
@@ -39,8 +39,18 @@ def test_an_export_imports_nothing_of_the_package_but_what_is_in_it(tmp_path: Pa
                 base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
                 missing = [alias.name for alias in node.names if node.level and not has(base, alias.name)]
                 assert not missing, f"{path}: {missing}"
-    with pytest.raises(FileExistsError):
-        export(tmp_path / "made" / "here")
+
+
+def test_the_command_writes_nothing_over_and_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(tmp_path / "out")])
+    metadata = tmp_path / "out" / "build" / "torch-universal" / "metadata.json"
+    before = metadata.stat().st_mtime_ns
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "out")])
+    assert "torch-universal is there already: remove it, or name another folder" in capsys.readouterr().err
+    assert metadata.stat().st_mtime_ns == before
 
 
 @pytest.fixture(scope="module")

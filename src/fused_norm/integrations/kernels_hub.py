@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -63,6 +63,8 @@ def export(folder: str | Path) -> Path:
     from .. import __version__
 
     build = Path(folder) / "build" / "torch-universal"
+    if build.exists():
+        raise FileExistsError(f"{build} is there already: remove it, or name another folder")
     build.mkdir(parents=True)
     package = build / "fused_norm"
     shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns(*_NOT_OF_KERNELS))
@@ -95,7 +97,15 @@ def _digest(paths: Iterable[Path]) -> str:
     return found.hexdigest()[:12]
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command with arguments, those of the process for None."""
     parser = argparse.ArgumentParser(description="Write the norm layer as a repository for the kernels hub.")
     parser.add_argument("out", metavar="OUT", help="the repository's folder")
-    export(parser.parse_args().out)
+    try:
+        export(parser.parse_args(argv).out)
+    except OSError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Who puts a family of the page on extending into the table, and does no more, has green tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fused_norm
+
+from .markdown_pages import ROOT
+
+SUITES = ("tests/model_configs", "tests/patcher/test_apply.py", "tests/patcher/test_patched_models.py", "tests/check")
+
+
+@pytest.mark.slow
+def test_the_families_of_the_page_pass_the_tests_that_go_over_the_table() -> None:
+    source = Path(fused_norm.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.docs.families_of_the_page", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, "-k", "phi3 or olmo2", *SUITES],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 20
