@@ -176,6 +176,22 @@ def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(lo
     assert seen == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
 
 
+def test_sharded_weights_are_the_twins_own_in_fp32_and_gathered_in_the_dtype(monkeypatch):
+    sharded = []
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *given: None)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard", lambda module, *, mesh, mp_policy: sharded.append((module, mp_policy))
+    )
+    step = prepared("fsdp2 loss", dtype=torch.bfloat16)
+    twin = step.twin()
+    twin.place()
+    assert [module for module, _ in sharded] == [*twin.model.model.layers, twin.model]
+    assert {(policy.param_dtype, policy.reduce_dtype) for _, policy in sharded} == {(torch.bfloat16, torch.float32)}
+    assert {weight.dtype for weight in twin.model.parameters()} == {torch.float32}
+    assert {*map(id, twin.model.parameters())}.isdisjoint(map(id, step.model.parameters()))
+
+
 def test_a_step_that_cannot_be_taken_here_says_why(monkeypatch):
     assert "torchrun" in why_not_here(ModelCase.named("tiny-qwen3 fsdp2 loss 1x8"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
