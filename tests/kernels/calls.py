@@ -118,15 +118,17 @@ def every_call(
         Call("norm_add", llama, (x, r, w)),
         Call("norm_add_norm", gemma, (x, r, inner, w)),
         Call("norm_add_norm", none, (x, r, None, w)),
-        Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1,)),
-        Call("qk_norm", gemma, (x, x[:, :1].contiguous(), inner, inner.clone(), cos, sin), (1,)),
-        Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True)),
+        Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1, None)),
+        Call("qk_norm", gemma, (x, x[:, :1].contiguous(), inner, inner.clone(), cos, sin), (1, None)),
+        Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, None)),
         Call("glu", None, (x, r), ("silu",)),
-        Call("rope", None, (x, None, whole_cos, whole_sin), (1, False)),
+        Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, None)),
         Call("glu", None, (packed, None), ("gelu_tanh",)),
         Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
         Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
-        Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, inner, whole_cos, whole_sin), (1,)),
+        Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, inner, whole_cos, whole_sin), (1, None)),
+        Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)),
+        Call("rope", None, (x, x[:, :1].contiguous(), whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
     ]
 
 
@@ -134,5 +136,5 @@ def _id(index: int) -> str:
     return f"{every_call('cpu')[index].name}-{index}"
 
 
-CALLS = pytest.mark.parametrize("index", range(17), ids=_id)
-NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15, 16], ids=_id)
+CALLS = pytest.mark.parametrize("index", range(19), ids=_id)
+NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15, 16, 17], ids=_id)

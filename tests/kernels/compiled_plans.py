@@ -106,11 +106,11 @@ def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 
     w, q, k = empty(width), empty(1, 64, 32, width), empty(1, 64, 8, width)
     whole, part = empty(1, 64, width), empty(1, 64, width // 2)
-    yield QK_NORM, "", both(QK_NORM, q, k, w, w, None, None, 2)
-    yield QK_NORM, "rotated", both(QK_NORM, q, k, w, w, whole, whole, 2)
-    yield QK_NORM, "rotated in part", both(QK_NORM, q, k, w, w, part, part, 2)
-    yield ROPE, "", both(ROPE, q, k, whole, whole, 2, False)
-    yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True)
+    yield QK_NORM, "", both(QK_NORM, q, k, w, w, None, None, 2, None)
+    yield QK_NORM, "rotated", both(QK_NORM, q, k, w, w, whole, whole, 2, None)
+    yield QK_NORM, "rotated in part", both(QK_NORM, q, k, w, w, part, part, 2, None)
+    yield ROPE, "", both(ROPE, q, k, whole, whole, 2, False, None)
+    yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True, None)
 
 
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:

@@ -70,12 +70,12 @@ CASES: dict[str, tuple[str, Any, Make, int]] = {
     "gated": ("gated_rms_norm", LLAMA, lambda d: (rows(d), rows(d), weight(d), "silu", True, 2), 3),
     "glu": ("glu", None, lambda d: (rows(d), rows(d), "gelu"), 2),
     "glu packed": ("glu", None, lambda d: (rows(d), None, "silu"), 1),
-    "heads": ("qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), None, None, 1), 4),
+    "heads": ("qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), None, None, 1, None), 4),
     "heads rotated": (
-        "qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), angles(d), angles(d), 1), 4,
+        "qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), angles(d), angles(d), 1, None), 4,
     ),
-    "rotation": ("rope", None, lambda d: (heads(d, 4), heads(d, 2), angles(d), angles(d), 1, False), 2),
-    "rotation of one": ("rope", None, lambda d: (heads(d, 4), None, angles(d), angles(d), 1, True), 1),
+    "rotation": ("rope", None, lambda d: (heads(d, 4), heads(d, 2), angles(d), angles(d), 1, False, None), 2),
+    "rotation of one": ("rope", None, lambda d: (heads(d, 4), None, angles(d), angles(d), 1, True, None), 1),
 }  # fmt: skip
 """By name: an operator, its norm, arguments, and how many of the first of them may want a gradient."""
 

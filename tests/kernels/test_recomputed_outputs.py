@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,10 +44,12 @@ def _transposed(device: str) -> tuple[Any, ...]:
     return made(device, 2, 3, 5, 40).transpose(1, 2), made(device, 40), None
 
 
-def _heads(device: str) -> tuple[Any, ...]:
+def _heads(device: str, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+    """Written in ``dtype``, if given, in the place of float32."""
     q, k = made(device, 2, 5, 4, 16).transpose(1, 2), made(device, 2, 5, 2, 16).transpose(1, 2)
-    cos, sin = made(device, 2, 5, 16).detach(), made(device, 2, 5, 16).detach()
-    return q, k, made(device, 16), made(device, 16), cos, sin, 1
+    angles = BF16 if dtype is None else FP32
+    cos, sin = (made(device, 2, 5, 16, dtype=angles).detach() for _ in range(2))
+    return q, k, made(device, 16), made(device, 16), cos, sin, 1, dtype
 
 
 CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
@@ -65,6 +68,7 @@ CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
         (GEMMA, _norm("norm_add_norm", (3, 5, 40), BF16, BF16)),
         (LLAMA, _norm("norm_add_norm", (2, 2100), BF16, BF16, FP32)),
         (LLAMA, ("qk_norm", _heads)),
+        (LLAMA, ("qk_norm", partial(_heads, dtype=FP16))),
         (None, ("glu", lambda device: (made(device, 3, 5, 40), made(device, 3, 5, 40), "silu"))),
         (None, ("glu", lambda device: (made(device, 3, 5, 80), None, "gelu_tanh"))),
     ]
@@ -127,11 +131,11 @@ def test_a_norm_that_uses_another_rstd_than_it_keeps_is_not_recomputed(name: str
 
 def test_sums_and_rotations_without_a_norm_are_not_recomputed(device: str) -> None:
     x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
-    q, k, _, _, cos, sin, heads_dim = _heads(device)
+    q, k, _, _, cos, sin, heads_dim, dtype = _heads(device)
     observer = Observer()
     with calls.by(observer):
         OPERATORS["norm_add"](LLAMA, x, residual, weight)
-        OPERATORS["rope"](None, q, k, cos, sin, heads_dim, False)
+        OPERATORS["rope"](None, q, k, cos, sin, heads_dim, False, dtype)
     assert observer.recomputes == [None, None]
 
 

@@ -173,10 +173,10 @@ def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(m
     by_heads, by_tokens = (spread(q, part_of(q, Shard(dim)), mesh, Shard(dim)) for dim in (1, 2))
     part = spread(angles, part_of(angles, Shard(1)), mesh, Shard(1))
     refusal = "not every device has cos and sin for all its tokens", None
-    assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, whole, whole, 1) is None
-    assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, whole, whole, 1) == refusal
-    assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, part, part, 1) == refusal
-    assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, None, None, 1) is None
+    assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, whole, whole, 1, None) is None
+    assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, whole, whole, 1, None) == refusal
+    assert QK_NORM.refuses(LLAMA, by_heads, by_heads, None, None, part, part, 1, None) == refusal
+    assert QK_NORM.refuses(LLAMA, by_tokens, by_tokens, None, None, None, None, 1, None) is None
 
 
 @pytest.mark.parametrize("heads_dim", [1, 2])
@@ -191,8 +191,8 @@ def test_angles_of_four_dimensions_tell_the_heads_whatever_unsqueeze_dim_is(
     for unsqueeze_dim in (1, 2):
         for dim in (1, 2):
             heads = [spread(one, part_of(one, Shard(dim)), mesh, Shard(dim)) for one in (q, k)]
-            by_norm = QK_NORM.refuses(LLAMA, *heads, None, None, *given, unsqueeze_dim)
-            by_itself = ROPE.refuses(None, *heads, *given, unsqueeze_dim, False)
+            by_norm = QK_NORM.refuses(LLAMA, *heads, None, None, *given, unsqueeze_dim, None)
+            by_itself = ROPE.refuses(None, *heads, *given, unsqueeze_dim, False, None)
             assert (by_norm is None) == (by_itself is None) == (dim == heads_dim)
             if by_itself is None:
                 turned = kernels.rope(*heads, *given, unsqueeze_dim=unsqueeze_dim)

@@ -82,7 +82,10 @@ class Recorder:
         self.calls.append(f"may postpone {q_norm.__name__} {k_norm.__name__}")
         return self.may_postpone
 
-    def fused_norm_rope(self, rotate, q, k, cos, sin, *further, **named):
+    def fused_norm_read_dtype(self, attend, cache, mask, key, value, further):
+        self.calls.append(f"reads {attend.__name__} {cache} {mask} {key.value} {value.value} {further}")
+
+    def fused_norm_rope(self, rotate, q, k, cos, sin, *further, dtype=None, **named):
         self.calls.append("rope")
         return rotate(q, k, cos, sin, *further, **named)
 
@@ -110,7 +113,7 @@ class Recorder:
         self.calls.append("pair")
         return (q_norm(q), k_norm(k)) if postponed else (q, k)
 
-    def fused_norm_rotated(self, postponed, q_norm, k_norm, rotate, q, k, cos, sin, **named):
+    def fused_norm_rotated(self, postponed, q_norm, k_norm, rotate, q, k, cos, sin, *, dtype=None, **named):
         self.calls.append("rotated")
         q, k = (q_norm(q), k_norm(k)) if postponed else (q, k)
         return rotate(q, k, cos, sin, **named)
@@ -162,6 +165,23 @@ def rotate_one(x: Heads, cos: int, sin: int, unsqueeze_dim: int = 1) -> Heads:
 
 def embed(q: Heads, k: Heads, cos: int, sin: int) -> tuple[Heads, Heads]:
     return rotate(q, k, cos, sin)
+
+
+class Cache:
+    """Keeps keys and values, and returns others."""
+
+    def update(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+        return Heads(k.value + 100), Heads(v.value + 200)
+
+    def __repr__(self) -> str:
+        return "kept"
+
+
+def attend(layer: Recorder, q: Heads, k: Heads, v: Heads, mask: int, scaling: int = 1) -> tuple[int, Heads]:
+    return q.value + 3 * k.value + 5 * v.value + 7 * mask + 11 * scaling, v
+
+
+ATTENTIONS = {7: attend}
 
 
 class Number:

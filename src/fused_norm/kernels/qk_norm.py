@@ -12,26 +12,29 @@ from . import reference
 from .arguments import Refusal, wrong_angles, wrong_pair
 from .heads_operator import HeadsOperator
 from .operator import BackwardCall, Recompute, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad
+from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
 class QKNorm(HeadsOperator):
-    """``qk_norm_rope`` as an operator; without cos and sin it is ``qk_norm``."""
+    """``qk_norm_rope`` as an operator; without cos and sin it is ``qk_norm``.
+
+    ``dtype``: that of outputs which would be float32, None for none other.
+    """
 
     name = "qk_norm"
     tensors = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
-    options = "int unsqueeze_dim"
+    options = "int unsqueeze_dim, ScalarType? dtype"
     outputs = ("q_out", "k_out")
     saved = tensors
-    facts = options
+    facts = "int unsqueeze_dim"
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
 
     def public_name(self, *arguments: Any) -> str:
         return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        q, k, *weights, cos, sin, unsqueeze_dim = arguments
+        q, k, *weights, cos, sin, unsqueeze_dim, _ = arguments
         for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
             if (pair[0] is None) != (pair[1] is None):
                 missing, given = names if pair[0] is None else names[::-1]
@@ -40,12 +43,15 @@ class QKNorm(HeadsOperator):
         return refusal or (None if cos is None else wrong_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return reference.qk_norm_rope(spec, *arguments)
+        *known, dtype = arguments
+        q_out, k_out = reference.qk_norm_rope(spec, *known)
+        return reference.written(q_out, dtype), reference.written(k_out, dtype)
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        *inputs, unsqueeze_dim = arguments
+        *inputs, unsqueeze_dim, dtype = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
-        outputs = empty_heads(spec, q, q_weight, cos), empty_heads(spec, k, k_weight, cos)
+        normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
+        outputs = empty_heads(q, normed[0], cos, dtype), empty_heads(k, normed[1], cos, dtype)
         if launch:
             launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim)
         return outputs
@@ -113,7 +119,7 @@ def qk_norm(
         TypeError: where ``rms_norm`` raises it.
         ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
     """
-    return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1)
+    return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1, None)
 
 
 def qk_norm_rope(
@@ -159,4 +165,4 @@ def qk_norm_rope(
     if cos is None and sin is None:
         raise TypeError("qk_norm_rope: cos and sin must be tensors, not None; qk_norm goes without them")
     spec = norm_spec(casting, zero_centered, eps)
-    return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
+    return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim, None)

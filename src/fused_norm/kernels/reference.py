@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec
+from .triton.memory import written_dtype
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -128,6 +129,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
     rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
     y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
     return y.to(dtype) if single_rounding else y
+
+
+def written(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A result in the dtype that an operator writes it in, where ``dtype`` is wanted in the place of float32."""
+    return x.to(written_dtype(x.dtype, dtype))
 
 
 def gated_rms_norm(

@@ -12,44 +12,45 @@ from .arguments import Refusal, wrong_angles, wrong_flag, wrong_pair
 from .heads_operator import HeadsOperator
 from .operator import BackwardCall, Spec
 from .triton.memory import empty_in_order
-from .triton.qk_launch import empty_rotated, launch_qk_forward
+from .triton.qk_launch import empty_heads, launch_qk_forward
 
 
 class Rope(HeadsOperator):
     """``rope`` as an operator, which has no norm.
 
-    The backward turns the other way: of q and k it knows the dtypes and the order in memory alone.
+    The backward turns the other way: of q and k it knows the dtypes and the order in memory alone. ``dtype``: as in
+    ``QKNorm``.
     """
 
     name = "rope"
     has_norm = False
     tensors = "Tensor q, Tensor? k, Tensor cos, Tensor sin"
-    options = "int unsqueeze_dim, bool single_rounding"
+    options = "int unsqueeze_dim, bool single_rounding, ScalarType? dtype"
     outputs = ("q_out", "k_out")
     saved = "Tensor cos, Tensor sin"
     facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
     gradients = ("dq", "dk")
 
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
-        q, k, *angles, single_rounding = arguments
+        q, k, *angles, single_rounding, _ = arguments
         sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
         pair = None if k is None else wrong_pair(q, k, self.name)
         return wrong_angles(sides, *angles) or pair or wrong_flag("single_rounding", single_rounding)
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        q, k, cos, sin, unsqueeze_dim, single_rounding = arguments
+        q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
         cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in (cos, sin))
-        q_out = reference.rope(q, cos, sin, single_rounding)
-        return q_out, None if k is None else reference.rope(k, cos, sin, single_rounding)
+        q_out = reference.written(reference.rope(q, cos, sin, single_rounding), dtype)
+        return q_out, None if k is None else reference.written(reference.rope(k, cos, sin, single_rounding), dtype)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         q_out, k_out = super().run(spec, *arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        q, k, cos, sin, unsqueeze_dim, single_rounding = arguments
-        empty = partial(empty_rotated, cos=cos, single_rounding=single_rounding)
-        outputs = empty(q), None if k is None else empty(k)
+        q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
+        empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding)
+        outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
         if launch:
             inputs = q, k, None, None, cos, sin
             launch_qk_forward(None, inputs, outputs, unsqueeze_dim, single_rounding=single_rounding)
@@ -118,4 +119,4 @@ def rope(
         TypeError: for anything but a dense tensor of floating point, and a single_rounding that is no truth value.
         ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
     """
-    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, single_rounding)
+    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, single_rounding, None)

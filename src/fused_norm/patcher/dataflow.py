@@ -91,6 +91,10 @@ class Dataflow:
         found = self._definitions.get(load, ()) if isinstance(load, ast.Name) else ()
         return next(iter(found)) if len(found) == 1 else None
 
+    def made_by(self, statement: ast.stmt) -> list[Definition]:
+        """The definitions that a statement makes."""
+        return [one for one in self._made.values() if one.statement is statement]
+
     def is_read_by_alone(self, definition: Definition, *readers: ast.AST) -> bool:
         """Return whether nothing reads a definition but these expressions; a function inside might, at any time."""
         inside = {node for reader in readers for node in ast.walk(reader)}

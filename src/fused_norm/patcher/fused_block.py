@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
 from ..kernels.qk_norm import QK_NORM
+from ..kernels.reference import written
 from ..kernels.rope import ROPE
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from .activation_recognition import Activation, Formula
+from .attention_functions import read_dtype
 from .fused_norm_module import (
     explain,
     has_hooks,
@@ -87,15 +90,31 @@ class FusedBlock(nn.Module):
         if not postponed:
             return q, k
         weights = weight_of(q_norm), weight_of(k_norm)
-        found, reason = run_fused(QK_NORM, spec_of(q_norm), q, k, *weights, None, None, 1)
+        found, reason = run_fused(QK_NORM, spec_of(q_norm), q, k, *weights, None, None, 1, None)
         return found if reason is None else (q_norm(q), k_norm(k))
 
+    fused_norm_read_dtype = read_dtype
+
     def fused_norm_rotated(
-        self, postponed: bool, q_norm: Any, k_norm: Any, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, **named: Any
+        self,
+        postponed: bool,
+        q_norm: Any,
+        k_norm: Any,
+        rotate: Any,
+        q: Any,
+        k: Any,
+        cos: Any,
+        sin: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        **named: Any,
     ) -> tuple[Any, Any]:
-        """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed."""
+        """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed.
+
+        ``dtype``: as in ``fused_norm_rope``.
+        """
         if not postponed:
-            return self.fused_norm_rope(rotate, q, k, cos, sin, **named)
+            return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
         weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
         tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
@@ -107,36 +126,48 @@ class FusedBlock(nn.Module):
                     cos,
                     sin,
                     heads_dim,
+                    dtype,
                     programs=rotation.programs_with_norms,
                     unless=rotation.unlike_qk_norm,
                 )
                 if reason is None:
                     return found
-        found, reason = run_fused(QK_NORM, spec, *tensors, None, None, 1)
+        found, reason = run_fused(QK_NORM, spec, *tensors, None, None, 1, None)
         if reason is not None:
-            return rotate(q_norm(q), k_norm(k), cos, sin, **named)
-        return self.fused_norm_rope(rotate, *found, cos, sin, **named)
+            return _written(rotate(q_norm(q), k_norm(k), cos, sin, **named), dtype)
+        return self.fused_norm_rope(rotate, *found, cos, sin, dtype=dtype, **named)
 
     def fused_norm_rope(
-        self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, *further: Any, **named: Any
+        self,
+        rotate: Any,
+        q: Any,
+        k: Any,
+        cos: Any,
+        sin: Any,
+        *further: Any,
+        dtype: torch.dtype | None = None,
+        **named: Any,
     ) -> tuple[Any, Any]:
-        """``rotate(q, k, cos, sin, *further)``."""
-        rotated = self._rotated(rotate, q, k, cos, sin, further, named)
-        return rotate(q, k, cos, sin, *further, **named) if rotated is None else rotated
+        """``rotate(q, k, cos, sin, *further)``; in ``dtype``, if given, where that would be float32."""
+        rotated = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
+        return _written(rotate(q, k, cos, sin, *further, **named), dtype) if rotated is None else rotated
 
     def fused_norm_rope_one(self, rotate: Any, x: Any, cos: Any, sin: Any, **named: Any) -> Any:
         """``rotate(x, cos, sin)``."""
-        rotated = self._rotated(rotate, x, None, cos, sin, (), named)
+        rotated = self._rotated(rotate, (x, None), (cos, sin), named, None)
         return rotate(x, cos, sin, **named) if rotated is None else rotated[0]
 
     def _rotated(
-        self, rotate: Any, q: Any, k: Any, cos: Any, sin: Any, further: tuple[Any, ...], named: dict[str, Any]
+        self, rotate: Any, heads: tuple[Any, Any], angles: tuple[Any, ...], named: dict[str, Any], dtype: Any
     ) -> tuple[Tensor, Tensor | None] | None:
-        """q and k rotated by the kernel; None where it may not take them."""
-        arguments = (3 if k is None else 4) + len(further)
+        """q and k rotated by the kernel; None where it may not take them.
+
+        ``angles``: cos, sin, and what tells more of them.
+        """
+        arguments = (1 if heads[1] is None else 2) + len(angles)
         for rotation in self.fused_norm_rotations:
             if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
-                found, reason = _rotated_as(rotation, q, k, cos, sin, further, named.get("unsqueeze_dim", 1))
+                found, reason = _rotated_as(rotation, heads, angles, named.get("unsqueeze_dim", 1), dtype)
                 if reason is not None:
                     explain(self.fused_norm_origin, reason)
                 return found
@@ -189,10 +220,10 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor
 
 
 def _rotated_as(
-    rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, further: tuple[Any, ...], heads_dim: Any
+    rotation: Rotation, heads: tuple[Any, Any], angles: tuple[Any, ...], heads_dim: Any, dtype: Any
 ) -> tuple[tuple[Tensor, Tensor | None] | None, str | None]:
     """q and k as ``rotation`` rotates them, by the kernel, and None; or None, and why it may not take them."""
-    heads = q, k
+    (q, k), (cos, sin, *further) = heads, angles
     if rotation.angles is not of_each_element and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
         if not all(map(is_plain, (q, cos, sin))):
             return None, f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
@@ -203,11 +234,16 @@ def _rotated_as(
     single = bool(rotation.single_rounding_dtypes) and (
         (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
     )
-    arguments = *heads, cos, sin, heads_dim, single
+    arguments = *heads, cos, sin, heads_dim, single, dtype
     found, reason = run_fused(ROPE, None, *arguments, programs=rotation.programs, unless=rotation.unlike_rope)
     if reason is None and rotation.tokens_first:
         found = _like(found[0], q), None if k is None else _like(found[1], k)
     return found, reason
+
+
+def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
+    """What stock code has rotated, in ``dtype``, if given, where it is float32."""
+    return rotated if dtype is None else tuple([written(one, dtype) for one in rotated])
 
 
 def _with_batch(x: Any, without: int) -> Any:

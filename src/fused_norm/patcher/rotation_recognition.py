@@ -100,12 +100,16 @@ class Rotation:
             type(value) is FunctionType or (_runs_its_own_forward(value) and not has_hooks(value))
         )
 
-    def unlike_qk_norm(self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int) -> Any:
+    def unlike_qk_norm(
+        self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
+    ) -> str | None:
         """The reason not to replace norms and this rotation by a call of ``QK_NORM``, whose arguments these are."""
         normed = [torch.promote_types(q.dtype, one.dtype) for one in (q_weight, k_weight) if one is not None]
         return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
 
-    def unlike_rope(self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool) -> str | None:
+    def unlike_rope(
+        self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, dtype: Any
+    ) -> str | None:
         """The reason not to replace this rotation by a call of ``ROPE``, whose arguments these are."""
         compared = self.single_rounding_dtypes if single_rounding else self.dtypes
         return self._unlike((q.dtype,), compared, q, cos, heads_dim)

@@ -84,6 +84,14 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
     return dtype if dtype == other else torch.promote_types(dtype, other)
 
 
+def written_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype to write results of ``dtype`` in: the ``wanted`` one, if any, in the place of float32.
+
+    A result of 16 bits was rounded to those before it is cast on, which one rounding cannot do.
+    """
+    return wanted if wanted is not None and dtype == torch.float32 else dtype
+
+
 def memory_order(x: Tensor) -> list[int]:
     """The leading dimensions, the one with the largest stride first; an expanded one stays in its place."""
     order: list[int] = []

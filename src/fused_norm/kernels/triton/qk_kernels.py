@@ -94,10 +94,10 @@ def _normed(
 @triton.jit
 def _forward_tile(
     x, w_ptr, cos, sin, y, counts, tile, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr, SHAPE: tl.constexpr,
-    NORMED: tl.constexpr, SPEC: tl.constexpr, SINGLE_ROUNDING: tl.constexpr, INVERSE: tl.constexpr,
+    NORMED: tl.constexpr, STEP: tl.constexpr, SPEC: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the forward. In a rotation without a norm SINGLE_ROUNDING rounds nothing but the result, and
-    INVERSE turns the other way, as its backward does."""
+    """Compute a tile of the forward. Of a rotation, products are rounded to STEP, and INVERSE turns the other way, as
+    the backward of one without a norm does."""
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R
     batch, position, head, present, live = _place_of(tile, counts, TOKENS, HEADS, SHAPE.LONG)
@@ -106,7 +106,6 @@ def _forward_tile(
     HALF: tl.constexpr = R // 2
     WIDTH: tl.constexpr = HALF if HALVES else N
     x_dtype: tl.constexpr = x[0].dtype.element_ty
-    step_dtype: tl.constexpr = tl.float32 if SINGLE_ROUNDING else y[0].dtype.element_ty
     x_rows = _rows_of(x, batch, position, head)
     y_rows = _rows_of(y, batch, position, head)
 
@@ -142,14 +141,14 @@ def _forward_tile(
         b = _normed(b, rstd, w_ptr, HALF, col, R, x_dtype, NORMED, SPEC)
         if INVERSE:
             sin_a, sin_b = -sin_b, -sin_a
-        _store(y_rows, 0, col, HALF, live, round_to(a * cos_a, step_dtype) - round_to(b * sin_a, step_dtype))
-        _store(y_rows, HALF, col, R, live, round_to(b * cos_b, step_dtype) + round_to(a * sin_b, step_dtype))
+        _store(y_rows, 0, col, HALF, live, round_to(a * cos_a, STEP) - round_to(b * sin_a, STEP))
+        _store(y_rows, HALF, col, R, live, round_to(b * cos_b, STEP) + round_to(a * sin_b, STEP))
     else:
         b = _normed(b, rstd, w_ptr, 0, partner, R, x_dtype, NORMED, SPEC)
-        across = round_to(b * sin_a, step_dtype)
+        across = round_to(b * sin_a, STEP)
         if INVERSE:
             across = -across
-        turned = round_to(a * cos_a, step_dtype) + tl.where((col < HALF)[None, None, :], -across, across)
+        turned = round_to(a * cos_a, STEP) + tl.where((col < HALF)[None, None, :], -across, across)
         _store(y_rows, 0, col, N, live, tl.where((col < R)[None, None, :], turned, a))
 
 
@@ -179,7 +178,8 @@ def qk_forward_kernel(
     SPEC: tl.constexpr,
     Q_NORMED: tl.constexpr,
     K_NORMED: tl.constexpr,
-    SINGLE_ROUNDING: tl.constexpr,
+    Q_STEP: tl.constexpr,
+    K_STEP: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
     cos, sin = (cos_ptr, cos_batch, cos_token), (sin_ptr, sin_batch, sin_token)
@@ -188,16 +188,16 @@ def qk_forward_kernel(
         q, q_y = (q_ptr, q_batch, q_token, q_head), (q_y_ptr, q_y_batch, q_y_token, q_y_head)
         q_counts = (q_T, q_LENGTH, q_H)
         _forward_tile(
-            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, SPEC,
-            SINGLE_ROUNDING, INVERSE,
+            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, Q_STEP, SPEC,
+            INVERSE,
         )  # fmt: skip
     else:
         if k_ptr is not None:
             k, k_y = (k_ptr, k_batch, k_token, k_head), (k_y_ptr, k_y_batch, k_y_token, k_y_head)
             k_counts, tile = (k_T, k_LENGTH, k_H), program - q_programs
             _forward_tile(
-                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, SPEC,
-                SINGLE_ROUNDING, INVERSE,
+                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, K_STEP, SPEC,
+                INVERSE,
             )  # fmt: skip
 
 

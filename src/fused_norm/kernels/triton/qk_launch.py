@@ -15,7 +15,16 @@ from ..plans import HeadsPlan, heads_backward_plan, heads_forward_plan
 from .devices import device_facts
 from .language import TRITON_DTYPES
 from .launch import launch
-from .memory import against_heads, empty_rows_like, heads_dim_of, is_long, memory_order, norm_dtype
+from .memory import (
+    against_heads,
+    empty_rows_like,
+    heads_dim_of,
+    is_long,
+    memory_order,
+    norm_dtype,
+    promoted,
+    written_dtype,
+)
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import sum_shares
 
@@ -67,15 +76,17 @@ class _Layout(NamedTuple):
     long: bool
 
 
-def empty_heads(spec: NormSpec, x: Tensor, weight: Tensor | None, cos: Tensor | None) -> Tensor:
-    """The forward's output for q or k, not yet written, with the dtype and memory order that stock code gives it."""
-    dtype = norm_dtype(spec, x.dtype, weight)
-    return empty_rows_like(x, dtype) if cos is None else empty_rotated(x, cos, dtype)
+def empty_heads(
+    x: Tensor, dtype: torch.dtype, cos: Tensor | None, wanted: torch.dtype | None, *, single_rounding: bool = False
+) -> Tensor:
+    """The forward's output for q or k, not yet written, with the memory order that stock code gives it.
 
-
-def empty_rotated(x: Tensor, cos: Tensor, dtype: torch.dtype | None = None, *, single_rounding: bool = False) -> Tensor:
-    """The output of a rotation, not yet written, of x, or of what was made of it in ``dtype``."""
-    dtype = x.dtype if single_rounding else torch.promote_types(x.dtype if dtype is None else dtype, cos.dtype)
+    It has stock code's dtype, or the ``wanted`` one where ``written_dtype`` says so. ``dtype``: that of the normalised
+    x, or of x itself without a norm.
+    """
+    if cos is None:
+        return empty_rows_like(x, written_dtype(dtype, wanted))
+    dtype = written_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), wanted)
     # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
     return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
 
@@ -101,12 +112,25 @@ def launch_qk_forward(
         return
     numbers, constants = call.arguments(spec, plan, q_tiles)
     for side, x, weight in zip("QK", inputs[:2], inputs[2:4], strict=True):
-        normed = None if spec is None or x is None else TRITON_DTYPES[norm_dtype(spec, x.dtype, weight)]
-        constants[f"{side}_NORMED"] = normed
-    constants |= {"SINGLE_ROUNDING": single_rounding or inverse, "INVERSE": inverse}
+        normed, step = _roundings(spec, x, weight, inputs[4], single_rounding or inverse)
+        constants |= {f"{side}_NORMED": normed, f"{side}_STEP": step}
+    constants["INVERSE"] = inverse
     ((q,), (k,)), grid = call.sides, (q_tiles + k_tiles, 1)
     tensors = q, k, *call.shared, *outputs
     launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=not call.rotary)
+
+
+def _roundings(
+    spec: NormSpec | None, x: Tensor | None, weight: Tensor | None, cos: Tensor | None, single_rounding: bool
+) -> tuple[Any, Any]:
+    """The dtypes that a side's normalised rows and the products of its rotation are rounded to; None where not made."""
+    if x is None:
+        return None, None
+    dtype = x.dtype if spec is None else norm_dtype(spec, x.dtype, weight)
+    step = None
+    if cos is not None:
+        step = TRITON_DTYPES[torch.float32 if single_rounding else promoted(dtype, cos.dtype)]
+    return None if spec is None else TRITON_DTYPES[dtype], step
 
 
 def launch_qk_backward(

@@ -19,6 +19,7 @@ from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation
 from ..source import cached_by_forward, compiled, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
+from .attentions import find_attentions
 from .calls import Missed
 from .gates import Gate, decide_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
@@ -64,9 +65,10 @@ def patterns_of(layer: Any) -> Patterns:
     """
     source = source_of(layer)
     flow = Dataflow(source.definition, source.own)
-    adds, heads, gates = find_adds(flow), find_heads(flow), find_gates(flow)
+    attentions = find_attentions(flow)
+    adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
     rotated = {one.rotation[1]: index for index, one in enumerate(heads) if one.rotation is not None}
-    rotations = find_rotations(source.definition, rotated)
+    rotations = find_rotations(source.definition, rotated, attentions)
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
     return Patterns(adds, heads, rotations, gates, *missed)
 

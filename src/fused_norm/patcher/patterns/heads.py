@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...spec import Kind
@@ -32,6 +32,7 @@ from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
+from .attentions import Attention
 from .calls import call_of_own, called, make_call, postpone
 from .rotations import unless_unrecognised
 
@@ -58,11 +59,13 @@ class Heads:
         norms: the norm of one, and that of the other.
         rotation: the call ``rotate(q, k, cos, sin)`` that takes both normed tensors next, and its statement; None
             where there is none.
+        attention: what follows that rotation, and alone reads its results; None where it is something else.
     """
 
     body: list[ast.stmt]
     norms: tuple[HeadNorm, HeadNorm]
     rotation: tuple[ast.Assign, ast.Call] | None
+    attention: Attention | None
 
     @property
     def names(self) -> tuple[str, str]:
@@ -114,6 +117,8 @@ class Heads:
         if "rotation" in rewrite.parts:
             assert self.rotation is not None
             statement, rotate = self.rotation
+            if self.attention is not None:
+                self.attention.edit(rotate, own)
             arguments += [rotate.func, *rotate.args]
             statement.value = make_call(own, "fused_norm_rotated", arguments, rotate.keywords)
             return
@@ -123,24 +128,26 @@ class Heads:
         self.body.insert(self.body.index(second.statement) + 1, both)
 
 
-def find_heads(flow: Dataflow) -> list[Heads]:
+def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
     """The pairs of q and k norms, in order; none that a function inside may read, whenever that is called."""
     return [
         heads
         for body in flow.bodies
-        for heads in _heads_in(flow, body)
+        for heads in _heads_in(flow, body, attentions)
         if not flow.is_captured(*(norm.name for norm in heads.norms))
     ]
 
 
-def _heads_in(flow: Dataflow, body: list[ast.stmt]) -> Iterator[Heads]:
+def _heads_in(flow: Dataflow, body: list[ast.stmt], attentions: Mapping[ast.Call, Attention]) -> Iterator[Heads]:
     first: HeadNorm | None = None
     for statement in body:
         found = _head_norm(statement, flow.own)
         if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
             first = None
         if first is not None and found is not None and not _writes_input(flow, first, found):
-            yield Heads(body, (first, found), _rotation(flow, found.statement, (first.name, found.name)))
+            rotation = _rotation(flow, found.statement, (first.name, found.name))
+            attention = None if rotation is None else attentions.get(rotation[1])
+            yield Heads(body, (first, found), rotation, attention)
             first = None
         elif found is not None:
             first = found

@@ -32,6 +32,7 @@ from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation, recognise_rotation
 from ..source import global_of
+from .attentions import Attention
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
@@ -47,10 +48,12 @@ class RotationCall:
     Attributes:
         call: the call.
         heads: the number of the q and k norms whose results it takes next, None without any.
+        attention: what alone reads its results; None where it is something else.
     """
 
     call: ast.Call
     heads: int | None
+    attention: Attention | None
 
     @property
     def rotate(self) -> str:
@@ -68,6 +71,8 @@ class RotationCall:
     def edit(self, rewrite: Rewrite, own: str) -> None:
         """Put the fused call in the rotation's place."""
         method = "fused_norm_rope_one" if self.arguments == 3 else "fused_norm_rope"
+        if self.attention is not None:
+            self.attention.edit(self.call, own)
         self.call.args.insert(0, self.call.func)
         self.call.func = ast.Attribute(ast.Name(own, ast.Load()), method, ast.Load())
 
@@ -121,10 +126,12 @@ def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def find_rotations(definition: ast.FunctionDef, after: Mapping[ast.Call, int]) -> list[RotationCall]:
+def find_rotations(
+    definition: ast.FunctionDef, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
+) -> list[RotationCall]:
     """The calls of rotary embeddings, and those ``after`` norms of queries and keys, whose number is given."""
     return [
-        RotationCall(call, after.get(call))
+        RotationCall(call, after.get(call), attentions.get(call))
         for call in ast.walk(definition)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
         if call in after or (ROTATION_NAME.search(call.func.id) and len(call.args) >= min(_ARGUMENTS))

@@ -1,0 +1,125 @@
+"""The dtype that an attention function casts queries and keys to before all else, so that they can be written in it.
+
+Under autocast, transformers' functions for PyTorch's attention and for flash attention cast float32 q and k to 16 bits
+first. Written in 16 bits at once, they are the same numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.operator import dispatch_modes, is_dynamo_compiling
+from .fused_norm_module import is_disabled
+
+HARMLESS = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap"})
+"""Arguments of attention functions that do not depend on the dtype of q and k."""
+
+_POSITIONAL = frozenset({"module", "query", "key", "value", "attention_mask", "kwargs"})
+_SDPA = "transformers.integrations.sdpa_attention"
+_FLASH = "transformers.integrations.flash_attention"
+_FLASH_UTILS = "transformers.modeling_flash_attention_utils"
+
+is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+
+class _Reader(NamedTuple):
+    """An attention function that casts q and k under autocast.
+
+    Attributes:
+        unless: names of further arguments with which it does something else first.
+        calls: what does it in its stead: where it looks that up, by which name, and what it has to find there.
+        use_gqa: of PyTorch's attention, what decides that keys are not repeated for the heads that share them; None for
+            flash attention, which never repeats them.
+    """
+
+    unless: frozenset[str]
+    calls: tuple[tuple[Mapping[str, Any], str, Any], ...]
+    use_gqa: Callable[..., bool] | None
+
+
+def read_dtype(
+    attention: Any, attend: Any, cache: Any, mask: Any, key: Any, value: Any, further: Any
+) -> torch.dtype | None:
+    """The dtype of 16 bits that q and k may be written in, in the place of float32; None for their own.
+
+    Args:
+        attention: the module.
+        attend: the function ``attend(attention, q, k, value, mask, **further)`` that nothing but reads them.
+        cache: what would keep k, None where nothing does.
+        mask: of the attention.
+        key: k before its rotation.
+        value: the values.
+        further: arguments by names that the module's caller has given.
+    """
+    if cache is not None or is_dynamo_compiling() or type(value) is not Tensor:
+        return None
+    device = "cuda" if value.is_cuda else _type_of(value.device)
+    if not is_autocast_enabled(device) or dispatch_modes() or is_disabled():
+        return None
+    reader = _reader_of(attend) if type(attend) is FunctionType else None
+    if reader is None or not reader.unless.isdisjoint(further):
+        return None
+    for namespace, name, expected in reader.calls:
+        if namespace[name] is not expected:
+            return None
+    dtype = get_autocast_dtype(device)
+    if reader.use_gqa is None:
+        # It casts v where q is float32; transformers 4 asks for autocast on CUDA alone.
+        casts = value.dtype is dtype and device == "cuda"
+    else:
+        # Gradients of repeated keys are summed in the dtype of k.
+        casts = getattr(attention, "num_key_value_groups", 1) == 1 or (
+            mask is None and _is_not_repeated(reader.use_gqa, key.shape[-1], value.shape[-1])
+        )
+    return dtype if casts and dtype.itemsize == 2 else None
+
+
+@lru_cache(maxsize=16)
+def _type_of(device: torch.device) -> str:
+    """The type of a device, which PyTorch takes longer to tell."""
+    return device.type
+
+
+@lru_cache(maxsize=64)
+def _is_not_repeated(use_gqa: Callable[..., bool], key: int, value: int) -> bool:
+    """Return whether keys and values of such widths are not repeated where there is no mask."""
+    given = None, torch.empty(1, 1, 1, key), torch.empty(1, 1, 1, value)
+    return use_gqa(*given[: len(inspect.signature(use_gqa).parameters)])
+
+
+@lru_cache(maxsize=64)
+def _reader_of(attend: FunctionType) -> _Reader | None:
+    """What is known of an attention function; None where it is none of transformers' that cast q and k."""
+    own: Mapping[str, Any] = attend.__globals__
+    calls: list[tuple[Mapping[str, Any], str, Any]]
+    if attend is _defined_in(_SDPA, "sdpa_attention_forward"):
+        names = {"use_gqa_in_sdpa": _SDPA}
+        calls = [(vars(torch.nn.functional), "scaled_dot_product_attention", torch._C._nn.scaled_dot_product_attention)]
+    elif attend is _defined_in(_FLASH, "flash_attention_forward"):
+        names = {"_flash_attention_forward": _FLASH_UTILS}
+        if "get_target_dtype" in own:  # else transformers 4, in which it asks by itself
+            names["get_target_dtype"] = _FLASH
+        utils = vars(sys.modules[_FLASH_UTILS])
+        calls = [(utils, "fa_peft_integration_check", _defined_in(_FLASH_UTILS, "fa_peft_integration_check"))]
+    else:
+        return None
+    calls += [(own, name, _defined_in(module, name)) for name, module in names.items()]
+    if any(function is None for _, _, function in calls):
+        return None
+    unless = frozenset(inspect.signature(attend).parameters) - HARMLESS - _POSITIONAL
+    return _Reader(unless | {"output_attentions"}, tuple(calls), own.get("use_gqa_in_sdpa"))
+
+
+def _defined_in(module: str, name: str) -> FunctionType | None:
+    """The function that a loaded module defines by this name; None where there is none, or another's is there."""
+    namespace = vars(sys.modules.get(module, sys))
+    found = namespace.get(name)
+    return found if type(found) is FunctionType and found.__globals__ is namespace else None

@@ -1,0 +1,73 @@
+"""q and k that are written in 16 bits in the place of float32: one rounding more in the forward, none elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.spec import NormSpec
+
+from .conftest import OPERATORS
+from .numerics import BF16, FP16, FP32
+
+KINDS = ("norm", "norm and rotation", "rotation", "rotation in fp32")
+
+
+def arguments(kind: str, device: str, x: torch.dtype, w: torch.dtype, angles: torch.dtype, rotary: int) -> Any:
+    """An operator and the arguments of a call, q and k wide enough for roundings to differ, without the dtype."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 9, heads, 16, device=device).to(x).transpose(1, 2).requires_grad_() for heads in (4, 2))
+    cos, sin = torch.randn(2, 2, 9, rotary, device=device).to(angles)
+    if kind.startswith("rotation"):
+        return OPERATORS["rope"], (None, q, k, cos, sin, 1, kind == "rotation in fp32")
+    weights = [torch.randn(16, device=device).to(w).requires_grad_() for _ in range(2)]
+    both = (cos, sin) if kind == "norm and rotation" else (None, None)
+    return OPERATORS["qk_norm"], (NormSpec("llama"), q, k, *weights, *both, 1)
+
+
+def results(operator: Any, given: tuple[Any, ...], dtype: torch.dtype | None, incoming: Any) -> tuple[Any, Any]:
+    """The outputs, and the gradients of all that wants one."""
+    outputs = operator(*given, dtype)
+    wanted = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+    back = [one.to(y.dtype) for one, y in zip(incoming, outputs, strict=True)]
+    return outputs, torch.autograd.grad(outputs, wanted, back)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotary", [16, 8])
+@pytest.mark.parametrize(
+    ("x", "w", "angles"), [(FP32, FP32, FP32), (BF16, FP32, FP32), (FP32, FP32, BF16), (BF16, BF16, BF16)], ids=str
+)
+def test_only_float32_is_written_otherwise_and_rounded_once(
+    kind: str, rotary: int, x: torch.dtype, w: torch.dtype, angles: torch.dtype, device: str
+) -> None:
+    operator, given = arguments(kind, device, x, w, angles, rotary)
+    for dtype in (BF16, FP16):
+        incoming = [torch.randn(one.shape, device=device).to(dtype) for one in given[1:3]]
+        stock, expected = results(operator, given, None, incoming)
+        outputs, found = results(operator, given, dtype, incoming)
+        by_formula = operator.reference(*given, dtype)
+        for mine, theirs, formula in zip(outputs, stock, by_formula, strict=True):
+            wanted = dtype if theirs.dtype == FP32 else theirs.dtype
+            assert (mine.dtype, formula.dtype) == (wanted, wanted)
+            assert torch.equal(mine, theirs.to(wanted))
+            assert mine.stride() == theirs.stride()
+        if stock[0].dtype == FP32:  # else the gradients given to both are rounded twice
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_16_bits_are_differentiated_in_turn(kind: str, device: str) -> None:
+    operator, given = arguments(kind, device, FP32, FP32, FP32, 16)
+    incoming = [torch.randn(one.shape, device=device).to(BF16) for one in given[1:3]]
+    second = []
+    for dtype in (None, BF16):
+        outputs = operator(*given, dtype)
+        back = [one.to(y.dtype).requires_grad_() for one, y in zip(incoming, outputs, strict=True)]
+        first = torch.autograd.grad(outputs, given[1:3], back, create_graph=True)
+        second.append(torch.autograd.grad(sum(one.sin().sum() for one in first), back))
+    for wide, narrow in zip(*second, strict=True):
+        assert torch.equal(wide.to(BF16), narrow)

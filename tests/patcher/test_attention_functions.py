@@ -1,0 +1,343 @@
+"""Under autocast q and k are written in the dtype that attention casts them to: no bit changes, and nobody can tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.integrations import flash_attention, sdpa_attention
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import fused_norm
+from fused_norm.kernels.reference import written
+from fused_norm.model_configs import build, tiny_config
+from fused_norm.patcher import attention_functions
+from fused_norm.patcher.attention_functions import read_dtype
+from fused_norm.patcher.fused_block import FusedBlock
+
+from .models import tokens
+
+OLD = transformers.__version__.startswith("4.")
+slow = partial(pytest.param, marks=pytest.mark.slow)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Seen(TorchFunctionMode):
+    """Notes the dtypes of q and k that reach PyTorch's attention, and of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[tuple[torch.dtype, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            self.dtypes.append((args[0].dtype, args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reading(decide: Callable[..., Any]) -> Iterator[None]:
+    """Another decision on the dtype inside the ``with``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedBlock, "fused_norm_read_dtype", decide)
+        yield
+
+
+def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **given: Any) -> tuple[list[Tensor], Any]:
+    """Logits, gradients of every parameter and at every hidden state; and the dtypes that attention was given."""
+    model.zero_grad()
+    given = {"use_cache": False, "output_hidden_states": True, **given}
+    with Seen() as seen:
+        with torch.autocast(ids.device.type, dtype):
+            output = model(input_ids=ids, labels=ids, **given)
+        found = [output.logits.detach()]
+        if output.loss.requires_grad:
+            hidden = [one for one in output.hidden_states if one.requires_grad]
+            for one in hidden:
+                one.retain_grad()
+            output.loss.backward()
+            gradients = [one.grad for one in (*hidden, *model.parameters())]
+            assert len(hidden) > 1
+            assert all(one is not None for one in gradients)
+            found += gradients
+    return found, seen.dtypes
+
+
+def fused(family: str, device: str, *, groups: int = 2, attention: str = "sdpa", **options: Any) -> Any:
+    """A tiny model in float32 with so many heads of queries for one of keys."""
+    heads = tiny_config(family).num_attention_heads
+    config = tiny_config(family, num_key_value_heads=heads // groups, attn_implementation=attention)
+    model = build(config, seed=0, device=device)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                one.mul_(20)  # or all tokens look alike to all others
+    fused_norm.apply_fused_norm(model, **options)
+    return model
+
+
+PADDED = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[torch.dtype, ...]]] = {
+    "plain": ({}, {}, (BF16, BF16)),
+    "fp16": ({}, {"dtype": FP16}, (FP16, FP16)),
+    "keys of their own": ({"groups": 1}, {}, (BF16, BF16)),
+    "recompute": ({"recompute": True}, {}, (BF16, BF16)),
+    "padded": ({}, {"attention_mask": PADDED}, (FP32, FP32)),
+    "padded, keys of their own": ({"groups": 1}, {"attention_mask": PADDED}, (BF16, BF16)),
+    "cache": ({}, {"use_cache": True}, (FP32, FP32)),
+    "eager": ({"attention": "eager"}, {}, ()),
+}
+"""By name: options of the model, arguments of its call, and the dtypes of q and k that reach PyTorch's attention."""
+
+FEW = {("qwen3", "plain"), ("qwen3", "recompute"), ("llama", "plain"), ("llama", "padded, keys of their own")}
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        (family, way) if (family, way) in FEW else slow(family, way)
+        for family in ("qwen3", "llama", "gemma3_text")
+        for way in WAYS
+    ],
+)
+def test_every_bit_is_that_of_q_and_k_in_their_own_dtype(family: str, way: str, device: str) -> None:
+    options, given, dtypes = WAYS[way]
+    model, ids = fused(family, device, **options), tokens(device)
+    given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
+    with reading(lambda *_: None):
+        expected, before = results(model, ids, **given)
+    found, seen = results(model, ids, **given)
+    layers = len(model.model.layers) if dtypes else 0
+    assert before == [(FP32, FP32)] * layers
+    assert seen == [dtypes] * layers
+    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", slow("llama"), slow("gemma3_text")])
+@pytest.mark.parametrize("reentrant", [False, slow(True)])
+def test_layers_that_run_again_in_the_backward_write_the_same(family: str, reentrant: bool, device: str) -> None:
+    model, ids = fused(family, device), tokens(device)
+    expected, _ = results(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    decided = []
+
+    def noted(*asked: Any) -> Any:
+        decided.append(read_dtype(*asked))
+        return decided[-1]
+
+    with reading(noted):
+        found, _ = results(model, ids)
+    assert decided == [BF16] * 2 * len(model.model.layers)
+    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", slow("llama"), slow("gemma3_text")])
+def test_evaluation_has_the_same_logits(family: str, device: str) -> None:
+    model, ids = fused(family, device).eval(), tokens(device)
+    with torch.no_grad():
+        with reading(lambda *_: None):
+            (expected,), _ = results(model, ids)
+        (found,), seen = results(model, ids)
+    assert seen == [(BF16, BF16)] * len(model.model.layers)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", ["early", "another", "repeated"])
+def test_a_dtype_that_attention_does_not_read_would_show(wrong: str, device: str) -> None:
+    """What the other tests compare tells roundings to another dtype, and gradients that are summed in another one."""
+    model, ids = fused("llama", device), tokens(device)
+    given = {"attention_mask": PADDED.to(device)} if wrong == "repeated" else {}
+    with reading(lambda *_: None):
+        expected, _ = results(model, ids, **given)
+    decide = (lambda *_: FP16) if wrong == "another" else (lambda *_: BF16)
+    with reading(decide), pytest.MonkeyPatch.context() as patch:
+        if wrong == "early":
+            rotate = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
+            rope = lambda self, _, q, k, cos, sin, **named: rotate(q, k, cos.to(BF16), sin.to(BF16))  # noqa: E731
+            patch.setattr(FusedBlock, "fused_norm_rope", rope)
+        found, _ = results(model, ids, **given)
+    assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_stock_code_writes_the_same_where_kernels_do_not_run(device: str) -> None:
+    attention = fused("qwen3", device).model.layers[0].self_attn
+    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    norms = attention.q_norm, attention.k_norm
+    width = attention.head_dim
+    q, k = (torch.randn(2, heads, 5, width, device=device) for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 5, width, device=device)
+    ways = [
+        lambda: attention.fused_norm_rope(rotate, q, k, cos, sin, dtype=BF16),
+        lambda: attention.fused_norm_rotated(True, *norms, rotate, q, k, cos, sin, dtype=BF16),
+        lambda: attention.fused_norm_rotated(False, *norms, rotate, q, k, cos, sin, dtype=BF16),
+    ]
+    plain = [rotate(q, k, cos, sin), rotate(norms[0](q), norms[1](k), cos, sin), rotate(q, k, cos, sin)]
+    for way, expected in zip(ways, plain, strict=True):
+        with fused_norm.disabled():
+            stock = way()
+        for mine, theirs, other in zip(way(), stock, expected, strict=True):
+            assert torch.equal(mine, theirs)
+            assert torch.equal(mine, written(other, BF16))
+            assert mine.dtype == BF16
+
+
+Asked = dict[str, Any]
+
+
+def asked(device: str, **changed: Any) -> torch.dtype | None:
+    """The decision for PyTorch's attention and two heads of queries for each of keys, but for what is changed."""
+    x = torch.randn(1, 2, 5, 16, device=device)
+    known = {
+        "attention": SimpleNamespace(num_key_value_groups=2), "attend": sdpa_attention_forward, "cache": None,
+        "mask": None, "key": x, "value": x, "further": {"position_ids": None},
+    } | changed  # fmt: skip
+    return read_dtype(**known)
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def wrapper(*args: Any, **named: Any) -> Any:
+    return sdpa_attention_forward(*args, **named)
+
+
+CHANGES: dict[str, Asked] = {
+    "a cache": {"cache": object()},
+    "a mask, keys repeated": {"mask": torch.ones(1, 1, 5, 5)},
+    "values of another width": {"value": torch.randn(1, 2, 5, 8)},
+    "wide heads": {"key": torch.randn(1, 2, 5, 260), "value": torch.randn(1, 2, 5, 260)},
+    "another function": {"attend": wrapper},
+    "no function": {"attend": partial(sdpa_attention_forward)},
+    "attentions": {"further": {"output_attentions": True}},
+    "a subclass": {"value": torch.randn(1, 2, 5, 16).as_subclass(Subclass)},
+    "no tensor": {"value": None},
+    "flash attention elsewhere than on CUDA": {"attend": flash_attention_forward},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_could_tell_gets_its_own_dtype(name: str) -> None:
+    with torch.autocast("cpu", BF16):
+        assert asked("cpu") == BF16
+        if OLD and name in ("values of another width", "wide heads"):
+            assert asked("cpu", **CHANGES[name]) == BF16  # its function does not ask for widths
+        else:
+            assert asked("cpu", **CHANGES[name]) is None
+
+
+def test_it_is_asked_under_16_bit_autocast_alone(device: str) -> None:
+    assert asked(device) is None
+    with torch.autocast(device, FP16):
+        assert asked(device) == FP16
+        assert asked(device, attention=SimpleNamespace(), mask=torch.ones(1, 1, 5, 5)) == FP16
+        with torch.autocast(device, enabled=False):
+            assert asked(device) is None
+        with fused_norm.disabled():
+            assert asked(device) is None
+        with Watching():
+            assert asked(device) is None
+
+
+def test_a_compiled_layer_is_as_it_was(device: str) -> None:
+    attention = nn.Module()
+    read = lambda x: read_dtype(attention, sdpa_attention_forward, None, None, x, x, {})  # noqa: E731
+    compiled = torch.compile(lambda x: x * (2 if read(x) is None else 3), backend="eager", fullgraph=True)
+    x = torch.ones(1, 2, 5, 16, device=device)
+    with torch.autocast(device, BF16):
+        assert read(x) == BF16
+        assert torch.equal(compiled(x), 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(nn.functional, "scaled_dot_product_attention"), (sdpa_attention, "use_gqa_in_sdpa")]
+)
+def test_functions_that_others_replace_are_seen(place: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = getattr(place, name)
+    with torch.autocast("cpu", BF16):
+        assert asked("cpu") == BF16
+        monkeypatch.setattr(place, name, lambda *args, **named: theirs(*args, **named))
+        assert asked("cpu") is None
+        attention_functions._reader_of.cache_clear()
+        assert asked("cpu") is None
+    attention_functions._reader_of.cache_clear()
+
+
+def on_cuda(dtype: torch.dtype) -> Any:
+    return SimpleNamespace(dtype=dtype, is_cuda=True)
+
+
+@pytest.fixture
+def cuda_autocast() -> Iterator[None]:
+    """Autocast's state on CUDA, of which there need be none."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", BF16)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+@pytest.mark.usefixtures("cuda_autocast")
+def test_flash_attention_is_asked_where_values_are_cast_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_functions, "Tensor", SimpleNamespace)
+    ask = partial(asked, "cpu", attend=flash_attention_forward, mask=torch.ones(1, 5))
+    assert ask(value=on_cuda(BF16)) == BF16
+    assert ask(value=on_cuda(FP32)) is ask(value=on_cuda(FP16)) is None
+    for name in ("s_aux", "cache"):
+        if name in flash_attention_forward.__code__.co_varnames:
+            assert ask(value=on_cuda(BF16), further={name: None}) is None
+    for place, name in (
+        (flash_attention, "_flash_attention_forward"),
+        (flash_utils, "fa_peft_integration_check"),
+        (flash_attention, "get_target_dtype"),
+    ):
+        if hasattr(place, name):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, lambda *_, **__: None)
+                assert ask(value=on_cuda(BF16)) is None
+
+
+@pytest.mark.usefixtures("cuda_autocast")
+@pytest.mark.parametrize("masked", [False, True])
+def test_flash_attention_gets_the_same_from_either_dtype(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' function around it, with recorders for the functions of flash attention itself."""
+    given: list[tuple[Tensor, ...]] = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float = 1.0, **_: Any) -> Tensor:
+        given.append((q, k, v))
+        return q
+
+    own = [flash_utils._pad_input, flash_utils._unpad_input]
+    functions = [noted, noted, *([] if OLD else [None]), *own]
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: functions)
+    for name in ("_loaded_implementation", "_flash_fn", "_process_flash_kwargs_fn"):
+        if hasattr(flash_utils, name):
+            monkeypatch.setattr(flash_utils, name, None)
+    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    module = SimpleNamespace(config=config, is_causal=True, layer_idx=0)
+    q, k, v = torch.randn(4, 2, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16).to(BF16)
+    q = q.view(2, 4, 5, 16)
+    with torch.autocast("cpu", BF16):
+        for one, other in ((q, k), (q.to(BF16), k.to(BF16))):
+            flash_attention_forward(module, one, other, v, PADDED if masked else None, scaling=0.5)
+    assert [one.dtype for one in given[0]] == [BF16] * 3
+    assert [torch.equal(*pair) for pair in zip(*given, strict=True)] == [True] * 3

@@ -1,0 +1,105 @@
+"""An attention function that alone reads rotated queries and keys is asked for the dtype that it reads."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from fused_norm.patcher.patterns import patterns_of
+
+from .forwards import Cache, Heads, layer_of, run
+
+BEFORE = "v = v.view(1)"
+ROTATION = "q, k = rotate(q, k, angles[0], angles[1])"
+UPDATE = "if cache is not None:\n    k, v = cache.update(k, v)"
+LOOKUP = "function = attend\nif self.flag:\n    function = ATTENTIONS[self.factor]"
+CALL = "output, weights = function(self, q, k, v, mask, scaling=self.factor, **further)"
+AFTER = "return output"
+FORWARD = (BEFORE, ROTATION, UPDATE, LOOKUP, CALL, AFTER)
+
+
+def attention_of(*parts: str) -> type:
+    return layer_of("\n".join(parts), "q, k, v, angles, mask, cache=None, other=None, **further")
+
+
+def swapped(old: str, new: str) -> tuple[str, ...]:
+    parts = tuple(part.replace(old, new) for part in FORWARD)
+    assert parts != FORWARD
+    return parts
+
+
+def given(*, kept: bool = False) -> tuple[object, ...]:
+    return Heads(2), Heads(3), Heads(4), (5, 7), 6, *([Cache()] if kept else [])
+
+
+ASKED = ["reads attend None 6 3 4 {}", "rope"]
+
+FOUND: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "transformers 4": (FORWARD, ASKED),
+    "transformers 5": (swapped(LOOKUP, "function: object = ATTENTIONS.get(self.factor, attend)"), ASKED),
+    "without a cache": ((BEFORE, ROTATION, LOOKUP, CALL, AFTER), ASKED),
+    "found before": ((BEFORE, LOOKUP, ROTATION, UPDATE, CALL, AFTER), ASKED),
+    "without further arguments": (swapped(", **further", ""), ["reads attend None 6 3 4 ()", "rope"]),
+    "behind norms": (
+        (BEFORE, "q = self.q_norm(q)\nk = self.k_norm(k)", *FORWARD[1:]),
+        ["may postpone q_norm k_norm", ASKED[0], "rotated"],
+    ),
+}
+"""The statements of an attention's forward, and its fused calls."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_function_is_asked_before_the_rotation_and_every_value_stays(name: str) -> None:
+    parts, calls = FOUND[name]
+    attention = attention_of(*parts)
+    assert run(attention, *given()) == calls
+    if UPDATE in parts:
+        asked = [call.replace("None", "kept", 1) if call.startswith("reads") else call for call in calls]
+        assert run(attention, *given(kept=True)) == asked
+
+
+NOT_FOUND: dict[str, tuple[str, ...]] = {
+    "q is read later": swapped(AFTER, "return output, q"),
+    "q is read by a function": (BEFORE, "later = lambda: q", *FORWARD[1:]),
+    "k is read in between": (*FORWARD[:2], "k = k.view(1)", *FORWARD[2:]),
+    "k is the query": swapped("(self, q, k,", "(self, k, q,"),
+    "k is the value too": swapped("k, v, mask", "k, k, mask"),
+    "q tells the scale": swapped("scaling=self.factor", "scaling=q.value"),
+    "another way without a cache": swapped(UPDATE, f"{UPDATE}\nelse:\n    k, v = k, v"),
+    "another condition": swapped("cache is not None", "cache"),
+    "another mask": (BEFORE, "mask = mask + 1", *FORWARD[1:]),
+    "another cache": (BEFORE, "cache = cache or other", *FORWARD[1:]),
+    "another argument": swapped("scaling=", "sinks="),
+    "values that come later": (ROTATION, BEFORE, *FORWARD[2:]),
+    "values of the cache alone": (ROTATION, UPDATE, LOOKUP, CALL, AFTER),
+    "a local function": (BEFORE, ROTATION, UPDATE, "function = other or attend", CALL, AFTER),
+    "a function of the cache": (BEFORE, ROTATION, f"{UPDATE}\n    function = attend", LOOKUP, CALL, AFTER),
+    "a method": swapped("= function(self, q", "= self.function(self, q"),
+    "a condition on a local": swapped("if self.flag", "if other is None"),
+    "work beside the lookup": swapped(LOOKUP, f"{LOOKUP}\nself.factor = 8"),
+    "in parts": swapped("q, k, v, mask", "*(q, k, v, mask)"),
+    "one rotated": swapped(ROTATION, "q, k = rotate_one(q, angles[0], angles[1]), k"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_what_could_tell_is_not_asked(name: str) -> None:
+    patterns = patterns_of(attention_of(*NOT_FOUND[name]))
+    assert [one.attention for one in patterns.rotations] == [None] * len(patterns.rotations)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *((name, True) for name in ("Qwen3", "Llama", "Gemma3", "Mistral", "Olmo2", "Granite", "Phi3", "Cohere")),
+        ("GptOss", False),  # with a sink
+        ("Gemma3nText", False),  # one by one
+    ],
+)
+def test_what_attentions_of_transformers_have(name: str, found: bool) -> None:
+    folder = {"GptOss": "gpt_oss", "Gemma3nText": "gemma3n"}.get(name, name.lower())
+    attention = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{name}Attention")
+    patterns = patterns_of(attention)
+    assert {one.attention is not None for one in patterns.rotations} == {found}
+    assert all(one.attention is patterns.rotations[0].attention for one in patterns.heads if one.rotation)
