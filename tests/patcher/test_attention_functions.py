@@ -21,6 +21,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import fused_norm
+from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.reference import written
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import attention_functions
@@ -58,7 +59,8 @@ def reading(decide: Callable[..., Any]) -> Iterator[None]:
 def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **given: Any) -> tuple[list[Tensor], Any]:
     """Logits, gradients of every parameter and at every hidden state; and the dtypes that attention was given."""
     model.zero_grad()
-    given = {"use_cache": False, "output_hidden_states": True, **given}
+    # Without a mask transformers 4 makes one.
+    given = {"use_cache": False, "output_hidden_states": True, "attention_mask": torch.ones_like(ids), **given}
     with Seen() as seen:
         with torch.autocast(ids.device.type, dtype):
             output = model(input_ids=ids, labels=ids, **given)
@@ -144,6 +146,20 @@ def test_layers_that_run_again_in_the_backward_write_the_same(family: str, reent
     assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
+def test_recomputed_in_the_backward_they_are_of_that_dtype(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, again = fused("qwen3", device, recompute=True), []
+    call = Operator.results_of
+
+    def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
+        if operator.name == "qk_norm" and torch._C._current_graph_task_id() != -1:
+            again.append(arguments[-1])
+        return call(operator, spec, *arguments)
+
+    monkeypatch.setattr(Operator, "results_of", noted)
+    results(model, tokens(device))
+    assert again == [BF16] * len(model.model.layers)
+
+
 @pytest.mark.parametrize("family", ["qwen3", slow("llama"), slow("gemma3_text")])
 def test_evaluation_has_the_same_logits(family: str, device: str) -> None:
     model, ids = fused(family, device).eval(), tokens(device)
@@ -227,7 +243,6 @@ CHANGES: dict[str, Asked] = {
     "wide heads": {"key": torch.randn(1, 2, 5, 260), "value": torch.randn(1, 2, 5, 260)},
     "another function": {"attend": wrapper},
     "no function": {"attend": partial(sdpa_attention_forward)},
-    "attentions": {"further": {"output_attentions": True}},
     "a subclass": {"value": torch.randn(1, 2, 5, 16).as_subclass(Subclass)},
     "no tensor": {"value": None},
     "flash attention elsewhere than on CUDA": {"attend": flash_attention_forward},
@@ -302,6 +317,7 @@ def test_flash_attention_is_asked_where_values_are_cast_already(monkeypatch: pyt
     ask = partial(asked, "cpu", attend=flash_attention_forward, mask=torch.ones(1, 5))
     assert ask(value=on_cuda(BF16)) == BF16
     assert ask(value=on_cuda(FP32)) is ask(value=on_cuda(FP16)) is None
+    assert ask(value=on_cuda(BF16), further={"output_attentions": False, "cu_seq_lens_q": None}) == BF16
     for name in ("s_aux", "cache"):
         if name in flash_attention_forward.__code__.co_varnames:
             assert ask(value=on_cuda(BF16), further={name: None}) is None

@@ -115,7 +115,7 @@ def _reader_of(attend: FunctionType) -> _Reader | None:
     if any(function is None for _, _, function in calls):
         return None
     unless = frozenset(inspect.signature(attend).parameters) - HARMLESS - _POSITIONAL
-    return _Reader(unless | {"output_attentions"}, tuple(calls), own.get("use_gqa_in_sdpa"))
+    return _Reader(unless, tuple(calls), own.get("use_gqa_in_sdpa"))
 
 
 def _defined_in(module: str, name: str) -> FunctionType | None:
