@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention, sdpa_attention
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -61,6 +62,7 @@ def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **given: Any) ->
     model.zero_grad()
     # Without a mask transformers 4 makes one.
     given = {"use_cache": False, "output_hidden_states": True, "attention_mask": torch.ones_like(ids), **given}
+    given = {name: one() if isinstance(one, type) else one for name, one in given.items()}
     with Seen() as seen:
         with torch.autocast(ids.device.type, dtype):
             output = model(input_ids=ids, labels=ids, **given)
@@ -99,7 +101,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[torch.dtype, ...]]] 
     "recompute": ({"recompute": True}, {}, (BF16, BF16)),
     "padded": ({}, {"attention_mask": PADDED}, (FP32, FP32)),
     "padded, keys of their own": ({"groups": 1}, {"attention_mask": PADDED}, (BF16, BF16)),
-    "cache": ({}, {"use_cache": True}, (FP32, FP32)),
+    "cache": ({}, {"use_cache": True, "past_key_values": DynamicCache}, (FP32, FP32)),
     "eager": ({"attention": "eager"}, {}, ()),
 }
 """By name: options of the model, arguments of its call, and the dtypes of q and k that reach PyTorch's attention."""

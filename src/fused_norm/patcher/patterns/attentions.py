@@ -1,5 +1,4 @@
-"""The calls of attention functions on rotated queries and keys: found in a forward's source where nothing else reads
-them, so that they can be written in the dtype that the function casts them to.
+"""The attention functions that alone read rotated queries and keys: found in a forward's source, and asked for a dtype.
 
 In the forward of an attention,
 
@@ -15,7 +14,7 @@ becomes, whatever the names are,
     dtype = self.fused_norm_read_dtype(attend, cache, mask, key, value, further)
     query, key = self.fused_norm_rope(rotate, query, key, cos, sin, dtype=dtype)
 
-before the same ``if`` and call; ``dtype`` has no name of its own there.
+before the same ``if`` and call, but that ``dtype`` has no name there.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ def _attention_behind(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> A
             Attention(flow.body_of(rotation), rotation, rest[:count], function, asked)
             if all(_looks_up(flow, one, function) for one in rest[:count])
             and not any(mentions(one, function) for one in (rotation, *updates))
-            and not flow.is_captured(function)
             and all(flow.is_read_by_alone(one, *updates, query, key) for one in flow.made_by(rotation))
             and _is_assigned_before(flow, rotation, value)
             and all(_is_argument(flow, one) for one in (cache, mask, further) if isinstance(one, ast.Name))
