@@ -4,8 +4,12 @@ import argparse
 import json
 import os
 import re
+import signal
 import struct
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
+import fused_norm
 from fused_norm.cli import converge_command, main
 from fused_norm.convergence import parallel_suite
 from fused_norm.convergence.comparison import EXECUTIONS, LORA
@@ -27,7 +32,7 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
     ("arguments", "message"),
     [
         (["qwen4"], "no family 'qwen4'; there are llama,"),
-        (["llama", "--data", "{}/absent"], "cannot load the dataset"),
+        (["llama", "--data", "{}/absent"], "there is no file or directory"),
         (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 33"),
         (
             ["llama", "--data", "{}/short.txt", "--length", "12"],
@@ -119,6 +124,21 @@ def test_unit_weights_are_no_test(tmp_path, capsys):
     assert "started as one number throughout" in capsys.readouterr().out
 
 
+class Bar:
+    """Counts what a bar would show."""
+
+    def __init__(self, total, **named):
+        self.total, self.done = total, 0
+
+    def update(self):
+        self.done += 1
+
+    def set_description(self, text):
+        pass
+
+    clear = close = lambda self: None
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path, capsys, monkeypatch):
     build = ModelSource.build
@@ -132,10 +152,14 @@ def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path,
     monkeypatch.setattr(ModelSource, "build", stop)
     assert main(arguments) == 130
     assert "stopped with 1 of 2 comparisons done" in capsys.readouterr().out
-    assert (tmp_path / "report.html").is_file()
+    assert "1 of 2 comparisons; 1 said nothing" in (tmp_path / "report.html").read_text()
     monkeypatch.undo()
+    bars = []
+    monkeypatch.setattr("tqdm.tqdm", lambda **named: bars.append(Bar(**named)) or bars[0])
     assert main(arguments) == 0
-    assert "llama.fp32.eager.all.seed0  (from an earlier run)" in capsys.readouterr().out
+    assert "Llama, fp32, eager  (from an earlier run)" in capsys.readouterr().out
+    # Two steps of a stock run, four controls and a fused run: the kept comparison has none.
+    assert (bars[0].total, bars[0].done) == (12, 12)
     assert {path.name for path in tmp_path.iterdir()} == {"comparisons", "curves.png", "report.html", "report.json"}
 
 
@@ -179,8 +203,38 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(twin_trainer, "apply_fused_norm", wrong)
     assert main(["converge", "llama", *QUICK, "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "red: llama.fp32.eager.all.seed0" in out
+    assert "red: Llama, fp32, eager" in out
     assert "diverges first in model.layers.0, backward: model.layers.0.input_layernorm" in out
+
+
+def start(*arguments):
+    """A command whose output is a pipe, at the head of a group of processes."""
+    environment = os.environ | {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1]), "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-m", "fused_norm", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def test_a_piped_demo_says_something_before_it_loads_torch_and_ctrl_c_then_ends_it_in_a_line(tmp_path):
+    with start("demo", "--out", tmp_path / "demo") as demo:
+        assert demo.stdout.readline().startswith("loading torch")
+        assert "torch/lib" not in Path(f"/proc/{demo.pid}/maps").read_text()
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.communicate(timeout=60) == ("", "fused-norm demo: stopped\n")
+        assert demo.returncode == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_answered_by_one_process_of_several(tmp_path):
+    with start("converge", "llama", "gemma", *QUICK, "--jobs", "2", "--out", tmp_path) as run:
+        assert any(line.startswith("plan:") for line in run.stdout)
+        time.sleep(5)  # the others import torch, or have begun
+        os.killpg(run.pid, signal.SIGINT)
+        out, error = run.communicate(timeout=60)
+    assert "Traceback" not in out + error
+    assert re.fullmatch(r"stopped with 0 of 2 comparisons done; the same command goes on from there\n", out)
+    assert run.returncode == 130
 
 
 @pytest.mark.parametrize("module", ["accelerate", "datasets", "matplotlib"])
@@ -208,8 +262,8 @@ def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
     assert main(["demo", "llama", "--steps", "2", "--out", str(tmp_path / "new" / "folder")]) == 0
     out = capsys.readouterr().out
     assert "source of the standard library" in out
-    assert re.search(r"^green +llama\.\w+\.eager\.all\.seed0 .* MB$", out, re.MULTILINE)
-    assert "1 green" in out
+    assert re.search(r"^green +Llama, bf16 autocast, eager +\d", out, re.MULTILINE)
+    assert "Yes: training came out the same in 1 of 1 comparison\n" in out
     (row,) = json.loads((tmp_path / "new" / "folder" / "report.json").read_text())["results"]
     assert len(row["fused"]["losses"]) == 2
     assert row["fused"]["sites"] == {"sandwich": 0, "qk": 0, "adapter": 0} | FAMILIES["llama"].sites()
@@ -223,5 +277,5 @@ def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
 def test_the_demo_is_green_for_three_families(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "3 green" in out
-    assert all(re.search(rf"^green +{family}\.", out, re.MULTILINE) for family in ("qwen3", "llama", "gemma"))
+    assert "Yes: training came out the same in 3 of 3 comparisons" in out
+    assert all(re.search(rf"^green +{family}, ", out, re.MULTILINE) for family in ("Qwen3", "Llama", "Gemma"))

@@ -12,23 +12,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 import fused_norm
 from fused_norm.cli import main
 from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison
-from fused_norm.convergence.curve_charts import draw_curves
+from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg, draw_curves
 from fused_norm.convergence.model_source import ModelSource
+from fused_norm.convergence.plan import comparisons_of
 from fused_norm.convergence.report import (
     as_json,
     as_page,
-    bounds_table,
     exit_code,
     explanations,
-    loss_table,
-    share_table,
+    summary,
+    table,
 )
-from fused_norm.convergence.result_store import ResultStore
+from fused_norm.convergence.result_store import ComparisonResult, ResultStore
 from fused_norm.convergence.suite import run_plan
+from fused_norm.convergence.tiers import TIERS
+from fused_norm.convergence.verdict import Verdict
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher.adapter_casts import FusedAdapter
 
@@ -190,20 +193,83 @@ def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished, tmp_
     # Charts refer to parts of themselves, and nothing refers to anything outside of the page.
     assert not re.search(r"""(src|href)\s*=\s*["'][^#]|@import|url\([^#]|<!DOCTYPE svg""", html)
     assert "prefers-color-scheme: dark" in html
-    words = ("1 green, 1 invalid", "worst control", "the evaluation after them", "relative gap", "distance, fused")
-    assert all(word in html for word in (*words, "3 x noise"))
     text = unescape(re.sub("<[^>]*>", "", html))
-    parts = (loss_table(results), share_table(results), explanations(results), bounds_table())
-    assert all(part in text for part in parts)
+    assert text.index("Not known: training came out the same in 1 of 2 comparisons; 1 said nothing") < text.index(
+        "Curves"
+    )
+    words = (
+        "Gemma, bf16, norms alone",
+        "the evaluation after them",
+        "gap, relative",
+        "share of its own limit",
+        "3 x noise",
+    )
+    assert all(word in text for word in words)
+    assert explanations(results) in text
     assert "RuntimeError: out <of> luck" in explanations(results)
-    (row,) = [line for line in loss_table(results).splitlines() if "gemma.bf16.eager.norms.seed0" in line]
-    assert row.startswith("green")
-    assert f"{results[1].fused.losses[-1]:.4f}" in row
+    assert f"The last loss is {results[1].stock.losses[-1]:.4f} stock" in text
     kept = json.loads(as_json(results, {}))
     assert kept["exit_code"] == 2
     assert kept["results"][1]["checks"]
     assert draw_curves(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished):
+    result = finished[2][1]
+    _, gaps, numbers = _figure([result], titles=False).get_axes()
+    whole = result.verdict.worst("loss")
+    assert [line.get_ydata()[0] for line in gaps.get_lines()[-2:]] == [
+        max(whole.value, gaps.get_ylim()[0]),
+        whole.bound,
+    ]
+    assert max(whole.bound, whole.value) < gaps.get_ylim()[1]
+    shares = sorted(numbers.collections[0].get_offsets()[:, 0])
+    assert shares == pytest.approx(sorted(max(check.share, 1e-4) for check in result.verdict.checks))
+    assert shares[-1] <= 1 == numbers.get_lines()[0].get_xdata()[0]
+    worse = replace(result.verdict, checks=(replace(result.verdict.checks[0], value=5.0, bound=1.0),))
+    result.__dict__["verdict"], kept = worse, result.verdict
+    try:
+        (points,) = _figure([result], titles=False).get_axes()[2].collections
+    finally:
+        result.__dict__["verdict"] = kept
+    assert to_hex(points.get_facecolor()[0]) == LIMIT
+    assert points.get_offsets()[0][0] == 5
+
+
+def test_the_colours_of_charts_are_those_of_the_page(finished):
+    svg = curves_svg(finished[2][1])
+    assert set(re.findall(r"var\(--(\w+)", svg)) == {"stock", "fused", "noise", "limit", "soft"}
+    page = as_page(finished[2], {})
+    light, dark = page.partition("prefers-color-scheme: dark")[::2]
+    assert all(
+        f"--{name}: #" in part for part in (light, dark) for name in ("stock", "fused", "noise", "limit", "soft")
+    )
+
+
+def test_the_table_fits_80_columns_whatever_is_compared(finished):
+    result = finished[2][1]
+    everything = {each for tier in TIERS.values() for each in comparisons_of(tier, tier.families)}
+    shown = [replace(result, comparison=each) for each in everything]
+    assert max(map(len, table(shown).splitlines())) <= 80
+    assert table([result]).splitlines()[1].split()[:5] == ["green", "Gemma,", "bf16,", "norms", "alone"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "answer"),
+    [
+        ("green green", "Yes: training came out the same in 2 of 2 comparisons"),
+        ("green red", "No: training came out differently in 1 of 2 comparisons"),
+        ("red invalid", "No: training came out differently in 1 of 2 comparisons; 1 said nothing"),
+        ("invalid", "Not known: training came out the same in 0 of 1 comparison; 1 said nothing"),
+        ("", "Not known: training came out the same in 0 of 0 comparisons"),
+    ],
+)
+def test_the_answer_is_one_sentence(statuses, answer):
+    results = [ComparisonResult(Comparison("llama", "fp32")) for _ in statuses.split()]
+    for result, status in zip(results, statuses.split(), strict=True):
+        result.__dict__["verdict"] = Verdict(status, (), ())
+    assert summary(results) == answer
 
 
 def test_where_nothing_ran_there_is_no_chart(finished, tmp_path):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_norm.cli import parse_and_run
+from fused_norm.cli import STOPPED, parse_and_run
 from fused_norm.cli.common import UsageError, interpret_without_gpu, positive
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep, store, compare; 1 where --against found a change, else 0."""
+    """Sweep, store, compare; 1 where --against found a change, else 0. Ctrl-C leaves what was counted, not stored."""
     # After the device was chosen, because the sweep imports the kernels.
     interpret_without_gpu("cpu")
     from .summary import Summary, changes, page_with_table, stored, tables
@@ -62,8 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--store is of all model types")
     if args.against not in (None, _NEWEST, *there):
         raise UsageError(f"transformers {args.against} is not stored; there are {', '.join(there)}")
-    summary = _sweep(args)
+    summary, missing = _sweep(args)
     _print(summary)
+    if missing:
+        print(f"\nstopped, with {missing} model types left to count")
+        return STOPPED
     if args.store:
         summary.save(STORED / f"transformers-{summary.transformers}.json")
     if args.against is None:
@@ -85,7 +89,8 @@ def _count(model_type: str) -> Mapping[str, Any]:
         return {"failed": str(error)}
 
 
-def _sweep(args: argparse.Namespace) -> Summary:
+def _sweep(args: argparse.Namespace) -> tuple[Summary, int]:
+    """The summary, and the number of model types that it lacks because the sweep was stopped."""
     import transformers
     from tqdm import tqdm
 
@@ -100,8 +105,11 @@ def _sweep(args: argparse.Namespace) -> Summary:
         raise UsageError(f"transformers has no model type {', '.join(unknown)}")
     names: Sequence[str] = args.types or known
     found = sweep(_count, names, jobs=args.jobs, seconds=args.seconds, gigabytes=args.memory)
-    results = dict(tqdm(found, total=len(names), unit="type", disable=None))
-    return summarise(transformers.__version__, {name: results[name] for name in names})
+    results: dict[str, Any] = {}
+    with suppress(KeyboardInterrupt):
+        results.update(tqdm(found, total=len(names), unit="type", disable=None))
+    counted = {name: results[name] for name in names if name in results}
+    return summarise(transformers.__version__, counted), len(names) - len(counted)
 
 
 def _print(summary: Summary) -> None:

@@ -147,10 +147,10 @@ class StepCheck:
         lines = [
             f"{self.report.model}, {_name(self.dtype)} on {self.device}, truth in {_name(self.truth)}",
             "",
-            f"{'relative error':<{width}}  {'stock':>8}  {'fused':>8}  {'budget':>8}",
+            f"{'relative error':<{width}}  {'stock':>7}  {'fused':>7}  {'budget':>7}",
         ]
         lines += [
-            f"{row.name:<{width}}  {row.stock:8.1e}  {row.fused:8.1e}  {row.budget:8.1e}{'' if row.ok else '  over'}"
+            f"{row.name:<{width}}  {row.stock:7.1e}  {row.fused:7.1e}  {row.budget:7.1e}{'' if row.ok else '  over'}"
             for row in rows
         ]
         gradients = len(self.deviations) - len(outputs)
@@ -158,7 +158,7 @@ class StepCheck:
         lines += [
             "",
             f"shown: the {len(worst)} of {gradients} gradients that are nearest to their budgets",
-            f"stock: rms of {STOCK_STEPS} steps, all but one with the sums of their norms in another order",
+            f"stock: rms of {STOCK_STEPS} steps, all but one with the sums of norms in another order",
             f"budget: stock error * ({1 + SLACK:g} + 4 / sqrt(independent errors)) + {floor(self.dtype):.1e}",
             f"verdict: {over} of {len(self.deviations)} results are over budget" if over else "verdict: within budget",
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,13 @@ _COMMANDS = {
     "demo": "train tiny models, stock and fused, and plot both curves",
     "env": "versions and devices, to paste into a bug report",
 }
+
+STOPPED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+# Transformers imports torchao where it is installed, and these two say then what is wrong in it.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).addFilter(lambda record: record.levelno > logging.WARNING)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_and_run(command: Any, program: str, description: str, argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments of one command and run it; errors of the user's are printed in a line.
+    """Parse the arguments of one command and run it; errors of the user's, and Ctrl-C, are answered in a line.
 
     Args:
         command: has ``add_arguments(parser)`` and ``run(args)``, as the modules here.
@@ -81,3 +89,6 @@ def parse_and_run(command: Any, program: str, description: str, argv: Sequence[s
     except (UsageError, FusedNormError) as error:
         print(f"{program}: {as_flags(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{program}: stopped", file=sys.stderr)
+        return STOPPED

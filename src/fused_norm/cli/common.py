@@ -130,6 +130,8 @@ def refuse_missing_path(name: str) -> None:
 def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     """Find what ``name`` stands for: a directory, a file, a model type, a name on the hub, in this order.
 
+    Without a network a model of the hub is the copy of it that was loaded before.
+
     Raises:
         UsageError: nothing can be read under this name.
     """
@@ -144,14 +146,18 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
         if adapter.is_file():
             raise UsageError(f"{name} holds a PEFT adapter; name its base model, {_base_model(adapter)}")
         raise UsageError(f"{name} has no config.json")
-    # Not None: with None transformers asks on the terminal whether to trust the code.
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        place = on_this_machine(name)
+        # Not None: with None transformers asks on the terminal whether to trust the code.
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         alike = difflib.get_close_matches(name.lower(), CONFIG_MAPPING) if not path.exists() else []
         if alike and "/" not in name:
             meant = f"there is no model type {name!r}; did you mean {', '.join(alike)}?"
-            raise UsageError(f"{meant} No model of this name can be read from the hub either") from error
+            cannot = "cannot be reached" if isinstance(error, NoNetworkError) else "has no model of this name either"
+            raise UsageError(f"{meant} The hub {cannot}") from error
+        if isinstance(error, NoNetworkError):
+            raise UsageError(str(error)) from error
         hint = " (--trust-remote-code)" if "trust_remote_code" in str(error) else ""
         where = "" if path.exists() else ", which is no directory here"
         raise UsageError(f"no config can be read from {name!r}{where}{hint}: {in_one_line(error)}") from error
@@ -159,7 +165,37 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
         return Source(config, None, f"the config {name}")
     if path.is_dir() and not any(True for pattern in ("*.safetensors", "*.bin") for _ in path.glob(pattern)):
         return Source(config, None, f"the config in {name}")
-    return Source(config, name, name)
+    return Source(config, place, name)
+
+
+class NoNetworkError(OSError):
+    """The hub cannot be reached for what was named, and there is no copy of it."""
+
+
+def on_this_machine(name: str, *, may_be_kept: bool = True) -> str:
+    """A path as it is; a name on the hub too, or without a network the folder that keeps what was loaded of it.
+
+    Args:
+        name: the path, or the name of a model on the hub.
+        may_be_kept: look for that folder; data that is streamed has none.
+
+    Raises:
+        NoNetworkError: there is no network, and no such folder.
+    """
+    if Path(name).exists():
+        return name
+    import huggingface_hub
+
+    try:
+        # Asked once: when it is asked for a file, the hub's client tries again for half a minute.
+        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
+        return name
+    except Exception:  # of requests or of httpx, by the client's release
+        with contextlib.suppress(OSError, ValueError):
+            if may_be_kept:
+                return huggingface_hub.snapshot_download(name, local_files_only=True)
+    kept = ", and no copy of it was loaded before" if may_be_kept else ""
+    raise NoNetworkError(f"the hub cannot be reached for {name!r}{kept}")
 
 
 def _base_model(adapter: Path) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, by_baseline
 from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
+from . import STOPPED
 from .common import (
     MODEL_HELP,
     UsageError,
@@ -22,6 +23,7 @@ from .common import (
     find_model,
     in_one_line,
     interpret_without_gpu,
+    on_this_machine,
     positive,
     refuse_missing_path,
     refuse_unless_causal_lm,
@@ -73,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, and write the report; the exit code is in the help."""
+    if os.environ.get("RANK", "0") == "0":
+        print("loading torch, transformers and accelerate takes some seconds", flush=True)
     on_cpu = args.device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
     for module in ("accelerate", "datasets", "matplotlib"):
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
     from ..convergence.parallel_suite import in_processes
-    from ..convergence.result_store import ResultStore
+    from ..convergence.result_store import ComparisonResult, ResultStore
     from ..convergence.suite import run_groups, run_plan
     from ..convergence.training import accelerator_for
 
@@ -94,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
     if first:
         with writing_to(results_folder(args.out)):
             store = ResultStore(args.out, fresh=args.again)
-    say = print if first else _nothing
+    say = partial(print, flush=True) if first else _nothing
     spread = f"{plan.facts['processes']} processes ({plan.facts['spread']})"
     say(f"device: {backend(device)}, {spread if plan.facts['processes'] > 1 else 'one process'}")
     say(f"text:   {plan.facts['text']}")
     shared = f"{len(by_baseline(plan.comparisons))} stock runs with {tier.settings.controls} controls each"
     say(f"plan:   {len(plan.comparisons)} comparisons, {shared}")
     results: list[ComparisonResult] = []
-    progress = _Progress(len(plan.comparisons), say)
+    progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
     try:
         way = in_processes(partial(plan_for, args, tier, device), args.jobs) if args.jobs > 1 else run_groups
@@ -113,19 +117,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
         ) from error
+    finally:
+        progress.close()
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
-    if first:
-        table = report.loss_table if args.tier == "demo" else report.share_table
-        parts = filter(None, (table(results), report.explanations(results), report.summary(results)))
-        say("\n" + "\n\n".join(parts))
+    if first and results:
+        say("\n" + "\n\n".join(filter(None, (report.table(results), report.explanations(results)))))
+        say(f"\n{report.summary(results)}")
+        missing = set(plan.comparisons) - {result.comparison for result in results}
         with writing_to(args.out):
-            written = _write(args.out, results, plan)
+            written = _write(args.out, [*results, *map(ComparisonResult, sorted(missing))], plan)
         for what, path in written.items():
             say(f"{what}: {path}")
     if stopped:
         done = f"{len(results)} of {len(plan.comparisons)} comparisons done"
         say(f"stopped with {done}; the same command goes on from there")
-        return 130
+        return STOPPED
     return report.exit_code(results)
 
 
@@ -237,6 +243,9 @@ def _texts(args: argparse.Namespace) -> Any:
         return read_files(standard_library())
     if Path(args.data).is_file():
         return read_files([args.data])
+    place = args.data.partition(":")[0]
+    refuse_missing_path(place)
+    on_this_machine(place, may_be_kept=False)
     return read_dataset(args.data, column=args.column)
 
 
@@ -252,29 +261,42 @@ def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], S
         refuse_missing_path(name)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name or source.weights)
+    tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
 
 
 class _Progress:
-    """A bar on a terminal, and a line for each comparison."""
+    """A bar over all steps on a terminal, and a line for each comparison."""
 
-    def __init__(self, comparisons: int, say: Callable[..., Any]) -> None:
+    def __init__(self, plan: Plan, say: Callable[..., Any], *, visible: bool) -> None:
         from tqdm import tqdm
 
-        self._say, self._comparisons, self._done, self._began = say, comparisons, 0, time.perf_counter()
-        self._bar: Any = tqdm(unit="step", leave=False, disable=None if say is print else True)
+        self._plan, self._say, self._missing = plan, say, list(plan.comparisons)
+        self._began = time.perf_counter()
+        self._bar: Any = tqdm(total=self._steps(), unit="step", leave=False, disable=None if visible else True)
+
+    def _steps(self) -> int:
+        """Steps of the comparisons that are missing: of their stock runs, the controls of these, and the fused runs."""
+        settings, baselines = self._plan.settings, by_baseline(self._missing)
+        return settings.options.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
 
     def run(self, name: str, steps: int) -> Callable[[int, float], object]:
-        self._bar.set_description(f"{self._done + 1}/{self._comparisons} {name}")
+        whole = len(self._plan.comparisons)
+        self._bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
         return lambda step, loss: self._bar.update()
 
     def done(self, result: ComparisonResult, *, kept: bool) -> None:
-        self._done += 1
+        self._missing.remove(result.comparison)
+        if kept:  # these come first, so that no step has been counted
+            self._bar.total = self._steps()
         self._bar.clear()
         how = "from an earlier run" if kept else f"{time.perf_counter() - self._began:.0f} s"
-        progress = f"[{self._done}/{self._comparisons}]"
-        self._say(f"{progress} {result.verdict.status:<7} {result.comparison.name}  ({how})", flush=True)
+        whole = len(self._plan.comparisons)
+        progress = f"[{whole - len(self._missing)}/{whole}]"
+        self._say(f"{progress} {result.verdict.status:<7} {result.comparison.title}  ({how})")
+
+    def close(self) -> None:
+        self._bar.close()
 
 
 def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> dict[str, Path]:

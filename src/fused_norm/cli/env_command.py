@@ -63,8 +63,10 @@ def plans_of(width: int) -> dict[str, str]:
 
 
 def plan_tables() -> dict[str, str]:
-    """The table of launch plans that each device here takes, and why."""
-    if not importlib.util.find_spec("triton"):
+    """The table of launch plans that each GPU here takes, and why."""
+    import torch
+
+    if not (torch.cuda.is_available() and importlib.util.find_spec("triton")):
         return {}
     from ..kernels.plans import table_of
     from ..kernels.triton.devices import name_of

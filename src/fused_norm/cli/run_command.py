@@ -8,13 +8,16 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..options import FuseOptions
+from . import STOPPED
 from .common import UsageError, add_fuse_options, fuse_options
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 _OPTIONS = "FUSED_NORM_RUN"
 """The environment variable that tells the processes of a script the options to fuse with, as JSON."""
+_REPORTS = "FUSED_NORM_REPORTS"
+"""That of the file in which each of them adds a letter for a model: ``f`` where something was fused, else ``n``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     with (
         _as_python_would(target, args.is_module, arguments),
-        _processes_told(options),
-        on_load(everywhere=True, notify=_tell, **vars(options)) as reports,
+        _processes_told(options) as reports,
+        on_load(everywhere=True, notify=partial(_tell, reports), **vars(options)),
     ):
         if args.is_module and not _find_module(target):
             raise UsageError(f"there is no module {target}")
@@ -64,15 +69,15 @@ def run(args: argparse.Namespace) -> int:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(target, run_name="__main__")
-        except (SystemExit, KeyboardInterrupt):
+        except SystemExit:
             raise
         except BaseException as error:
             error = error.with_traceback(_from_script(error.__traceback__))
             sys.excepthook(type(error), error, error.__traceback__)
-            return 1
+            return STOPPED if isinstance(error, KeyboardInterrupt) else 1
         finally:
-            if not any(report.fused for report in reports):
-                _say(f"nothing was fused in this process (models built: {len(reports)})")
+            if "f" not in (told := reports.read_text()):
+                _say(f"nothing was fused (models built, also by processes of the script: {len(told)})")
     return 0
 
 
@@ -80,7 +85,7 @@ def fuse_this_process() -> None:
     """Fuse the models of this process, which a script has started, with the options of the command."""
     from ..patcher.load import fuse_from_now_on
 
-    fuse_from_now_on(FuseOptions(**json.loads(os.environ[_OPTIONS])), _tell)
+    fuse_from_now_on(FuseOptions(**json.loads(os.environ[_OPTIONS])), partial(_tell, Path(os.environ[_REPORTS])))
 
 
 @contextmanager
@@ -99,18 +104,24 @@ def _as_python_would(target: str, is_module: bool, arguments: list[str]) -> Iter
 
 
 @contextmanager
-def _processes_told(options: FuseOptions) -> Iterator[None]:
-    """The environment in which Python processes that the script starts call ``fuse_this_process``."""
+def _processes_told(options: FuseOptions) -> Iterator[Path]:
+    """The environment in which Python processes that the script starts call ``fuse_this_process``; where they report.
+
+    A command that another one has started reports where that one reads.
+    """
     before = dict(os.environ)
     folders = [str(Path(__file__).parent / "at_start"), *filter(None, [before.get("PYTHONPATH")])]
-    os.environ.update({"PYTHONPATH": os.pathsep.join(folders), _OPTIONS: json.dumps(vars(options))})
-    try:
-        yield
-    finally:
-        for name in ("PYTHONPATH", _OPTIONS):
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+    with tempfile.NamedTemporaryFile(prefix="fused-norm-") as file:
+        told = {"PYTHONPATH": os.pathsep.join(folders), _OPTIONS: json.dumps(vars(options))}
+        told[_REPORTS] = before.get(_REPORTS, file.name)
+        os.environ.update(told)
+        try:
+            yield Path(told[_REPORTS])
+        finally:
+            for name in told:
+                os.environ.pop(name, None)
+                if name in before:
+                    os.environ[name] = before[name]
 
 
 def _find_module(name: str) -> bool:
@@ -127,7 +138,10 @@ def _from_script(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def _tell(report: PatchReport) -> None:
+def _tell(reports: Path, report: PatchReport) -> None:
+    # The file is gone for a process that outlives the command.
+    with suppress(OSError), open(os.open(reports, os.O_WRONLY | os.O_APPEND), "w") as file:
+        file.write("f" if report.fused else "n")
     _say(report.summary())
 
 

@@ -61,6 +61,10 @@ LORA = ("lora", "lora-alone", "lora-dropout")
 FROZEN_NORMS = ("lora-alone", "lora-dropout")
 """The executions that train no norm."""
 
+_WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
+_WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms alone", "norms+qk": "norms+QK"}
+_WORDS |= {"norms+rope": "norms+RoPE", "norms+residual": "norms+adds", "norms+mlp": "norms+MLPs"}
+
 SECOND_RUNS = ("checkpointing", "recompute")
 """The executions that compute values of the forward a second time in the backward."""
 
@@ -85,8 +89,16 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """The name in tables and of the file with the result."""
+        """The name of the file with the result."""
         return f"{self.model}.{self.precision}.{self.execution}.{self.feature}.seed{self.seed}"
+
+    @property
+    def title(self) -> str:
+        """The comparison in words, for people: all is fused and the seed is 0 where nothing else is said."""
+        model = self.model.removesuffix("_text").replace("_moe", "-MoE") if self.model in FAMILIES else self.model
+        ways = [way for way in (self.execution, self.feature) if way not in ("eager", "all")] or ["eager"]
+        words = [model[0].upper() + model[1:], *(_WORDS.get(way, way) for way in (self.precision, *ways))]
+        return ", ".join([*words, f"seed {self.seed}"] if self.seed else words)
 
     @property
     def baseline(self) -> Comparison:

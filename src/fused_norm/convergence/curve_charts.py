@@ -1,4 +1,4 @@
-"""Charts of comparisons: losses laid over each other, their gaps with the noise band, and all checks with the bound."""
+"""Charts of comparisons: losses laid over each other, their gap with its limit, and every number over its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from .result_store import ComparisonResult
-from .verdict import BY_NAME, MULTIPLE, BoundCheck, loss_band, relative_gaps
+from .verdict import MEASURES, Verdict, loss_band, relative_gaps
 
-STOCK, FUSED, NOISE, BOUND = "#3b7dd8", "#e07b1a", "#8b949e", "#d64545"
+STOCK, FUSED, NOISE, LIMIT = "#3b7dd8", "#e07b1a", "#8b949e", "#d64545"
 _TEXT = "#808a94"
 """All colours stand out on light and on dark paper."""
 
+COLOURS = {"stock": STOCK, "fused": FUSED, "noise": NOISE, "limit": LIMIT, "soft": _TEXT}
+"""The colours by the names of the CSS variables that replace them on a page that has these."""
+
 _COLUMNS = 4
-_LEAST = 1e-10
-"""Distances below this are drawn at this."""
+_LEAST, _MOST = 1e-4, 1e2
+"""Shares of limits that are less, or more, are drawn at this."""
+
+
+def has_curves(result: ComparisonResult) -> bool:
+    """Return whether stock, control and fused runs were made."""
+    return bool(result.stock and result.fused and result.controls)
 
 
 def draw_curves(results: Sequence[ComparisonResult], path: Path) -> bool:
@@ -28,44 +36,40 @@ def draw_curves(results: Sequence[ComparisonResult], path: Path) -> bool:
     Returns:
         Whether there was one to draw.
     """
-    shown = [result for result in results if has_curves(result)]
-    if not shown:
-        return False
-    columns = min(_COLUMNS, len(shown))
-    rows = -(-len(shown) // columns)
-    # No pyplot: it would open a window system and keep the figure.
-    figure = Figure(figsize=(1 + 4 * columns, 4.2 * rows), layout="constrained")
-    axes = figure.subplots(2 * rows, columns, squeeze=False, gridspec_kw={"height_ratios": [2, 1] * rows})
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for index, result in enumerate(shown):
-        row, column = divmod(index, columns)
-        losses, gaps = axes[2 * row : 2 * row + 2, column]
-        losses.set_title(f"{result.comparison.name}\n{result.verdict.status}", fontsize="small")
-        _draw_run(losses, gaps, result)
-    figure.savefig(path, dpi=110)
-    return True
-
-
-def has_curves(result: ComparisonResult) -> bool:
-    """Return whether stock, control and fused runs were made."""
-    return bool(result.stock and result.fused and result.controls)
+    if shown := [result for result in results if has_curves(result)]:
+        _figure(shown, titles=True).savefig(path, dpi=110)
+    return bool(shown)
 
 
 def curves_svg(result: ComparisonResult) -> str:
     """The three charts of a comparison as one ``svg`` element, without a background."""
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": result.comparison.name}
-    style |= {"font.size": 8, "font.sans-serif": ["DejaVu Sans"]}  # a longer list would stand at every word
-    style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _TEXT)
-    with rc_context(style):
-        figure = Figure(figsize=(3.4, 5.6), layout="constrained")
-        losses, gaps, checks = figure.subplots(3, gridspec_kw={"height_ratios": [3, 2, 3]})
-        _draw_run(losses, gaps, result)
-        _draw_checks(checks, result.verdict.checks)
+    style |= {"font.sans-serif": ["DejaVu Sans"]}  # a longer list would stand at every word
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    with rc_context(style | dict.fromkeys(inked, _TEXT)):
         text = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        _figure([result], titles=False).savefig(text, format="svg", transparent=True, metadata=nothing)
+    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    for name, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name}, {colour})")
+    return svg
+
+
+def _figure(results: Sequence[ComparisonResult], *, titles: bool) -> Figure:
+    """The charts of each comparison below each other, comparisons side by side."""
+    columns = min(_COLUMNS, len(results))
+    rows = -(-len(results) // columns)
+    with rc_context({"font.size": 8}):
+        # No pyplot: it would open a window system and keep the figure.
+        figure = Figure(figsize=(3.6 * columns, 6.6 * rows), layout="constrained")
+        for part, result in zip(figure.subfigures(rows, columns, squeeze=False).flat, results, strict=False):
+            losses, gaps, checks = part.subplots(3, gridspec_kw={"height_ratios": [3, 3, 4]})
+            if titles:
+                part.suptitle(f"{result.comparison.title}: {result.verdict.status}")
+            _draw_run(losses, gaps, result)
+            _draw_checks(checks, result.verdict)
+    return figure
 
 
 def _draw_run(losses: Any, gaps: Any, result: ComparisonResult) -> None:
@@ -79,31 +83,36 @@ def _draw_run(losses: Any, gaps: Any, result: ComparisonResult) -> None:
     band = loss_band(stock, result.controls)
     gaps.set_yscale("log", nonpositive="mask")
     bottom = min(filter(None, band), default=1e-9) / 10
-    gaps.fill_between(range(len(band)), [max(noise, bottom) for noise in band], bottom, color=NOISE, alpha=0.25)
-    gaps.plot(band, color=NOISE, linewidth=1, label="worst control")
-    # Steps without any gap are left out of a logarithmic axis; markers show those that stand alone.
-    gaps.plot(
-        relative_gaps(fused.losses, stock.losses), color=FUSED, marker=".", markersize=4, linewidth=1, label="fused"
+    gaps.fill_between(
+        range(len(band)), [max(noise, bottom) for noise in band], bottom, color=NOISE, alpha=0.25, label="controls"
     )
-    gaps.set_ylabel("relative gap")
+    # Steps without any gap are left out of a logarithmic axis; markers show those that stand alone.
+    gaps.plot(relative_gaps(fused.losses, stock.losses), color=FUSED, marker=".", markersize=4, linewidth=1)
+    if whole := result.verdict.worst("loss"):
+        gaps.axhline(max(whole.value, bottom), color=FUSED, linewidth=1, linestyle=":", label="over all steps")
+        gaps.axhline(whole.bound, color=LIMIT, linewidth=1, linestyle="--", label="its limit")
+        gaps.set_ylim(bottom, 30 * max(whole.bound, whole.value, *band))  # with room for the legend
+    gaps.set_ylabel("gap, relative")
     gaps.set_xlabel("step")
     for axis in (losses, gaps):
         axis.locator_params(axis="x", integer=True)
         _finish(axis)
+        axis.legend(frameon=False, fontsize="x-small", ncols=3)
 
 
-def _draw_checks(axis: Any, checks: Sequence[BoundCheck]) -> None:
-    shown = [check for check in checks if check.value and BY_NAME[check.measure].bar is None]
-    for ok, color, label in ((True, FUSED, "a check"), (False, BOUND, "over its bound")):
-        points = [(max(check.noise, _LEAST), max(check.value, _LEAST)) for check in shown if check.ok is ok]
-        if points:
-            axis.scatter(*zip(*points, strict=True), s=6, color=color, alpha=0.65, linewidths=0, label=label)
+def _draw_checks(axis: Any, verdict: Verdict) -> None:
+    measures = [measure for measure in MEASURES if verdict.worst(measure.name)]
+    places = {measure.name: place for place, measure in enumerate(measures)}
+    shares = [min(max(check.share, _LEAST), _MOST) for check in verdict.checks]
+    colours = [FUSED if check.ok else LIMIT for check in verdict.checks]
+    rows = [places[check.measure] for check in verdict.checks]
+    axis.scatter(shares, rows, s=7, c=colours, alpha=0.5, linewidths=0)
+    axis.axvline(1, color=LIMIT, linewidth=1, linestyle="--")
     axis.set_xscale("log")
-    axis.set_yscale("log")
-    ends = axis.get_xlim()
-    axis.plot(ends, [MULTIPLE * end for end in ends], color=BOUND, linewidth=1, linestyle="--", label="bound")
-    axis.set_xlabel("noise")
-    axis.set_ylabel("distance, fused")
+    axis.set_xlim(_LEAST / 2, 2 * max(1.5, *shares, 0))
+    axis.set_yticks(range(len(measures)), [measure.head for measure in measures])
+    axis.invert_yaxis()
+    axis.set_xlabel("share of its own limit")
     _finish(axis)
 
 
@@ -111,4 +120,3 @@ def _finish(axis: Any) -> None:
     axis.set_axis_on()
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize="x-small")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -33,7 +34,10 @@ def in_processes(make_plan: Callable[[], Plan], jobs: int) -> RunGroups:
         longest_first = sorted(groups, key=lambda group: (group[0].execution != "compile", -len(group)))
         with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(make_plan,)) as pool:
             try:
+                # Ctrl-C goes to all processes, and only this one is to answer it: the others inherit that they do not.
+                answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
                 tasks = {pool.submit(_run, group): group for group in longest_first}
+                signal.signal(signal.SIGINT, answer)
                 for done in as_completed(tasks):
                     try:
                         yield from done.result()
@@ -41,6 +45,8 @@ def in_processes(make_plan: Callable[[], Plan], jobs: int) -> RunGroups:
                         yield from (ComparisonResult(each, trouble="its process was killed") for each in tasks[done])
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+                for process in multiprocessing.active_children():  # which is at work only where this is cut short
+                    process.terminate()
 
     return run
 

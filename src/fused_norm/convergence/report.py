@@ -1,4 +1,4 @@
-"""The report on comparisons: as text, as one HTML page of the same text with charts, and as JSON."""
+"""The report on comparisons: as text, as one HTML page with charts, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from .curve_charts import BOUND, FUSED, NOISE, STOCK, curves_svg, has_curves
+from .curve_charts import curves_svg, has_curves
 from .result_store import ComparisonResult
-from .verdict import FIRST_STEPS_BAR, MEASURES, MULTIPLE, loss_band, relative_gaps
+from .verdict import BY_NAME, FIRST_STEPS_BAR, MEASURES, MULTIPLE, BoundCheck, Measure
 
 
 def exit_code(results: Sequence[ComparisonResult]) -> int:
@@ -24,43 +24,42 @@ def exit_code(results: Sequence[ComparisonResult]) -> int:
     return 1 if "red" in statuses else 2 if "invalid" in statuses or not statuses else 0
 
 
-def summary(results: Iterable[ComparisonResult]) -> str:
-    """The number of comparisons that are green, red and invalid, in one line."""
+def summary(results: Sequence[ComparisonResult]) -> str:
+    """The answer in one sentence."""
     counts = Counter(result.verdict.status for result in results)
-    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing compared"
+    whole = f"{len(results)} comparison{'s' * (len(results) != 1)}"
+    silent = f"; {counts['invalid']} said nothing" if counts["invalid"] else ""
+    if counts["red"]:
+        return f"No: training came out differently in {counts['red']} of {whole}{silent}"
+    answer = "Not known" if silent or not results else "Yes"
+    return f"{answer}: training came out the same in {counts['green']} of {whole}{silent}"
 
 
-def share_table(results: Iterable[ComparisonResult]) -> str:
-    """The share of each bound that every fused run takes, as aligned text."""
+def table(results: Iterable[ComparisonResult]) -> str:
+    """The losses of each comparison, and the limit that it comes nearest to, as text of 80 columns."""
+    rows = [["", "comparison", "stock", "fused", "share of the limit"]]
+    for result in results:
+        nearest = result.verdict.worst()
+        where = f"{_share(nearest)} {BY_NAME[nearest.measure].head}" if nearest else "-"
+        rows.append([result.verdict.status, result.comparison.title, *_last_losses(result), where])
+    return f"{_aligned(rows)}\n(last losses; the limit that the fused run comes nearest to, above 1 is red)"
+
+
+def _last_losses(result: ComparisonResult) -> list[str]:
+    return [f"{run.losses[-1]:.4f}" if run else "-" for run in (result.stock, result.fused)]
+
+
+def _share(check: BoundCheck | None) -> str:
+    return "-" if check is None else f"{check.share:.2f}" if check.share < 100 else ">99"
+
+
+def _share_rows(results: Iterable[ComparisonResult]) -> list[list[str]]:
+    """The share of each limit that every fused run takes."""
     rows = [["", "comparison", *(measure.head for measure in MEASURES)]]
     for result in results:
-        worst = [result.verdict.worst(measure.name) for measure in MEASURES]
-        shares = ["-" if check is None else f"{check.share:.2f}" if check.share < 100 else ">99" for check in worst]
-        rows.append([result.verdict.status, result.comparison.name, *shares])
-    return f"{_aligned(rows)}\n(share of the bound that the fused run takes, in the worst place; above 1 is red)"
-
-
-def loss_table(results: Iterable[ComparisonResult]) -> str:
-    """The losses of fused runs beside those of stock, with the largest gap that they and a control have to stock."""
-    rows = [
-        ["", "comparison", "first loss", "stock's last", "fused last", "gap", "control's gap", "of bound", "memory"]
-    ]
-    for result in results:
-        if result.stock and result.fused and result.controls:
-            stock, fused = result.stock, result.fused
-            worst = max((check.share for check in result.verdict.checks), default=0.0)
-            rows.append(
-                [
-                    result.verdict.status,
-                    result.comparison.name,
-                    *(f"{loss:.4f}" for loss in (stock.losses[0], stock.losses[-1], fused.losses[-1])),
-                    f"{max(relative_gaps(fused.losses, stock.losses)):.1e}",
-                    f"{max(loss_band(stock, result.controls)):.1e}",
-                    f"{worst:.2f}",
-                    f"{stock.memory_bytes / 1e6:.1f} -> {fused.memory_bytes / 1e6:.1f} MB",
-                ]
-            )
-    return _aligned(rows)
+        shares = [_share(result.verdict.worst(measure.name)) for measure in MEASURES]
+        rows.append([result.verdict.status, result.comparison.title, *shares])
+    return rows
 
 
 def explanations(results: Iterable[ComparisonResult]) -> str:
@@ -69,47 +68,28 @@ def explanations(results: Iterable[ComparisonResult]) -> str:
     for result in results:
         verdict = result.verdict
         if verdict.status != "green":
-            lines.append(f"{verdict.status}: {result.comparison.name}")
+            lines.append(f"{verdict.status}: {result.comparison.title}")
             lines += [f"  {reason}" for reason in verdict.reasons]
             lines += [f"  diverges first in {verdict.divergence}"] if verdict.divergence else []
     return "\n".join(lines)
 
 
-def bounds_table() -> str:
-    """The measures and their bounds, with the reasons, as aligned text."""
-    rows = [["measure", "bound", "what"]]
-    for measure in MEASURES:
-        granted = f" + {measure.floor:g} roundings" if measure.floor else ""
-        bound = f"{MULTIPLE:g} x noise{granted}" if measure.bar is None else f"{measure.bar:g}"
-        rows.append([measure.head, bound, measure.what])
-    reasons = dict.fromkeys(measure.why for measure in MEASURES if measure.why)
-    return "\n".join(
-        (
-            _aligned(rows),
-            "",
-            "The noise is what the worst control does in that place, or in the median place where that is more. A "
-            "rounding is half",
-            "an eps of bf16, or of fp32 where all is fp32. The first losses, of which only fp32 has bounds, may be "
-            f"{FIRST_STEPS_BAR:g} off in any case.",
-            *reasons,
-        )
-    )
+_REASONS = (
+    "The noise is what the worst control does in that place, or in the median place where that is more. A rounding is "
+    "half an eps of bf16, or of fp32 where all is fp32. The first losses, of which only fp32 has limits, may be "
+    f"{FIRST_STEPS_BAR:g} off in any case.",
+    *dict.fromkeys(measure.why for measure in MEASURES if measure.why),
+)
+
+
+def _limit(measure: Measure) -> str:
+    return f"{measure.bar:g}" if measure.bar is not None else f"{MULTIPLE:g} x noise + {measure.floor:g} roundings"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-_CHARTS = f"""
-<h2>Curves</h2>
-<p><b style="color: {STOCK}">stock</b> and <b style="color: {FUSED}">fused</b> losses over the steps; below, how far the
-fused loss is from the stock loss, with the <b style="color: {NOISE}">band of the controls</b>; last, every number
-compared, one dot each, its distance over the noise there, with the <b style="color: {BOUND}">bound</b> of a number that
-is granted no rounding.</p>
-<div class="cards">
-"""
 
 
 def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> str:
@@ -121,22 +101,34 @@ def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> st
     """
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "transformers") if name in facts)
     wrong = explanations(results)
-    shown = [(result, _marked(f"{result.verdict.status} {result.comparison.name}")) for result in results]
-    cards = [
-        f'<div class="card"><h3>{head}</h3>{curves_svg(result)}</div>' for result, head in shown if has_curves(result)
-    ]
     template = Template(Path(__file__).with_name("report_page.html").read_text(encoding="utf-8"))
     return template.substitute(
         summary=html.escape(summary(results)),
         status={0: "green", 1: "red", 2: "invalid"}[exit_code(results)],
         where=html.escape(f"{facts.get('kernels run in', 'kernels of unknown kind')}; {versions}"),
         explanations=f"<h2>What went wrong</h2>\n<pre>{_marked(wrong)}</pre>" if wrong else "",
-        losses=_marked(loss_table(results)),
-        shares=_marked(share_table(results)),
-        charts=_CHARTS + "\n".join(cards) + "\n</div>" if cards else "",
-        bounds=html.escape(bounds_table()),
-        facts=html.escape(_aligned([[name, str(value)] for name, value in facts.items()])) if facts else "",
+        cards="\n".join(_card(result) for result in results if has_curves(result)),
+        shares=_as_html(_share_rows(results)),
+        limits=_as_html([["measure", "limit", "what"], *([one.head, _limit(one), one.what] for one in MEASURES)]),
+        reasons="\n".join(f"<p>{html.escape(reason)}</p>" for reason in _REASONS),
+        facts=_as_html([["", ""], *([name, str(value)] for name, value in facts.items())]),
     )
+
+
+def _card(result: ComparisonResult) -> str:
+    """The charts of a comparison, with what they show in words."""
+    words = "The last loss is {} stock and {} fused.".format(*_last_losses(result))
+    if nearest := result.verdict.worst():
+        words += f" Of {len(result.verdict.checks)} numbers the nearest to its limit takes {_share(nearest)} of it: "
+        words += f"{BY_NAME[nearest.measure].what}."
+    head = _marked(f"{result.verdict.status} {result.comparison.title}")
+    return f"<figure><h3>{head}</h3>{curves_svg(result)}<figcaption>{html.escape(words)}</figcaption></figure>"
+
+
+def _as_html(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ("".join(f"<td>{_marked(cell)}</td>" for cell in row) for row in rows)
+    lines = "\n".join(f"<tr>{line}</tr>" for line in body)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
 
 
 def _marked(text: str) -> str:

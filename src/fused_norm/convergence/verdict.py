@@ -48,7 +48,7 @@ class Measure:
 
     Attributes:
         name: the field of ``RunRecord``, that of ``CallRecord`` behind ``call_``, or one of a whole run.
-        head: of its column in tables.
+        head: of its column in tables, and of its row in charts.
         what: it is, in words.
         bar: what it may be, whatever the controls do; None for one that is held to the noise.
         floor: what is granted besides ``MULTIPLE`` times the noise, in roundings (half an eps) of the precision.
@@ -79,44 +79,44 @@ _GRADIENTS = (
 
 # In the order in which a step computes them, which is that in which a divergence spreads.
 MEASURES: tuple[Measure, ...] = (
-    Measure("first_losses", "first loss", f"largest relative gap of the first {FIRST_STEPS} losses"),
-    _to_a_last_place("outputs", "layers", "output of a layer at the initial weights, relative distance"),
+    Measure("first_losses", "first losses", f"largest relative gap of the first {FIRST_STEPS} losses"),
+    _to_a_last_place("outputs", "layer", "output of a layer at the initial weights, relative distance"),
     Measure(
         "call_outputs",
-        "calls",
+        "call",
         "share of a fused call's outputs that are not the stock modules' on equal inputs",
         bar=0.01,
         why=_OUTPUTS,
     ),
-    Measure("call_rows", "rows", "share of a fused call's worst row that is far off", bar=0.05, why=_OUTPUTS),
+    Measure("call_rows", "row of a call", "share of a fused call's worst row that is far off", bar=0.05, why=_OUTPUTS),
     Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
     Measure(
         "call_second_runs",
-        "again",
+        "second runs",
         "share of a parameter's gradient that is another where values of the forward are computed a second time",
         bar=0.0,
     ),
-    _to_a_last_place("output_gradients", "d layers", "gradient of a layer's output, relative distance"),
+    _to_a_last_place("output_gradients", "layer, grad", "gradient of a layer's output, relative distance"),
     Measure(
         "call_gradients",
-        "d calls",
+        "call, grad",
         "gradient of a fused call, last places from the stock modules' on equal inputs",
         bar=3.0,
         why=_GRADIENTS,
     ),
     Measure(
         "call_slopes",
-        "d calls, slope",
+        "call, slope",
         "slope of a fused call's gradient over the stock modules', off by as many chances",
         bar=2.0,
         why=_GRADIENTS,
     ),
     _to_a_last_place(
-        "output_gradient_slopes", "d layers, slope", "slope of a layer's output gradient over stock's, less one"
+        "output_gradient_slopes", "layer, slope", "slope of a layer's output gradient over stock's, less one"
     ),
-    _to_a_last_place("gradients", "d params", "gradient of a parameter in the first step, relative distance"),
+    _to_a_last_place("gradients", "weight, grad", "gradient of a parameter in the first step, relative distance"),
     _to_a_last_place(
-        "gradient_slopes", "d params, slope", "slope of a parameter's first gradient over stock's, less one"
+        "gradient_slopes", "weight, slope", "slope of a parameter's first gradient over stock's, less one"
     ),
     Measure(
         "loss",
@@ -125,10 +125,10 @@ MEASURES: tuple[Measure, ...] = (
         floor=0.25,
         why="Losses: means over tokens, whose roundings cancel; never less than the last place of an fp32.",
     ),
-    _to_a_last_place("gradient_norm", "grad norm", "median over steps of the gradient norm's relative gap"),
+    _to_a_last_place("gradient_norm", "gradient norm", "median over steps of the gradient norm's relative gap"),
     Measure(
         "drifts",
-        "drift",
+        "weight, drift",
         "distance of a parameter at the end, relative to its drift",
         floor=0.5,
         why="Drifts: here a rounding is that of every weight, over the way it went: each step rounds the weights anew.",
@@ -183,11 +183,10 @@ class Verdict:
     checks: tuple[BoundCheck, ...]
     divergence: str | None = None
 
-    def worst(self, measure: str) -> BoundCheck | None:
-        """The check of this measure that takes most of its bound."""
-        return max(
-            (check for check in self.checks if check.measure == measure), key=lambda check: check.share, default=None
-        )
+    def worst(self, measure: str | None = None) -> BoundCheck | None:
+        """The check, of this measure or of all, that takes most of its bound."""
+        mine = [check for check in self.checks if measure in (None, check.measure)]
+        return max(mine, key=lambda check: check.share, default=None)
 
 
 def judge(
