@@ -23,7 +23,7 @@ export OMP_NUM_THREADS := 1
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
-demo: $(READY) ## train stock and fused twins on real text and compare them; the picture lands in build/demo
+demo: $(READY) ## train stock and fused twins on real text and compare them; the page with the curves lands in build/demo
 	$(BIN)/fused-norm demo --out build/demo $(DEMO)
 
 converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge

@@ -17,7 +17,7 @@ from matplotlib.colors import to_hex
 import fused_norm
 from fused_norm.cli import main
 from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison
-from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg, draw_curves
+from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.plan import comparisons_of
 from fused_norm.convergence.report import (
@@ -185,7 +185,7 @@ def test_a_fused_model_may_be_the_stock_model_to_the_last_bit(finished):
     assert finished[2][1].verdict.status == "green"
 
 
-def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished, tmp_path):
+def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished):
     results = finished[2]
     html = as_page(results, {"torch": torch.__version__, "<odd>": "&"})
     assert html.count("<svg") == html.count("</svg>") == 1
@@ -211,13 +211,11 @@ def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished, tmp_
     kept = json.loads(as_json(results, {}))
     assert kept["exit_code"] == 2
     assert kept["results"][1]["checks"]
-    assert draw_curves(results, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished):
     result = finished[2][1]
-    _, gaps, numbers = _figure([result], titles=False).get_axes()
+    _, gaps, numbers = _figure(result).get_axes()
     whole = result.verdict.worst("loss")
     assert [line.get_ydata()[0] for line in gaps.get_lines()[-2:]] == [
         max(whole.value, gaps.get_ylim()[0]),
@@ -230,7 +228,7 @@ def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished
     worse = replace(result.verdict, checks=(replace(result.verdict.checks[0], value=5.0, bound=1.0),))
     result.__dict__["verdict"], kept = worse, result.verdict
     try:
-        (points,) = _figure([result], titles=False).get_axes()[2].collections
+        (points,) = _figure(result).get_axes()[2].collections
     finally:
         result.__dict__["verdict"] = kept
     assert to_hex(points.get_facecolor()[0]) == LIMIT
@@ -272,13 +270,11 @@ def test_the_answer_is_one_sentence(statuses, answer):
     assert summary(results) == answer
 
 
-def test_where_nothing_ran_there_is_no_chart(finished, tmp_path):
+def test_where_nothing_ran_there_is_no_chart(finished):
     results = finished[2][:1]
     html = as_page(results, {})
     assert "What went wrong" in html
     assert "<svg" not in html
-    assert not draw_curves(results, tmp_path / "curves.png")
-    assert list(tmp_path.iterdir()) == []
 
 
 SHARDED = """

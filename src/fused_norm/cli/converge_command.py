@@ -125,9 +125,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"\n{report.summary(results)}")
         missing = set(plan.comparisons) - {result.comparison for result in results}
         with writing_to(args.out):
-            written = _write(args.out, [*results, *map(ComparisonResult, sorted(missing))], plan)
-        for what, path in written.items():
-            say(f"{what}: {path}")
+            page = _write(args.out, [*results, *map(ComparisonResult, sorted(missing))], plan)
+        say(f"report: {page}")
     if stopped:
         done = f"{len(results)} of {len(plan.comparisons)} comparisons done"
         say(f"stopped with {done}; the same command goes on from there")
@@ -299,14 +298,14 @@ class _Progress:
         self._bar.close()
 
 
-def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> dict[str, Path]:
-    """Write the report's files, and return those to look at."""
-    from ..convergence import curve_charts, report
+def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> Path:
+    """Write the report's files, and return the page to look at."""
+    from ..convergence import report
 
     (folder / "report.json").write_text(report.as_json(results, plan.facts), encoding="utf-8")
-    page, picture = folder / "report.html", folder / "curves.png"
+    page = folder / "report.html"
     page.write_text(report.as_page(results, plan.facts), encoding="utf-8")
-    return {"report": page} | ({"curves": picture} if curve_charts.draw_curves(results, picture) else {})
+    return page
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -20,7 +18,6 @@ _TEXT = "#808a94"
 COLOURS = {"stock": STOCK, "fused": FUSED, "noise": NOISE, "limit": LIMIT, "soft": _TEXT}
 """The colours by the names of the CSS variables that replace them on a page that has these."""
 
-_COLUMNS = 4
 _LEAST, _MOST = 1e-4, 1e2
 """Shares of limits that are less, or more, are drawn at this."""
 
@@ -30,45 +27,28 @@ def has_curves(result: ComparisonResult) -> bool:
     return bool(result.stock and result.fused and result.controls)
 
 
-def draw_curves(results: Sequence[ComparisonResult], path: Path) -> bool:
-    """Draw every comparison that trained into a PNG file.
-
-    Returns:
-        Whether there was one to draw.
-    """
-    if shown := [result for result in results if has_curves(result)]:
-        _figure(shown, titles=True).savefig(path, dpi=110)
-    return bool(shown)
-
-
 def curves_svg(result: ComparisonResult) -> str:
     """The three charts of a comparison as one ``svg`` element, without a background."""
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": result.comparison.name}
     style |= {"font.sans-serif": ["DejaVu Sans"]}  # a longer list would stand at every word
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
-    with rc_context(style | dict.fromkeys(inked, _TEXT)):
-        text = io.StringIO()
+    style |= {"font.size": 8} | dict.fromkeys(inked, _TEXT)
+    text = io.StringIO()
+    with rc_context(style):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        _figure([result], titles=False).savefig(text, format="svg", transparent=True, metadata=nothing)
+        _figure(result).savefig(text, format="svg", transparent=True, metadata=nothing)
     svg = text.getvalue()[text.getvalue().index("<svg") :]
     for name, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{name}, {colour})")
     return svg
 
 
-def _figure(results: Sequence[ComparisonResult], *, titles: bool) -> Figure:
-    """The charts of each comparison below each other, comparisons side by side."""
-    columns = min(_COLUMNS, len(results))
-    rows = -(-len(results) // columns)
-    with rc_context({"font.size": 8}):
-        # No pyplot: it would open a window system and keep the figure.
-        figure = Figure(figsize=(3.6 * columns, 6.6 * rows), layout="constrained")
-        for part, result in zip(figure.subfigures(rows, columns, squeeze=False).flat, results, strict=False):
-            losses, gaps, checks = part.subplots(3, gridspec_kw={"height_ratios": [3, 3, 4]})
-            if titles:
-                part.suptitle(f"{result.comparison.title}: {result.verdict.status}")
-            _draw_run(losses, gaps, result)
-            _draw_checks(checks, result.verdict)
+def _figure(result: ComparisonResult) -> Figure:
+    # No pyplot: it would open a window system and keep the figure.
+    figure = Figure(figsize=(3.6, 6.6), layout="constrained")
+    losses, gaps, checks = figure.subplots(3, gridspec_kw={"height_ratios": [3, 3, 4]})
+    _draw_run(losses, gaps, result)
+    _draw_checks(checks, result.verdict)
     return figure
 
 
