@@ -111,7 +111,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_ANY, 4096, 4, 4, stages=2, why="as without a residual"),
     ),
     "sandwich_backward": (
-        # Rows of 1024 and less were not measured; compiled for sm_90 they spill up to 44 bytes.
+        # Rows of 1024 and less were not measured; compiled for sm_90 and sm_120 they spill up to 56 bytes.
         Rule(2048, 4096, 4, 2, reload=True, why=".94 of a copy's bandwidth at 1152 wide, half a tile: .75 to .91"),
         Rule(3072, 4096, 4, 2, reload=True, why="two accumulators, 32 elements a lane, 250 registers: .88 at 2560"),
         # From 3840 wide on one program keeps enough in flight.
@@ -119,6 +119,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True, why="16 elements a lane, 128 registers: .94 at 5376"),
     ),
     "fp32_sandwich_backward": (
+        Rule(1024, 2048, 4, 2, reload=True, why="not measured; twice as many elements spill 152 bytes on sm_100"),
         Rule(2048, 4096, 4, 2, reload=True),
         Rule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
         Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
