@@ -56,6 +56,16 @@ class Tensors(SimpleNamespace):
         return Tensors(**vars(self) | others)
 
 
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Assert equal bits; nearly equal ones on a GPU, where kernels of other dtypes may add up in another order."""
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        if one.device.type == "cuda":
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other)
+
+
 Scales = dict[str, Tensor]
 """What errors are relative to, by the name of a result."""
 

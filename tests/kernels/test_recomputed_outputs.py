@@ -143,20 +143,20 @@ def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> Non
     x, weight = made(device, 6, 40), made(device, 40)
     rstd = torch.rand(6, 1, device=device)
     with torch.no_grad():
-        y = RECOMPUTED_NORM(GEMMA, x, weight, rstd)
+        y = RECOMPUTED_NORM(GEMMA, x, weight, rstd, None)
         expected = (x.float() * rstd * (1 + weight.float())).to(BF16)
     assert torch.equal(y, expected)
     for wrong in (torch.rand(6, device=device), torch.rand(5, 1, device=device)):
         with pytest.raises(ValueError, match="rstd has shape"):
-            RECOMPUTED_NORM.checked(GEMMA, x, weight, wrong)
+            RECOMPUTED_NORM.checked(GEMMA, x, weight, wrong, None)
     with pytest.raises(ValueError, match="'none'"):
-        RECOMPUTED_NORM.checked(norm_spec("none", False, 1e-6), x, weight, rstd)
+        RECOMPUTED_NORM.checked(norm_spec("none", False, 1e-6), x, weight, rstd, None)
 
 
 def test_an_empty_output_is_recomputed(device: str) -> None:
     x, weight = made(device, 0, 40), made(device, 40)
     with torch.no_grad():
-        assert RECOMPUTED_NORM(LLAMA, x, weight, torch.empty(0, 1, device=device)).shape == (0, 40)
+        assert RECOMPUTED_NORM(LLAMA, x, weight, torch.empty(0, 1, device=device), None).shape == (0, 40)
 
 
 def test_an_observer_is_left_with_its_block() -> None:

@@ -129,7 +129,7 @@ def _compare(operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> RowsO
         expected = pick.of(whole, start, some)
         differing += not all(_same_bits(one, other) for one, other in zip(found, expected, strict=True))
     dtype = str(lead.dtype).removeprefix("torch.")
-    return RowsOfOperator(operator.name, lead.shape[-1], dtype, len(parts), differing)
+    return RowsOfOperator(operator.plain_name or operator.name, lead.shape[-1], dtype, len(parts), differing)
 
 
 class _Rows:

@@ -43,7 +43,7 @@ class BackwardCall(NamedTuple):
     """The arguments of one backward.
 
     Attributes:
-        incoming: the gradients of the outputs, None for those that nothing depends on.
+        incoming: the gradients of the outputs, as they were ``handed_out``, None for those that nothing depends on.
         saved: the tensors that the forward saved.
         facts: what else it saved.
         needed: which of the operator's ``gradients`` are wanted.
@@ -104,6 +104,8 @@ class Operator(ABC):
     """
 
     name: ClassVar[str]
+    plain_name: ClassVar[str] = ""
+    """The name of the operator whose outputs these are, where another form of it computes them."""
     has_norm: ClassVar[bool] = True
     """Calls begin with the meaning of a norm; it is None in an operator without one."""
     tensors: ClassVar[str]
@@ -241,13 +243,21 @@ class Operator(ABC):
         """Return whether elements of outputs depend on those at their place alone, so that rows may be cut."""
         return False
 
+    def handed_out(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
+        """What a call returns, of a forward's results: its outputs; or further tensors on the memory of one."""
+        return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
+
+    def by_output(self, found: Any) -> list[tuple[Tensor, ...]]:
+        """The tensors that were ``handed_out`` for each output."""
+        return [(one,) for one in (found if isinstance(found, tuple) else (found,))]
+
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
-        """The places of the outputs that no gradient flows into, where these of ``gradients`` are wanted."""
+        """The places of the outputs, as ``handed_out``, that no gradient flows into, where these ones are wanted."""
         return self._not_differentiable
 
     def public_name(self, *arguments: Any) -> str:
         """The name of the public function that makes this call."""
-        return self.name
+        return self.plain_name or self.name
 
     def refuses(self, spec: Spec, *arguments: Any) -> Refusal | None:
         """Decide whether kernels take a call: None, or the reason why not.
@@ -431,10 +441,11 @@ class Operator(ABC):
 
         def forward(*tensors: Tensor | None) -> Any:
             results = self.forward(spec, *tensors, *options, training=trained)
-            outputs = self.only_outputs(results)
+            given = *tensors, *options
+            outputs = self.handed_out(given, results, trained=trained)
             if not trained:
                 return outputs
-            saved, facts = self.save((*tensors, *options), results)
+            saved, facts = self.save(given, results)
             return outputs, tuple(saved), (spec, facts, apart)
 
         found = recorded(tensors, (spec, *options), forward, apply=self._apply_program if trained else None)
@@ -454,7 +465,7 @@ class Operator(ABC):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             apply = self._apply_plain if plain else self.function.apply
             return apply(spec, *arguments)
-        return self.only_outputs(self.run(spec, *arguments, training=False))
+        return self.handed_out(arguments, self.run(spec, *arguments, training=False), trained=False)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         """``forward``, in the way that fits the tensors."""
@@ -462,10 +473,6 @@ class Operator(ABC):
             return self.forward(spec, *arguments, training=training)
         results = self._forward_op(*_values(spec), *arguments, training)
         return (results,) if isinstance(results, Tensor) else results
-
-    def only_outputs(self, results: Sequence[Any]) -> Any:
-        """The part of a forward's results that a call returns."""
-        return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
     def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
         spec, (*rest, training) = self._spec_of(arguments)
@@ -561,14 +568,14 @@ def _route_of(call: BackwardCall) -> Route:
         batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
         if again or batched or is_transformed():
             return _by_reference
-    return _by_kernels if _is_unwatched(tensors) else _by_registered_operator
+    return by_kernels if _is_unwatched(tensors) else _by_registered_operator
 
 
 def _without_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     return (None,) * len(operator.gradients)
 
 
-def _by_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def by_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
     return operator.backward(spec, call)
 
 
@@ -590,7 +597,7 @@ def _function_of_arguments(operator: Operator) -> Any:
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
         saved, facts = operator.save(arguments, results)
-        outputs = operator.only_outputs(results)
+        outputs = operator.handed_out(arguments, results, trained=True)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         _mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + len(operator.gradients)]))
@@ -635,7 +642,7 @@ def _function_of_program(operator: Operator) -> Any:
         spec, facts, _ = program.facts
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
         route = _route_of(call)
-        if may_repeat and route is _by_kernels:
+        if may_repeat and route is by_kernels:
             function = _backward_function(operator, spec, facts, call.needed, len(saved))
             found = recorded((*saved, *incoming), (), function, in_any_grad_mode=True)
             if found is not None:
@@ -668,7 +675,7 @@ def _backward_function(operator: Operator, spec: Spec, facts: Facts, needed: Seq
     def backward(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         call = BackwardCall(tensors[saved:], tensors[:saved], facts, needed)
         behind = operator.tensor_count - len(operator.gradients)
-        return None, *operator.gradients_by(_by_kernels, spec, call), *(None,) * behind
+        return None, *operator.gradients_by(by_kernels, spec, call), *(None,) * behind
 
     return backward
 

@@ -11,7 +11,7 @@ from ..spec import NormSpec
 from . import reference
 from .arguments import Refusal
 from .operator import Operator, Recompute
-from .triton.memory import empty_rows_like, norm_dtype
+from .triton.memory import empty_rows_like, norm_dtype, written_dtype
 from .triton.norm_forward import launch_norm_from_rstd
 
 
@@ -20,12 +20,13 @@ class RecomputedNorm(Operator):
 
     name = "recomputed_norm"
     tensors = "Tensor x, Tensor? weight, Tensor rstd"
+    options = "ScalarType? dtype"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
     saved = ""
     gradients = ()
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        x, _, rstd = arguments
+        x, _, rstd, *_ = arguments
         if rstd.shape != (*x.shape[:-1], 1):
             return Refusal(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
         if rstd.dtype != torch.float32:
@@ -35,12 +36,13 @@ class RecomputedNorm(Operator):
         return None
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Any:
-        x, weight, _ = arguments
-        return reference.rms_norm(spec, x, weight)
+        x, weight, _, dtype = arguments
+        y = reference.rms_norm(spec, x, weight)
+        return y.to(written_dtype(y.dtype, dtype))
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, weight, rstd = arguments
-        y = empty_rows_like(x, norm_dtype(spec, x.dtype, weight))
+        x, weight, rstd, dtype = arguments
+        y = empty_rows_like(x, written_dtype(norm_dtype(spec, x.dtype, weight), dtype))
         if launch:
             launch_norm_from_rstd(spec, x, weight, rstd, y)
         return (y,)
@@ -49,6 +51,11 @@ class RecomputedNorm(Operator):
 RECOMPUTED_NORM = RecomputedNorm()
 
 
-def norm_recompute(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Recompute | None:
-    """How to recompute a norm of x from its rstd; None under casting ``none``, which keeps a more exact rstd."""
-    return None if spec.casting == "none" else Recompute(RECOMPUTED_NORM, spec, (x, weight, rstd))
+def norm_recompute(
+    spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, dtype: torch.dtype | None = None
+) -> Recompute | None:
+    """How to recompute a norm of x from its rstd; None under casting ``none``, which keeps a more exact rstd.
+
+    ``dtype``: that of the output, where its own would be float32.
+    """
+    return None if spec.casting == "none" else Recompute(RECOMPUTED_NORM, spec, (x, weight, rstd, dtype))

@@ -41,7 +41,8 @@ class NormOperator(Operator):
         given = self.by_name(arguments)
         inner_weight, weight = self._weights_of(given)
         added = given.get("residual"), given.get("scale", 1.0)
-        inputs = NormInputs(given["x"], weight, *added, self.inner, inner_weight, normed="y" in self.outputs)
+        last = "y" in self.outputs, given.get("dtype")
+        inputs = NormInputs(given["x"], weight, *added, self.inner, inner_weight, *last)
         outputs = empty_norm(spec, inputs, training)
         if launch:
             launch_norm_forward(spec, inputs, outputs, given.get("mode"))
@@ -63,7 +64,7 @@ class NormOperator(Operator):
         if "y" not in self.outputs:
             return None
         known = self.by_name(arguments, results)
-        return norm_recompute(spec, known.get("s", known["x"]), known["weight"], known["rstd"])
+        return norm_recompute(spec, known.get("s", known["x"]), known["weight"], known["rstd"], known.get("dtype"))
 
     def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         given = self.backward_by_name(call)
@@ -93,8 +94,9 @@ class NormOperator(Operator):
             norm_call = BackwardCall((ds,), saved, (), (need_dx, need_inner))
             dx, dinner = RMS_NORM.gradients_by(route, spec, norm_call)
         elif need_dx and not self.inner:
-            dx = (ds if given["scale"] == 1.0 else ds * given["scale"]).to(given["x_dtype"])
-        dr = ds.to(given["residual_dtype"]) if given["need_dr"] else None
+            dx = ds if given.get("scale", 1.0) == 1.0 else ds * given["scale"]
+            dx = dx.to(self._normalised(given)[1])
+        dr = ds.to(given["residual_dtype"]) if given.get("need_dr") else None
         return (dx, dr, dinner, None)[: len(self.gradients)]
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:

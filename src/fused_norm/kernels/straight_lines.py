@@ -65,13 +65,19 @@ class _Names:
         self.asked.add(name)
         return name
 
-    def expression(self, results: Any) -> str:
-        """Results, in nested tuples, by their names."""
+    def expression(self, results: Any, taken: set[str] | None = None) -> str:
+        """Results, in nested tuples, by their names; those that are ``taken`` already as further tensors on them."""
         if results is None:
             return "None"
         if isinstance(results, Tensor):
-            return self.of(results)
-        return f"({', '.join(map(self.expression, results))}{',' * (len(results) == 1)})"
+            name = self.of(results)
+            if taken is None or name not in taken:
+                taken = set() if taken is None else taken
+                taken.add(name)
+                return name
+            return f"{name}.detach()"
+        parts = [self.expression(one, taken) for one in results]
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
@@ -117,10 +123,12 @@ def straight_lines(
         launches.append(line)
         known |= its_known
     passed = sorted(names.asked)
+    taken = None
     if len(arguments) > len(inputs):
         results, saved = results
         launches.append(f"ctx.to_save = {names.expression(saved)}")
-    launches.append(f"return {names.expression(results)}")
+        taken = {*arguments}  # autograd wants outputs that are neither inputs nor each other
+    launches.append(f"return {names.expression(results, taken)}")
     otherwise = f"    return repeat({', '.join(arguments)})"
     hooks = "enter is not runtime.launch_enter_hook or enter.calls or leave is not runtime.launch_exit_hook"
     lines = [f"if {hooks} or leave.calls{' or device() != index' * machine.is_one_of_several}:", otherwise]

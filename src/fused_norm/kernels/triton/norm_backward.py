@@ -1,11 +1,13 @@
 """The backward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
 
-``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, ``_tail`` a
-row's second piece, where the first alone does not hold it, and ``inner`` belongs to the norm in front of the add.
+``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, ``dy1`` and
+on are the gradients of further readers of y, ``_tail`` is a row's second piece, where the first alone does not hold it,
+and ``inner`` belongs to the norm in front of the add.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +18,51 @@ from torch import Tensor
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan
 from .devices import device_facts
-from .language import input_grad, let_next_begin, load_gamma, load_input, load_tile, rows_of, store_tile
+from .language import (
+    TRITON_DTYPES,
+    input_grad,
+    let_next_begin,
+    load_gamma,
+    load_input,
+    load_tile,
+    round_to,
+    rows_of,
+    store_tile,
+)
 from .launch import launch
-from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, same_rows
+from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, norm_dtype, same_rows
 from .weight_grad import empty_shares, sum_shares
+
+MOST_READERS = 6
+"""The gradients of readers that a kernel adds up."""
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
 
 
 @triton.jit
-def _sum_grad(ds, g, s, correction, rstd, row, col, live):
-    """The gradient of the sum that is normalised: through the norm, and what else flows into it."""
+def _load_dy(dys, stride, row, col, live, DTYPE: tl.constexpr):
+    """The gradient of y: those of its readers, each rounded sum of two added to the next one, as autograd does it."""
+    dy = load_tile((dys[0], stride), row, col, live)
+    if dys[1] is not None:
+        dy = round_to(dy + load_tile((dys[1], stride), row, col, live), DTYPE)
+    if dys[2] is not None:
+        dy = round_to(dy + load_tile((dys[2], stride), row, col, live), DTYPE)
+    if dys[3] is not None:
+        dy = round_to(dy + load_tile((dys[3], stride), row, col, live), DTYPE)
+    if dys[4] is not None:
+        dy = round_to(dy + load_tile((dys[4], stride), row, col, live), DTYPE)
+    if dys[5] is not None:
+        dy = round_to(dy + load_tile((dys[5], stride), row, col, live), DTYPE)
+    return dy
+
+
+@triton.jit
+def _sum_grad(ds, g, s, correction, rstd, row, col, live, DTYPE: tl.constexpr):
+    """The gradient of the sum that is normalised: through the norm, rounded to DTYPE, and what else flows into it."""
     grad = rstd * (g - s * correction)
     if ds[0] is not None:
-        grad += load_tile(ds, row, col, live)
+        grad = round_to(grad, DTYPE) + load_tile(ds, row, col, live)
     return grad
 
 
@@ -59,6 +91,7 @@ def _store_share(shares_ptr, program, dw, col, N: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
     dy_ptr,  # [M, N]
+    dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr,  # [M, N] or None, all spaced as dy
     ds_ptr,  # [M, N] or None: what else flows into the sum
     s_ptr,  # [M, N], or its FP8 codes
     s_scale_ptr,  # [M, N / 16] where there are codes
@@ -75,9 +108,11 @@ def _backward_kernel(
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
     RELOAD: tl.constexpr, HAS_DINNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
-    SPEC: tl.constexpr,
+    SPEC: tl.constexpr, DY_DTYPE: tl.constexpr,
 ):  # fmt: skip
+    dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
+    s_dtype: tl.constexpr = s_ptr.dtype.element_ty
     # A tile of one row needs no mask for rows; without it a fifth of the registers is free where there are two norms.
     ALONE: tl.constexpr = ROWS == 1 and x_ptr is not None
     program = tl.program_id(0)
@@ -103,14 +138,14 @@ def _backward_kernel(
         row = rows_of(tile, ROWS, LONG)
         live = in_row[None, :] if ALONE else (row < M)[:, None] & in_row[None, :]
         s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, 0, M, N)
-        dy = load_tile((dy_ptr, dy_stride), row, col, live)
+        dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
         rstd = _load_rstd(rstd_ptr, row, M, ALONE)
         if HAS_DW:
             dw += dy * (s * rstd)
         if TAIL:
             live_tail = (row < M)[:, None] & in_tail[None, :]
             s_tail = load_tile((s_ptr, s_stride), row, col_tail, live_tail)
-            dy_tail = load_tile((dy_ptr, dy_stride), row, col_tail, live_tail)
+            dy_tail = _load_dy(dys, dy_stride, row, col_tail, live_tail, DY_DTYPE)
             if HAS_DW:
                 dw_tail += dy_tail * (s_tail * rstd)
         if dx_ptr is not None or dr_ptr is not None or HAS_DINNER:
@@ -124,13 +159,13 @@ def _backward_kernel(
                 g_tail = dy_tail * gamma_tail
                 products = tl.sum(tl.reshape(products, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + g_tail * s_tail
             correction = tl.sum(products, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
-            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live)
+            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live, s_dtype)
             if x_ptr is None:
                 _store_input_grads(dx, dr, grad, scale, row, col, live)
             elif dr_ptr is not None:
                 store_tile(dr, row, col, live, grad)
             if TAIL:
-                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail)
+                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail, s_dtype)
                 _store_input_grads(dx, dr, grad_tail, scale, row, col_tail, live_tail)
         if x_ptr is not None and (dx_ptr is not None or HAS_DINNER):
             x = load_tile((x_ptr, x_stride), row, col, live)
@@ -156,32 +191,35 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _backward_correction_kernel(
     dy_ptr,  # [M, N]
+    dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr,  # [M, N] or None
     s_ptr,  # [M, N]
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32
     correction_ptr,  # [M] fp32
     M,
     dy_stride, s_stride,
-    N: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """For rows too wide to hold: ``rstd^2 * mean(dy * gamma * s)``, which every element of dx needs."""
-    row = tl.program_id(0).to(tl.int64)
+    dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     products = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
         col = start + tl.arange(0, BLOCK)
         in_row = (col < N)[None, :]
-        s = tl.load(s_ptr + row * s_stride + col[None, :], mask=in_row, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + row * dy_stride + col[None, :], mask=in_row, other=0.0).to(tl.float32)
+        s = load_tile((s_ptr, s_stride), row, col, in_row)
+        g = _load_dy(dys, dy_stride, row, col, in_row, DY_DTYPE)
         if w_ptr is not None:
             g = g * load_gamma(w_ptr, col, col < N, SPEC)
         products += g * s
     rstd = tl.load(rstd_ptr + row)
-    tl.store(correction_ptr + row + tl.arange(0, 1), tl.sum(products, axis=1) * (rstd * rstd) * (1.0 / N))
+    tl.store(correction_ptr + row, tl.sum(products, axis=1) * (rstd * rstd) * (1.0 / N))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _backward_columns_kernel(
     dy_ptr,  # [M, N]
+    dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr,  # [M, N] or None
     ds_ptr,  # [M, N] or None
     s_ptr,  # [M, N]
     w_ptr,  # [N] or None
@@ -194,9 +232,10 @@ def _backward_columns_kernel(
     dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr, SPEC: tl.constexpr,
+    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The second half for wide rows: a block of columns of every row, given each row's correction."""
+    dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -209,13 +248,13 @@ def _backward_columns_kernel(
         row = rows_of(tile, ROWS, LONG)
         live = (row < M)[:, None] & in_row[None, :]
         s = load_tile((s_ptr, s_stride), row, col, live)
-        dy = load_tile((dy_ptr, dy_stride), row, col, live)
+        dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
         if shares_ptr is not None:
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             correction = tl.load(correction_ptr + row, mask=row < M, other=0.0)[:, None]
-            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live)
+            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, s_ptr.dtype.element_ty)
             _store_input_grads(dx, dr, grad, scale, row, col, live)
     let_next_begin(OVERLAPS)
     if shares_ptr is not None:
@@ -226,7 +265,8 @@ class NormSaved(NamedTuple):
     """The tensors that a backward reads: of a norm of s and, where x is there, of the norm of x before the add.
 
     Attributes:
-        dy: [..., N], the gradient of the norm.
+        dy: [..., N], the gradient of the norm; of several readers those of each, at most ``MOST_READERS``, in the order
+            in which they are added up.
         ds: what else flows into s, or None.
         s: what was normalised, or its FP8 codes, whose rows are at most ``plans.WIDEST_BACKWARD`` wide.
         weight: [N] or None.
@@ -238,7 +278,7 @@ class NormSaved(NamedTuple):
         s_scale: [..., N / 16] where s are codes; nothing but the norm's gradient flows into these.
     """
 
-    dy: Tensor
+    dy: Tensor | tuple[Tensor, ...]
     ds: Tensor | None
     s: Tensor
     weight: Tensor | None
@@ -279,12 +319,12 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         _launch_one_norm_at_a_time(spec, saved, gradients)
         return
     rows, device = size // width, device_facts(saved.s.device)
-    arranged, spacing = same_rows(
-        saved.s, saved.dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
-    )
-    s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged
+    dy, *more = _in_same_places(saved.s, saved.dy) if isinstance(saved.dy, tuple) else (saved.dy,)
+    arranged, spacing = same_rows(saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd)
+    s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged  # type: ignore[assignment]
+    dys = dy, *more, *[None] * (MOST_READERS - 1 - len(more))
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
-    read = dy, ds, s, x, inner_weight, weight
+    read = *dys, ds, s, x, inner_weight, weight
     # Scales of codes are one more tensor in flight, as a residual's gradient is.
     alone = "norm_backward" if ds is None and s_scale is None else "add_backward"
     plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else alone)
@@ -296,6 +336,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
+    constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
     scale_stride, x_stride = (spacing[6], None) if s_scale is not None else (None, spacing[3] if inner else None)
     strides = *spacing[1:3], spacing[0], scale_stride, x_stride, *spacing[4:6]
     scale = None if saved.scale == 1.0 else float(saved.scale)
@@ -304,20 +345,27 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     if plan.chunked:
         correction = saved.s.new_empty((rows,), dtype=torch.float32)
         if dx is not None or dr is not None:
-            tensors, numbers = (dy, s, weight, rstd, correction), (rows, strides[0], strides[2])
-            wider = {"N": width, "BLOCK": 4 * plan.block, "SPEC": constants["SPEC"]}
+            tensors, numbers = (*dys, s, weight, rstd, correction), (rows, strides[0], strides[2])
+            wider = {name: constants[name] for name in ("N", "SPEC", "DY_DTYPE")} | {"BLOCK": 4 * plan.block}
             launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
-        tensors = dy, ds, s, weight, rstd, correction, dx, dr, shares
+        tensors = *dys, ds, s, weight, rstd, correction, dx, dr, shares
         numbers = rows, *strides[:3], *strides[5:], scale
         grid = blocks, min(programs, _GRID_LIMIT)
         launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
         constants |= {"HAS_DINNER": dinner is not None, "HAS_DW": dw is not None}
-        tensors = *read[:3], s_scale, *read[3:], inner_rstd, rstd, dx, dr, shares
+        tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, shares
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if shares is not None:
         sum_shares(shares, first, second, programs, most, device)
+
+
+def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """Gradients of several readers with their rows in the same places, as those of linears have them."""
+    if s.is_contiguous() and all(dy.is_contiguous() for dy in dys):
+        return dys
+    return [empty_rows_like(s, dy.dtype).copy_(dy) for dy in dys]
 
 
 def _launch_one_norm_at_a_time(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:

@@ -28,7 +28,7 @@ from .language import (
     store_tile,
 )
 from .launch import launch
-from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, promoted, same_rows
+from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, promoted, same_rows, written_dtype
 
 
 @triton.jit
@@ -219,6 +219,7 @@ class NormInputs(NamedTuple):
         inner: x is normalised in front of the add.
         inner_weight: [N] or None, of that norm.
         normed: y is wanted, not s alone.
+        dtype: of y where its own would be float32; None leaves it its own.
     """
 
     x: Tensor
@@ -228,6 +229,7 @@ class NormInputs(NamedTuple):
     inner: bool = False
     inner_weight: Tensor | None = None
     normed: bool = True
+    dtype: torch.dtype | None = None
 
 
 class NormOutputs(NamedTuple):
@@ -256,13 +258,13 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool) -> NormOutput
         return empty_rows_like(x, torch.float32, width=1) if training and wanted else None
 
     inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
-    y_dtype = norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight)
+    y_dtype = written_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
     return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd)
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
     """Write the ``outputs`` of ``empty_norm``, in the best mode or the one asked for (of one norm)."""
-    x, weight, residual, scale, inner, inner_weight, _ = inputs
+    x, weight, residual, scale, inner, inner_weight, *_ = inputs
     size, width = x.numel(), x.shape[-1]
     if size == 0:
         return

@@ -1,0 +1,218 @@
+"""Norms that give each reader an output of its own: the same bits as one output that all of them read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fused_norm.kernels.norms_for_readers import (
+    ADD_RMS_NORM_FOR_READERS,
+    NORM_ADD_NORM_FOR_READERS,
+    RMS_NORM_FOR_READERS,
+)
+from fused_norm.kernels.operator import OPERATORS, Operator
+from fused_norm.kernels.plans import BackwardPlan
+from fused_norm.kernels.triton.norm_backward import MOST_READERS
+from fused_norm.spec import NormSpec
+
+from .numerics import BF16, FP16, FP32, assert_same
+
+GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
+PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}
+"""The operators that have a form for readers, with the options of a call."""
+DTYPES = {"bf16": (BF16, BF16, None), "autocast": (FP32, FP32, BF16), "mixed": (BF16, FP32, FP16)}
+"""Of the rows, of the weight, and of what readers cast to."""
+
+NAMES = pytest.mark.parametrize("name", PLAIN)
+
+
+def tensors_of(name: str, device: str, rows: torch.dtype, weight: torch.dtype, width: int = 48) -> list[Tensor]:
+    """Leaves: rows of x and of a residual, and a weight for each norm."""
+    tensors = [torch.randn(3, 5, width, device=device).to(rows) for _ in range(1 + (name != "rms_norm"))]
+    tensors += [torch.randn(width, device=device).to(weight) for _ in range(1 + (name == "norm_add_norm"))]
+    return [one.requires_grad_() for one in tensors]
+
+
+def for_readers(name: str) -> Operator:
+    operators = RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS
+    return dict(zip(PLAIN, operators, strict=True))[name]
+
+
+def options_of(name: str, readers: int, dtype: torch.dtype | None) -> tuple[Any, ...]:
+    return (*PLAIN[name][1:], readers, dtype)
+
+
+def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
+    """A number that depends on y by readers like linears, and on s."""
+    generator = torch.Generator().manual_seed(1)
+    total = s.float().square().sum()
+    for place, y in enumerate(ys):
+        matrix = torch.randn(y.shape[-1], 7, generator=generator).to(y)
+        if place not in unread:
+            total = total + (y @ matrix).float().sin().sum()
+    return total
+
+
+def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], readers: int, dtype: torch.dtype | None) -> Any:
+    """The outputs of the plain operator, cast by each reader for itself as autocast does; autograd adds up."""
+    x = tensors[0] * 1
+    found = OPERATORS[name](spec, x, *tensors[1:], *PLAIN[name])
+    y, s = (found, x) if name == "rms_norm" else found
+    is_cast = dtype is not None and y.dtype == FP32
+    return [y.to(dtype) if is_cast else y for _ in range(readers)], s
+
+
+def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], readers: int, dtype: torch.dtype | None) -> Any:
+    *ys, s = for_readers(name)(spec, tensors[0] * 1, *tensors[1:], *options_of(name, readers, dtype))
+    return ys, s
+
+
+def results(call: Callable[..., Any], tensors: Sequence[Tensor], *how: Any, unread: Sequence[int] = ()) -> list[Any]:
+    """All outputs, and the gradients of the tensors."""
+    ys, s = call(*how)
+    gradients = torch.autograd.grad(read(ys, s, unread), tensors, allow_unused=True)
+    return [*(y.detach() for y in ys), s.detach(), *gradients]
+
+
+@NAMES
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("readers", [1, 2, 3, MOST_READERS])
+@pytest.mark.parametrize("spec", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_every_bit_is_that_of_one_output_that_all_read(
+    name: str, dtypes: str, readers: int, spec: NormSpec, device: str
+) -> None:
+    rows, weight, dtype = DTYPES[dtypes]
+    tensors = tensors_of(name, device, rows, weight)
+    how = name, spec, tensors, readers, dtype
+    expected = results(stock, tensors, *how)
+    for _ in range(3):  # recorded, and repeated
+        assert_same(results(fused, tensors, *how), expected)
+
+
+def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
+    """What the test above compares depends on the order."""
+    tensors = tensors_of("rms_norm", device, BF16, BF16)
+    ys, s = fused("rms_norm", LLAMA, tensors, 3, None)
+    matrices = [torch.randn(48, 7, device=device).to(BF16) for _ in ys]
+    total = sum((y @ matrix).float().sin().sum() for y, matrix in zip(ys, matrices, strict=True))
+    turned = sum((y @ matrix).float().sin().sum() for y, matrix in zip((ys[1], ys[2], ys[0]), matrices, strict=True))
+    one, other = (torch.autograd.grad(each + s.sum(), tensors, retain_graph=True)[0] for each in (total, turned))
+    assert not torch.equal(one, other)
+
+
+@NAMES
+@pytest.mark.parametrize("unread", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
+def test_a_reader_that_does_not_run_adds_nothing(name: str, unread: tuple[int, ...], device: str) -> None:
+    tensors = tensors_of(name, device, BF16, BF16)
+    how = name, LLAMA, tensors, 3, None
+    expected, found = (results(call, tensors, *how, unread=unread) for call in (stock, fused))
+    assert [one is None for one in found] == [one is None for one in expected]
+    assert_same([one for one in found if one is not None], [one for one in expected if one is not None])
+
+
+@pytest.mark.parametrize("way", ["two pieces", "chunked"])
+def test_rows_that_are_read_in_parts(
+    way: str, planned: Callable[[BackwardPlan], None], request: pytest.FixtureRequest, device: str
+) -> None:
+    if way == "chunked":
+        request.getfixturevalue("in_chunks")
+    else:
+        planned(BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16))
+    width = 145 if way == "chunked" else 47
+    for rows, weight, dtype in DTYPES.values():
+        tensors = tensors_of("add_rms_norm", device, rows, weight, width)
+        how = "add_rms_norm", LLAMA, tensors, 3, dtype
+        assert_same(results(fused, tensors, *how), results(stock, tensors, *how))
+
+
+@NAMES
+def test_the_dispatcher_sees_registered_operators_with_the_same_bits(name: str, device: str) -> None:
+    for rows, weight, dtype in DTYPES.values():
+        tensors = tensors_of(name, device, rows, weight)
+        how = name, LLAMA, tensors, 3, dtype
+        expected = results(stock, tensors, *how)
+        with FlopCounterMode(display=False):
+            found = results(fused, tensors, *how)
+        assert_same(found, expected)
+
+
+@NAMES
+def test_gradients_can_be_differentiated(name: str, device: str) -> None:
+    tensors = tensors_of(name, device, FP32, FP32)
+    for call in (stock, fused):
+        ys, s = call(name, LLAMA, tensors, 3, None)
+        (first,) = torch.autograd.grad(read(ys, s), tensors[:1], create_graph=True)
+        found = torch.autograd.grad(first.square().sum(), tensors[1:])
+        if call is stock:
+            expected = found
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@NAMES
+def test_a_retained_graph_gives_the_same_gradients_again(name: str, device: str) -> None:
+    tensors = tensors_of(name, device, BF16, BF16)
+    ys, s = fused(name, LLAMA, tensors, 3, None)
+    total = read(ys, s)
+    first = torch.autograd.grad(total, tensors, retain_graph=True)
+    assert_same(torch.autograd.grad(total, tensors), first)
+
+
+@NAMES
+def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: str) -> None:
+    tensors = tensors_of(name, device, BF16, BF16)
+    for _ in range(2):
+        ys, s = fused(name, LLAMA, tensors, 3, None)
+        assert len({id(y) for y in ys}) == 3
+        assert len({y.data_ptr() for y in ys}) == 1
+        assert not any(one._is_view() for one in (*ys, s))
+        assert all(one.requires_grad for one in (*ys, s))
+    total = (ys[0] @ ys[1].detach().mT.requires_grad_()).sum()  # a product that saves the first
+    with torch.no_grad():
+        ys[2].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@NAMES
+def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, device: str) -> None:
+    tensors = tensors_of(name, device, FP32, FP32)
+    expected, s = stock(name, LLAMA, tensors, 1, BF16)
+    for _ in range(2):
+        with torch.no_grad():
+            found = for_readers(name)(LLAMA, *tensors, *options_of(name, 3, BF16))
+        assert_same(found, [expected[0].detach(), s.detach()])
+        assert not any(one.requires_grad for one in found if one is not tensors[0])
+
+
+def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
+    x, weight = tensors_of("rms_norm", device, BF16, BF16)
+    for _ in range(2):
+        *ys, s = for_readers("rms_norm")(LLAMA, x.detach(), weight, 2, None)
+        assert not s.requires_grad
+        (found,) = torch.autograd.grad(read(ys, s), [weight])
+        ys, s = stock("rms_norm", LLAMA, (x.detach(), weight), 2, None)
+        assert torch.equal(found, torch.autograd.grad(read(ys, s), [weight])[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_only_float32_is_left_out(dtype: torch.dtype, device: str) -> None:
+    x, weight = tensors_of("rms_norm", device, BF16, BF16)
+    y, *_ = for_readers("rms_norm")(LLAMA, x, weight, 2, dtype)
+    assert y.dtype == BF16
+
+
+def test_gradients_that_lie_otherwise_are_read_where_they_are(device: str) -> None:
+    tensors = tensors_of("add_rms_norm", device, BF16, BF16)
+    outgoing = [torch.randn(5, 3, 48, device=device).to(BF16).transpose(0, 1) for _ in range(3)]
+    gradients = []
+    for call in (stock, fused):
+        ys, s = call("add_rms_norm", LLAMA, tensors, 3, None)
+        total = sum((y.float() * dy.float()).sum() for y, dy in zip(ys, outgoing, strict=True))
+        gradients.append(torch.autograd.grad(total + s.float().sum(), tensors))
+    assert_same(gradients[1], gradients[0])
