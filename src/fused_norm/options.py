@@ -58,6 +58,7 @@ class FuseOptions:
         casting: rounding points that norms get in place of their own, ``"llama"`` or ``"gemma"``, by patterns of their
             paths: for models that learn from what an inference engine wrote, which may round elsewhere than
             transformers does. None replaces nothing.
+        readers: give each linear that reads a norm an output of that norm of its own.
         recompute: recompute outputs of fused operators in the backward instead of keeping them for it: less memory for
             a little more time, and the same bits unless tensors are written into behind autograd's back.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
@@ -76,6 +77,7 @@ class FuseOptions:
     adapter: bool | None = _switch("adapter", "the casts of LoRA layers that autocast takes back")
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
+    readers: bool = True
     recompute: bool = False
     strict: bool = True
 
@@ -84,7 +86,7 @@ class FuseOptions:
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        for name in ("recompute", "strict"):
+        for name in ("readers", "recompute", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for switch in SWITCHES.values():

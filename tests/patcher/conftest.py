@@ -15,7 +15,7 @@ def launches(monkeypatch) -> list[str]:
 
     def note(operator, arguments):
         rotated = operator.name == "qk_norm" and arguments[4] is not None
-        calls.append("qk_norm_rope" if rotated else operator.name)
+        calls.append("qk_norm_rope" if rotated else operator.plain_name or operator.name)
 
     def counted(operator, spec, *arguments):
         note(operator, arguments)

@@ -126,7 +126,8 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
 
     def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
         results = call(operator, spec, *arguments)
-        first = {"qk_norm": results, "add_rms_norm": results[:1]}.get(operator.name, (results,))
+        made = operator.by_output(results)
+        first = [one for one, *_ in (made[:1] if operator.outputs == ("y", "s") else made) if one is not None]
         outputs.extend(StorageWeakRef(one.untyped_storage()) for one in first)
         sizes.extend(one.untyped_storage().nbytes() for one in first)
         return results
@@ -183,7 +184,8 @@ def test_under_autocast_the_casts_that_linears_read_are_recomputed(
     assert none == 0
     assert recomputed >= 6 * layers  # read by q, k, v, gate, up and down; attention may keep copies of its own
     assert recomputed_by.count("recomputed_norm") == 2 * layers
-    widths = 5 * model.config.hidden_size + model.config.intermediate_size
+    # Without it, too, linears that read one norm keep one tensor.
+    widths = 2 * model.config.hidden_size + model.config.intermediate_size
     assert before - after >= BF16.itemsize * FEW.numel() * widths * layers
     assert_same_bits(expected, found)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8.operators import NORM_FP8
@@ -210,7 +211,7 @@ def _writes_over_its_branch(call: Forward) -> Sequence[Tensor | None]:
 
 
 def _no_scale(call: Forward) -> Sequence[Tensor | None]:
-    return call.results(arguments=(*call.arguments[:4], 1.0))
+    return call.results(arguments=tuple((call.operator.by_name(call.arguments) | {"scale": 1.0}).values()))
 
 
 def _rotated_the_other_way(call: Forward) -> Sequence[Tensor | None]:
@@ -344,15 +345,15 @@ def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Sequence[T
     """dw without the last rows, as many as ``last`` says of all."""
 
     def wrong(call: Backward) -> Sequence[Tensor | None]:
-        incoming = []
-        for gradient in call.call.incoming:
-            if gradient is not None:
-                rows = gradient.reshape(-1, gradient.shape[-1]).clone()
-                rows[len(rows) - last(len(rows)) :] = 0
-                gradient = rows.view(gradient.shape)
-            incoming.append(gradient)
+        def cut(gradient: Any) -> Any:
+            if gradient is None:
+                return None
+            rows = gradient.reshape(-1, gradient.shape[-1]).clone()
+            rows[len(rows) - last(len(rows)) :] = 0
+            return rows.view(gradient.shape)
+
         found = list(call.right(call.spec, call.call))
-        less = call.right(call.spec, call.call._replace(incoming=tuple(incoming)))
+        less = call.right(call.spec, call.call._replace(incoming=tree_map(cut, tuple(call.call.incoming))))
         for place, name in enumerate(call.operator.gradients):
             if name in WEIGHTS:
                 found[place] = less[place]
@@ -363,7 +364,7 @@ def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Sequence[T
 
 def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
     found = call.right(call.spec, call.call)
-    last = [gradient for gradient in call.call.incoming if gradient is not None][-1]
+    last = [gradient for gradient in tree_leaves(call.call.incoming) if gradient is not None][-1]
     last.mul_(0.5)  # the kernel has written its own result where somebody else's gradient was
     return found
 

@@ -15,9 +15,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fused_norm.convergence.distances import share_different
-from fused_norm.kernels.operator import BackwardCall, Operator, Recompute
+from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
 from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module
 from fused_norm.patcher.adapter_casts import FusedAdapter, is_lora_layer
@@ -114,9 +115,8 @@ class Backward:
 def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | None]]) -> Planting:
     """Plant a fault in the forward of an operator: ``wrong`` makes its results instead."""
 
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), operator.forward
+    def wronged(operator: Operator, state: PlantedFault) -> Any:
+        right = operator.forward
 
         def forward(spec: NormSpec | None, *arguments: Any, training: bool, launch: bool = True) -> Results:
             if not launch:
@@ -129,30 +129,41 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
             state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
             return tuple(found)
 
-        with replaced_in(operator, forward=forward):
-            yield state
+        return replaced_in(operator, forward=forward)
 
-    return planted
+    return _in_all_forms(operator, wronged)
 
 
 def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor | None]]) -> Planting:
     """Plant a fault in the backward of an operator: ``wrong`` makes its gradients instead."""
 
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), operator.backward
+    def wronged(operator: Operator, state: PlantedFault) -> Any:
+        right = operator.backward
 
         def backward(spec: NormSpec | None, call: BackwardCall, *, launch: bool = True) -> Results:
             if not launch:
                 return right(spec, call, launch=False)
-            before = [_copy(one) for one in call.incoming]
+            before = [_copy(one) for one in tree_leaves(call.incoming)]
             expected = right(spec, call)
             found = wrong(Backward(operator, spec, call, right))
-            pairs = [*zip(expected, found, strict=True), *zip(before, call.incoming, strict=True)]
+            pairs = [*zip(expected, found, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)]
             state.count(pairs)
             return tuple(found)
 
-        with replaced_in(operator, backward=backward):
+        return replaced_in(operator, backward=backward)
+
+    return _in_all_forms(operator, wronged)
+
+
+def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault], Any]) -> Planting:
+    """Plant a fault in an operator, and in its forms for readers, which models call."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state = PlantedFault()
+        with contextlib.ExitStack() as stack:
+            for form in [one for one in OPERATORS.values() if operator.name in (one.name, one.plain_name)]:
+                stack.enter_context(wronged(form, state))
             yield state
 
     return planted
@@ -188,7 +199,7 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
         state, right = PlantedFault(), fused_block.run_fused
 
         def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
-            if operator not in operators or not where(arguments[1]):
+            if OPERATORS[operator.plain_name or operator.name] not in operators or not where(arguments[1]):
                 return right(operator, *arguments, **named)
             state.calls, state.share = state.calls + 1, 1.0
             return None, ""

@@ -34,6 +34,7 @@ _METHODS_OF: Mapping[str, frozenset[str]] = {
 
 _BLOCK_METHODS = (
     "fused_norm_add",
+    "fused_norm_read",
     "fused_norm_then_add",
     "fused_norm_pair",
     *sorted(_METHODS_OF["rope"] | _METHODS_OF["mlp"]),
@@ -143,6 +144,7 @@ class _Watch:
             given = signature.bind(*positional, **named)
             weighted = [self._paths[id(one)] for one in _weighted(given.arguments.values())]
             kept = with_arguments(given, copied if self._with_tensors else _emptied)
+            kept.arguments.pop("reader", None)  # made again, a norm is read by nobody, and has the dtype of stock code
             call = FusedCall(path, method, tuple(weighted), kept)
             self._outermost = call
             try:
@@ -173,7 +175,7 @@ class _Watch:
     def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
         if self._outermost is not None:
             rotates = operator.name == "qk_norm" and arguments[4] is not None
-            self._outermost.operators.append("qk_norm_rope" if rotates else operator.name)
+            self._outermost.operators.append("qk_norm_rope" if rotates else operator.plain_name or operator.name)
         return operator.results_of(spec, *arguments)
 
 

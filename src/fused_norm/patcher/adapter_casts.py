@@ -1,4 +1,4 @@
-"""LoRA layers without the cast of their input that autocast takes back.
+"""LoRA layers whose adapter reads its input without the cast that autocast takes back, or an input of its own.
 
 PEFT's LoRA layer casts its input to the dtype of its adapter, float32 beside a 16-bit model. Under autocast the
 adapter's first product casts it back at once, so it gets the same numbers without either cast.
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
 
+_FOR_ADAPTER = "fused_norm_for_adapter"
+"""The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
+
 
 class FusedAdapter(nn.Module):
     """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
@@ -23,9 +26,16 @@ class FusedAdapter(nn.Module):
 
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
         """``x`` in ``dtype``; in its own where autocast takes that cast back and nothing else sees its result."""
+        if type(x) is Tensor and not torch.compiler.is_compiling():
+            x = vars(x).pop(_FOR_ADAPTER, x)
         if _is_taken_back(x, dtype) and has_origin_forward(type(self)) and why_cast(self) is None:
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
+
+
+def keep_for_adapter(x: Tensor, own: Tensor) -> None:
+    """Have the adapter of the LoRA layer that gets ``x`` read a tensor of its ``own``."""
+    vars(x)[_FOR_ADAPTER] = own
 
 
 def is_lora_layer(module: nn.Module) -> bool:
@@ -47,12 +57,14 @@ def why_cast(layer: Any, *, training: bool = False) -> str | None:
 
     ``training``: judge its dropout as if the layer were in training mode.
     """
+    parts = layer._modules
     for name in layer.active_adapters:
-        if name not in layer.lora_A:
+        first = parts["lora_A"]._modules.get(name)
+        if first is None:
             continue
-        if name in getattr(layer, "lora_variant", ()):
+        if name in layer.__dict__.get("lora_variant", ()):
             return f"{type(layer.lora_variant[name]).__name__} may compute more with its input"
-        first, dropout = layer.lora_A[name], layer.lora_dropout[name]
+        dropout = parts["lora_dropout"]._modules[name]
         if type(first) is not nn.Linear or type(dropout) not in (nn.Identity, nn.Dropout):
             return f"its adapter has a {type(first).__name__} behind a {type(dropout).__name__}"
         if any("forward" in vars(one) or has_hooks(one) for one in (first, dropout)):

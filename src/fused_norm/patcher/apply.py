@@ -35,6 +35,7 @@ def apply_fused_norm(
     adapter: bool | None = None,
     modules: ModuleFilter | None = None,
     casting: Mapping[str, Casting] | None = None,
+    readers: bool = True,
     recompute: bool = False,
     strict: bool = True,
 ) -> PatchReport:
@@ -61,6 +62,9 @@ def apply_fused_norm(
         casting: ``{"*.q_norm": "gemma"}``: norms at paths of that pattern round as that casting does, not as their own
             code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,
             see ``FuseOptions``; None is what stock code computes, everywhere.
+        readers: give each linear that reads a fused norm an output of its own, all of them one tensor in memory: the
+            norm's backward adds up their gradients, as autograd would, and under autocast the norm is written in the
+            dtype that the linears cast it to. Every bit stays the same.
         recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
             backward, are recomputed there from what is kept anyway. Gradients stay the same to the bit, unless such a
             tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing
@@ -69,7 +73,8 @@ def apply_fused_norm(
         strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too.
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``readers`` one
+        for every block that reads a fused norm.
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
@@ -88,12 +93,13 @@ def apply_fused_norm(
         adapter=adapter,
         modules=modules,
         casting=casting,
+        readers=readers,
         recompute=recompute,
         strict=strict,
     )
     _check_is_module(model)
     with no_code_changes():
-        sites, changes = survey(model, options)
+        sites, changes, reading = survey(model, options)
         layers, changes = survey_layers(model, sites, changes, recompute=recompute)
     expected = list(_expected_sites(model))
     sites = [*sites, *_sites_of_others(model, sites, expected)]
@@ -103,6 +109,7 @@ def apply_fused_norm(
         fused=tuple(site for site in sites if site.reason is None),
         kept=tuple(site for site in sites if site.reason is not None),
         recompute=tuple(layers) if recompute else None,
+        readers=tuple(reading),
     )
     if options.strict:
         _check(model, report, expected)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from ..options import FuseOptions
 from ..spec import Kind
-from .class_swap import built_upon, change_to, foreign_forward, is_called_around, is_called_in_parallel, stock_class
+from .adapter_casts import is_lora_layer
+from .class_swap import (
+    built_upon,
+    change_to,
+    class_forward_replaced,
+    foreign_forward,
+    is_called_around,
+    is_called_in_parallel,
+    stock_class,
+)
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
 from .norm_recognition import looks_like_norm, subtracts_mean
-from .patch_report import Site
+from .patch_report import ReadingBlock, Site
+from .readers import reads_of
 from .rewrite import Rewrite
 
 
@@ -25,6 +35,13 @@ class SurveyedModel:
     paths: dict[int, str]
     norm_sites: dict[str, Site]
     options: FuseOptions
+    blocks: dict[str, Block] = field(default_factory=dict)
+
+    def block(self, path: str) -> Block:
+        """The module at this path, which is the first of its paths, as one whose forward may be rewritten."""
+        if path not in self.blocks:
+            self.blocks[path] = Block(path, self)
+        return self.blocks[path]
 
 
 class Block:
@@ -37,6 +54,7 @@ class Block:
         owner: why a change of its class would not take effect, for other code has it; None where it would.
         fixed: other code has built on its fused class.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
+        reading: the row on how it reads a norm that is handed to it; None where it is handed none.
     """
 
     def __init__(self, path: str, model: SurveyedModel) -> None:
@@ -45,6 +63,7 @@ class Block:
         self.owner = foreign_forward(self.module)
         self.fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
         self.rewrites: list[Rewrite] = []
+        self.reading: ReadingBlock | None = None
         self._model = model
         self._done: tuple[Rewrite, ...] = ()
         if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
@@ -61,6 +80,42 @@ class Block:
         for part in rest:
             found = found._modules.get(part) if isinstance(found, nn.Module) else None
         return found
+
+    def child(self, name: str) -> Block | None:
+        """The module that an attribute is, as one whose forward may be rewritten; None for a norm and for no module."""
+        path = self._model.paths.get(id(getattr(self.module, name, None)))
+        return None if path is None or path in self._model.norm_sites else self._model.block(path)
+
+    @property
+    def wants_readers(self) -> bool:
+        """The options leave in that linears have inputs of their own."""
+        return self._model.options.readers
+
+    def reads(self, index: int, obstacle: str | None) -> bool:
+        """Decide whether the linears that read argument ``index`` get inputs of their own, for which there is a row."""
+        rewrite = Rewrite("inputs", index)
+        reason = self.owner or obstacle
+        if self.fixed and self.done("inputs", index) is None:
+            reason = reason or "other code has built on its class since that was patched"
+        if not self._model.options.selects(self.path, self.module):
+            reason = "not selected by modules"
+        self.reading = ReadingBlock(self.path, self.origin.__name__, reason)
+        if reason is None and rewrite not in self.rewrites:
+            self.rewrites.append(rewrite)
+        return reason is None
+
+    def keeps_one_input(self, reason: str) -> None:
+        """Say in the row why its linears read one tensor after all."""
+        self.reading = None if self.reading is None else replace(self.reading, reason=self.reading.reason or reason)
+
+    def reads_of(self, name: str) -> int:
+        """How many tensors a linear of this name will read as its input; 0 for one that is not known to be plain."""
+        linear = self.member(name)
+        if not is_lora_layer(linear):
+            return reads_of(linear)
+        path = self._model.paths[id(linear)]
+        kept = class_forward_replaced(stock_class(linear)) or why_left_out("adapter", path, linear, self._model.options)
+        return 0 if kept else reads_of(linear, adapter=type(linear))
 
     def holds_norm(self, name: str | None) -> bool:
         """Return whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside.

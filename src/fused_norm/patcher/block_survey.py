@@ -1,4 +1,4 @@
-"""The survey of one module whose forward may be rewritten: a row for each of its sites, and its change of class."""
+"""The survey of one module whose forward may be rewritten: rows for its sites, and its change of class."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from .patterns.rotations import ROTATION_NAME
 from .source import SourceError, WrappedError, global_of, names_in
 
 
-def survey_block(block: Block, *, is_layer: bool) -> tuple[list[Site], list[ClassChange]]:
-    """The rows of a module, and the change of class that they need."""
+def decide_block(block: Block, *, is_layer: bool) -> list[Site]:
+    """The rows of a module; what is to be fused is among its rewrites, and those of blocks that it hands norms to."""
     try:
         rows = list(patterns_of(block.origin).decide(block))
-        rows += _without_patterns(block, rows, is_layer=is_layer)
+        return rows + _without_patterns(block, rows, is_layer=is_layer)
     except SourceError as error:
-        rows = _without_patterns(block, (), is_layer=is_layer, error=error)
+        return _without_patterns(block, (), is_layer=is_layer, error=error)
+
+
+def change_block(block: Block, rows: list[Site]) -> tuple[list[Site], list[ClassChange]]:
+    """The rows of a module, and the change of class that its rewrites need."""
     if block.owner is not None or block.fixed:
         return rows, []
     new = block.origin
@@ -38,7 +42,9 @@ def survey_block(block: Block, *, is_layer: bool) -> tuple[list[Site], list[Clas
             new = fused_block_class(new, tuple(block.rewrites))
     except SourceError as error:
         rows = [row.kept_for(str(error)) for row in rows]
+        block.keeps_one_input(str(error))
     if new is not block.origin and (owner := fused_forward_replaced(new)):
+        block.keeps_one_input(owner)
         return [row.kept_for(owner, "overridden") for row in rows], []
     return rows, change_to(block.module, new)
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
+
+from .source import cached_by_forward, source_of
 
 Conditions = tuple[tuple[str, bool], ...]
 """Attributes of the module, and what their truth has to be."""
@@ -82,9 +84,10 @@ class Dataflow:
         self._inside: Names = {}  # what the expressions of the statement assign
         inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
         self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
-        given = {name: frozenset([Definition(name, value, None)]) for name, value in _arguments(definition.args)}
-        self._run(definition.body, given)
-        self._locals = {*given, *(one.name for one in self._made.values())}
+        self._parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
+        self._given = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
+        self._run(definition.body, {name: frozenset([one]) for name, one in self._given.items()})
+        self._locals = {*self._given, *(one.name for one in self._made.values())}
 
     def definition_of(self, load: ast.AST | None) -> Definition | None:
         """The definition of what a name holds at this load, where that is only one, in the function itself."""
@@ -94,6 +97,25 @@ class Dataflow:
     def made_by(self, statement: ast.stmt) -> list[Definition]:
         """The definitions that a statement makes."""
         return [one for one in self._made.values() if one.statement is statement]
+
+    def argument(self, name: str) -> Definition:
+        """The definition of an argument."""
+        return self._given[name]
+
+    def reads(self, definition: Definition) -> list[ast.Name]:
+        """The loads that may find a definition in the name; its deletion is none."""
+        return [load for load in self._reads.get(definition, ()) if isinstance(load.ctx, ast.Load)]
+
+    def parent(self, node: ast.AST) -> ast.AST:
+        """The expression or statement that a node is a part of."""
+        return self._parents[node]
+
+    def is_inside(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
+        """Return whether a node is a part of one of these kinds."""
+        while (node := self._parents.get(node, ast.Pass())) in self._parents:
+            if isinstance(node, kinds):
+                return True
+        return False
 
     def is_read_by_alone(self, definition: Definition, *readers: ast.AST) -> bool:
         """Return whether nothing reads a definition but these expressions; a function inside might, at any time."""
@@ -343,6 +365,17 @@ class Dataflow:
             return names
         self._read(target, names)
         return names
+
+
+@cached_by_forward
+def flow_of(layer: Any) -> Dataflow:
+    """The definitions and reads of the forward that a class has now.
+
+    Raises:
+        SourceError: where the source cannot be read, or is not what runs.
+    """
+    source = source_of(layer)
+    return Dataflow(source.definition, source.own)
 
 
 def _is_number_itself(node: ast.AST | None) -> bool:

@@ -7,6 +7,7 @@ in the stock code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..kernels.glu import GLU
 from ..kernels.norm_add import NORM_ADD
 from ..kernels.norm_add_norm import NORM_ADD_NORM
+from ..kernels.norms_for_readers import NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
 from ..kernels.qk_norm import QK_NORM
 from ..kernels.reference import written
 from ..kernels.rope import ROPE
@@ -34,6 +36,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
+from .readers import AS_IT_IS, for_readers, inputs_of, reading_of
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, name_of, of_each_element
 
@@ -47,25 +50,51 @@ class FusedBlock(nn.Module):
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
     fused_norm_recompute: ClassVar[bool]
     fused_norm_activations: ClassVar[tuple[Activation, ...]]
+    fused_norm_linears: ClassVar[tuple[str, ...]]
 
     def fused_norm_add(
-        self, norm: Any, residual: Any, branch: Any, *, inner: Any = None, dropout: Any = None, scale: Any = 1.0
+        self,
+        norm: Any,
+        residual: Any,
+        branch: Any,
+        *,
+        inner: Any = None,
+        dropout: Any = None,
+        scale: Any = 1.0,
+        reader: Any = None,
     ) -> tuple[Any, Any]:
-        """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``."""
+        """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``reader`` is given the norm alone."""
         if dropout is not None and not _changes_nothing(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
-            together = _norm_add_norm(norm, residual, branch, inner)
+            together = _norm_add_norm(norm, residual, branch, inner, reader)
             if together is not None:
                 return together
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
         if takes_residual(norm):
+            reading = reading_of(reader, branch, residual, weight_of(norm))
+            if reading is not None:
+                return for_readers(norm(branch, residual, scale, reading))
             return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
         # A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
         total = residual + scaled(branch, scale)
         return norm(total), total
+
+    def fused_norm_read(self, norm: Any, x: Any, reader: Any = None) -> tuple[Any, Any]:
+        """``norm(x)``, which ``reader`` alone is given, and x for all that read it behind the norm."""
+        if may_be_bypassed(norm) and not torch.compiler.is_compiling():
+            weight = weight_of(norm)
+            reading = reading_of(reader, x, weight) or AS_IT_IS
+            found, reason = run_fused(RMS_NORM_FOR_READERS, spec_of(norm), x, weight, *reading)
+            if reason is None:
+                return for_readers(found)
+        return norm(x), x
+
+    def fused_norm_inputs(self, x: Any) -> Sequence[Any]:
+        """The inputs of the linears that read ``x``, an argument of the forward."""
+        return (x,) * len(self.fused_norm_linears) if torch.compiler.is_compiling() else inputs_of(x, self)
 
     def fused_norm_then_add(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
         """``residual + dropout(inner(branch))``."""
@@ -212,10 +241,16 @@ def _changes_nothing(dropout: Any) -> bool:
     )
 
 
-def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any) -> tuple[Tensor, Tensor] | None:
+def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) -> tuple[Tensor, Tensor] | None:
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
-    found, _ = run_fused(NORM_ADD_NORM, spec_of(norm), x, residual, weight_of(inner), weight_of(norm))
+    arguments = x, residual, weight_of(inner), weight_of(norm)
+    reading = reading_of(reader, *arguments)
+    if reading is not None:
+        found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec_of(norm), *arguments, *reading)
+        if reason is None:
+            return for_readers(found)
+    found, _ = run_fused(NORM_ADD_NORM, spec_of(norm), *arguments)
     return found
 
 

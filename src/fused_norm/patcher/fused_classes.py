@@ -16,7 +16,7 @@ from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapter_casts import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
-from .patterns import activations_of, rewritten_forward, rotations_of
+from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
 from .recompute import call_recomputing
 from .rewrite import Rewrite
 
@@ -78,6 +78,7 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: boo
         fused_norm_rotations=rotations,
         fused_norm_recompute=recompute,
         fused_norm_activations=activations_of(rewrites),
+        fused_norm_linears=linears_of(origin, rewrites),
         forward=rewritten_or_replaced,
     )
 

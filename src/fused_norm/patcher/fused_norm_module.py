@@ -23,6 +23,7 @@ from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import wrong_eps
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
+from ..kernels.norms_for_readers import ADD_RMS_NORM_FOR_READERS
 from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
 from ..kernels.rms_norm import RMS_NORM
@@ -72,10 +73,17 @@ class FusedNorm(nn.Module):
     fused_norm_replaced: ClassVar[Casting | None]
     weight: Tensor
 
-    def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, **named: Any) -> Any:
+    def forward(
+        self, x: Any = None, residual: Any = None, scale: float = 1.0, reading: Any = None, **named: Any
+    ) -> Any:
         """``norm(x)``, or ``(norm(s), s)`` of ``s = residual + scale * x``.
 
-        ``named``: x under the stock parameter's name.
+        Args:
+            x: the branch.
+            residual: what it is added to.
+            scale: what it is multiplied by before.
+            reading: how the norm of the sum is read, as ``reading_of`` has it: there may be an output for each reader.
+            named: x under the stock parameter's name.
         """
         if not has_origin_forward(type(self)):
             given = (x, residual) if residual is not None else (x,) if x is not None else ()
@@ -85,7 +93,10 @@ class FusedNorm(nn.Module):
         spec, weight = spec_of(self), weight_of(self)
         total, no_add = x, None
         if residual is not None:
-            found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
+            if reading is None:
+                found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
+            else:
+                found, no_add = run_fused(ADD_RMS_NORM_FOR_READERS, spec, x, residual, weight, scale, *reading)
             if no_add is None:
                 return found
             total = residual + scaled(x, scale)

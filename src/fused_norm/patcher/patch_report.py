@@ -72,6 +72,21 @@ class RecomputingLayer:
 
 
 @dataclass(frozen=True)
+class ReadingBlock:
+    """An attention or MLP that reads a fused norm, and whether each of its linears gets an output of that of its own.
+
+    Attributes:
+        path: its name in the model, as in ``named_modules``.
+        module: its class.
+        reason: why they all read one output; None where each has its own.
+    """
+
+    path: str
+    module: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
@@ -81,6 +96,7 @@ class PatchReport:
         fused: the sites that run fused now.
         kept: the sites that run stock code, each with its reason.
         recompute: under ``recompute`` the layers in which something is fused.
+        readers: under ``readers`` the blocks that read fused norms.
     """
 
     model: str
@@ -88,6 +104,7 @@ class PatchReport:
     fused: tuple[Site, ...]
     kept: tuple[Site, ...]
     recompute: tuple[RecomputingLayer, ...] | None = None
+    readers: tuple[ReadingBlock, ...] = ()
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -96,9 +113,9 @@ class PatchReport:
         return {kind: found[kind] for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused, kept and recompute."""
+        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and readers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {"fused": self.fused, "kept": self.kept, "recompute": self.recompute}
+        lists = {"fused": self.fused, "kept": self.kept, "recompute": self.recompute, "readers": self.readers}
         rows = {name: [asdict(row) for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
@@ -116,6 +133,8 @@ class PatchReport:
         rows += [("kept", site.module, site.reason or site.what, site.kind, site.path) for site in self.kept]
         layers = self.recompute or ()
         rows += [("kept", row.module, row.reason, "recompute", row.path) for row in layers if row.reason is not None]
+        blocks = self.readers
+        rows += [("kept", row.module, row.reason, "readers", row.path) for row in blocks if row.reason is not None]
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 

@@ -101,7 +101,8 @@ class _Register:
             results = operator.results_of(spec, *arguments)
         finally:
             self._saved_by_operator = None
-        outputs = results if isinstance(results, tuple) else (results,)
+        handed_out = operator.by_output(results)
+        outputs = tuple([tensors[0] for tensors in handed_out])
         if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
             return results
         hooks = _hooks_in_use()
@@ -112,8 +113,9 @@ class _Register:
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if recompute is not None and not any(_is_gathered_for_its_module(one) for one in recompute.arguments):
             recomputed = _Recomputed(recompute)
-            for place, output in enumerate(outputs[: len(recompute.operator.outputs)]):
-                self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
+            for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
+                for output in tensors:
+                    self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
         return results
 
     def pack(self, tensor: Tensor) -> Any:

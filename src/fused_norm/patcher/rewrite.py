@@ -12,9 +12,10 @@ class Rewrite:
     """A match in a forward that is to be fused.
 
     Attributes:
-        pattern: the matches it is one of: ``adds``, ``heads``, ``rotations`` or ``gates``.
+        pattern: the matches it is one of: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations`` or ``gates``.
         index: its number among these.
-        parts: what of it: of an add ``norm``, ``inner`` and ``dropout``; of norms of heads ``rotation``, or nothing.
+        parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``readers``; of a reading ``readers`` and
+            ``input``; of norms of heads ``rotation``, or nothing.
         activation: that of a gate.
     """
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapter_casts import casts_input, is_lora_layer, why_cast
-from .block import Block, SurveyedModel, why_left_out
-from .block_survey import may_rotate_or_gate, survey_block
+from .block import SurveyedModel, why_left_out
+from .block_survey import change_block, decide_block, may_rotate_or_gate
 from .class_swap import (
     ClassChange,
     built_upon,
@@ -27,16 +27,19 @@ from .class_swap import (
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
 from .norm_recognition import Recognised, looks_like_norm, recognise
-from .patch_report import Site
+from .patch_report import ReadingBlock, Site
 from .patterns.heads import QK_NAME
 from .probe import UnrecognisedError
+from .readers import reads_of
 
 _ANY_WIDTH = 64
 """Of a weight that another device has all of."""
 
 
-def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
-    """A row for every site, and the changes of class that fuse those to be fused; the model is not touched.
+def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange], list[ReadingBlock]]:
+    """A row for every site, the changes of class that fuse those to be fused, and a row for every block that reads.
+
+    The model is not touched.
 
     Each site is judged as if the model were stock, and what is fused already but is not to be gets its own class back.
 
@@ -80,16 +83,19 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     rows = list(norm_sites.values())
     known = SurveyedModel(modules, paths, norm_sites, options)
     holders = _holders(everywhere, known)
+    decided = {}
     for path in dict.fromkeys([*holders, *blocks]):
         is_layer = path in holders and path.rpartition(".")[2].isdigit()
-        found, change = survey_block(Block(path, known), is_layer=is_layer)
+        decided[path] = decide_block(known.block(path), is_layer=is_layer)
+    for path, block in known.blocks.items():
+        found, change = change_block(block, decided.get(path, []))
         rows += found
         changes += change
     for path, layer in adapters.items():
         found, change = _survey_adapter(path, layer, options)
         rows += found
         changes += change
-    return rows, changes
+    return rows, changes, [block.reading for block in known.blocks.values() if block.reading is not None]
 
 
 def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
@@ -123,16 +129,17 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 
 def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
     origin = stock_class(layer)
-    if not casts_input(layer):
-        return [], change_to(layer, origin)
     site = Site(path, "adapter", origin.__name__)
     if owner := foreign_forward(layer) or class_forward_replaced(origin):
-        return [site.kept_for(owner, "overridden")], []
-    if unwanted := why_left_out("adapter", path, layer, options):
-        return [site.kept_for(unwanted, "option")], change_to(layer, origin)
-    if reason := why_cast(layer, training=True):
-        return [site.kept_for(reason)], change_to(layer, origin)
-    return [site], change_to(layer, fused_adapter_class(origin))
+        row, change = site.kept_for(owner, "overridden"), []
+    elif unwanted := why_left_out("adapter", path, layer, options):
+        row, change = site.kept_for(unwanted, "option"), change_to(layer, origin)
+    else:
+        reason = why_cast(layer, training=True)
+        row = site if reason is None else site.kept_for(reason)
+        reads = options.readers and reads_of(layer, adapter=type(layer))  # its adapter may read an input of its own
+        change = change_to(layer, fused_adapter_class(origin) if reason is None or reads else origin)
+    return [row] if casts_input(layer) else [], change
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:

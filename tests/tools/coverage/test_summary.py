@@ -122,7 +122,7 @@ def test_the_command_compares_summaries_and_writes_the_page(
     summary.save(folder / "transformers-5.9.0.json")
     summary.transformers = "5.10.0"
     summary.classes["one.OneNorm"] = "norm 44444444"
-    monkeypatch.setattr(command, "_sweep", lambda args: summary)
+    monkeypatch.setattr(command, "_sweep", lambda args: (summary, 0))
     assert command.main(["--store", "--against"]) == 1
     said = capsys.readouterr().out
     assert "since transformers 5.9.0: 1 changes" in said

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..activation_recognition import Activation
 from ..block import Block
-from ..dataflow import Dataflow
+from ..dataflow import flow_of
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
@@ -23,6 +23,7 @@ from .attentions import find_attentions
 from .calls import Missed
 from .gates import Gate, decide_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
+from .readers import Inputs, Reading, find_readings, inputs_of
 from .rotations import RotationCall, decide_rotations, find_rotations, rotation_of
 
 
@@ -32,6 +33,8 @@ class Patterns:
 
     Attributes:
         adds: residual adds with a norm before or after them.
+        readings: norms without an add in front of them, whose result one module reads.
+        inputs: the arguments of the forward itself.
         heads: pairs of norms of queries and keys.
         rotations: calls of rotary embeddings.
         gates: products of something with what may be an activation.
@@ -39,6 +42,8 @@ class Patterns:
     """
 
     adds: list[Add]
+    readings: list[Reading]
+    inputs: list[Inputs]
     heads: list[Heads]
     rotations: list[RotationCall]
     gates: list[Gate]
@@ -49,6 +54,8 @@ class Patterns:
         """The rows of all of them in a module with this forward; those to be fused are added to its rewrites."""
         for index, add in enumerate(self.adds):
             yield from add.decide(block, index)
+        for index, reading in enumerate(self.readings):
+            reading.decide(block, index)
         for missed in self.missed_adds:
             yield from decide_missed_add(missed, block)
         with_norms = [heads.decide(block, index) for index, heads in enumerate(self.heads)]
@@ -63,14 +70,14 @@ def patterns_of(layer: Any) -> Patterns:
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
     """
-    source = source_of(layer)
-    flow = Dataflow(source.definition, source.own)
+    source, flow = source_of(layer), flow_of(layer)
     attentions = find_attentions(flow)
     adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
     rotated = {one.rotation[1]: index for index, one in enumerate(heads) if one.rotation is not None}
     rotations = find_rotations(source.definition, rotated, attentions)
+    readings = find_readings(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    return Patterns(adds, heads, rotations, gates, *missed)
+    return Patterns(adds, readings, inputs_of(layer), heads, rotations, gates, *missed)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -102,6 +109,11 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
         with contextlib.suppress(UnrecognisedError):
             found.append(rotation_of(layer, name, arguments))
     return tuple(found)
+
+
+def linears_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
+    """The attributes of the linears that get inputs of their own by ``rewrites``."""
+    return next((patterns_of(layer).inputs[one.index].readers for one in rewrites if one.pattern == "inputs"), ())
 
 
 def activations_of(rewrites: tuple[Rewrite, ...]) -> tuple[Activation, ...]:

@@ -51,6 +51,7 @@ from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
 from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, replace
+from .readers import Reader, reader_of
 
 _Y = "_fused_norm_y"
 
@@ -89,6 +90,7 @@ class Add:
         before: the norm in front of ``inner``, which may be a dropout; None where there is none.
         scale: the factor of the branch.
         attributes: those of the module that are operands.
+        reader: what reads the result of ``after``; None where that is not one module.
     """
 
     body: list[ast.stmt]
@@ -102,6 +104,7 @@ class Add:
     before: NormCall | None
     scale: ast.expr | None
     attributes: tuple[str, ...]
+    reader: Reader | None
 
     @property
     def names(self) -> tuple[str | None, ...]:
@@ -122,6 +125,8 @@ class Add:
             after = block.norm_row(norm, "residual", "norm" in done)
             parts += ("norm",) if after.reason is None else ()
             yield after
+            if self.reader is not None and after.reason is None and self.reader.decide(block):
+                parts += ("readers",)
         if name is not None and block.holds_norm(name):
             row = block.norm_row(name, "sandwich", "inner" in done)
             if after is not None and after.reason is None and not alike(row, after):
@@ -151,6 +156,8 @@ class Add:
             return
         if self.scale is not None:
             keywords.append(ast.keyword("scale", self.scale))
+        if "readers" in rewrite.parts and self.reader is not None:
+            keywords.append(ast.keyword("reader", copy.deepcopy(self.reader.module)))
         after, y = self.after, f"{_Y}{rewrite.index}"
         fused: ast.expr = self._call(own, "fused_norm_add", after.call.func, branch, keywords)
         if self.choice is not None:
@@ -302,7 +309,8 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
         if inner is None and scale is None and (factors := _factors(one, flow)) is not None:
             residual, (branch, scale) = other, factors
     first = residual is value.right
-    return Add(body, statement, residual, branch, first, choice, after, inner, behind, scale, attributes)
+    reader = None if after is None else reader_of(flow, after.call)
+    return Add(body, statement, residual, branch, first, choice, after, inner, behind, scale, attributes, reader)
 
 
 def _norm_in_front(

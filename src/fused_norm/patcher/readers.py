@@ -1,0 +1,120 @@
+"""The linears that read a norm's result, at the time of a call: how many tensors they read, and in which dtype.
+
+A linear that anything else could see reading, a hook or a wrapper, is none of them: it gets the tensor that it would
+get from a stock norm, and so do all that read that norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Linear, Parameter
+
+from ..kernels.triton.norm_backward import MOST_READERS
+from .adapter_casts import FusedAdapter, keep_for_adapter, why_cast
+from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
+
+_FURTHER = "fused_norm_further_outputs"
+"""The attribute of a norm's result with the outputs for all readers but the first."""
+
+Reading = tuple[int, torch.dtype | None]
+"""How many outputs of a norm are read, and the dtype that all of them are cast to; None where they are not."""
+
+AS_IT_IS: Reading = 1, None
+
+
+def reading_of(block: Any, *tensors: Any) -> Reading | None:
+    """How a block reads a norm that it alone is given; None where it has to be given what a stock norm returns.
+
+    ``tensors``: what the norm's dtype depends on, or None; x first.
+    """
+    linears = getattr(block, "fused_norm_linears", ())
+    if not linears or torch.compiler.is_compiling() or is_disabled() or type(tensors[0]) is not Tensor:
+        return None
+    own, fused = block.__dict__, type(block)
+    if "forward" in own or own.get("_compiled_call_impl") is not None or has_hooks(block):
+        return None
+    if fused.forward is not fused.fused_norm_forward or not has_origin_forward(fused):
+        return None
+    readers = [own["_modules"].get(name) for name in linears]
+    count = 0
+    for linear in readers:
+        reads = reads_of(linear)
+        if not reads:
+            return None
+        count += reads
+    return (count, _cast_of(readers, tensors)) if count <= MOST_READERS else None
+
+
+def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
+    """How many tensors a linear reads as its input: one, and another one for its adapter; 0 for what is unknown.
+
+    ``adapter``: the class of LoRA layers.
+    """
+    if type(linear) is Linear:
+        return 1 if _is_unseen(linear) else 0
+    if not isinstance(linear, adapter) or not _is_unseen(linear):
+        return 0
+    layer: Any = linear
+    base, active = layer._modules.get("base_layer"), layer.active_adapters
+    alone = type(base) is Linear and _is_unseen(base) and len(active) == 1
+    return 2 if alone and active[0] not in layer.lora_variant else 0
+
+
+def _is_unseen(module: nn.Module) -> bool:
+    """Return whether a call of the module runs its class's forward, and no hook of its own."""
+    own = module.__dict__
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
+
+
+def _cast_of(readers: Sequence[Any], tensors: Sequence[Any]) -> torch.dtype | None:
+    """The dtype to which autocast casts a norm for all of its readers, before anything is computed with it.
+
+    None without autocast, and where the norm cannot be float32, so that a norm of another dtype is cast, if at all.
+    """
+    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    if not any(one is not None and one.dtype == torch.float32 for one in tensors):
+        return None
+    for linear in readers:
+        if type(linear) is not Linear:
+            if why_cast(linear) is not None:
+                return None
+            linear = linear.base_layer
+        if type(linear.weight) not in (Parameter, Tensor):
+            return None
+    return torch.get_autocast_dtype(device)
+
+
+def for_readers(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The norm, with the outputs for its other readers on it, and the sum, of what an operator for readers returns."""
+    y, *further, s = found
+    if further:
+        y.__dict__[_FURTHER] = further
+    return y, s
+
+
+def inputs_of(x: Any, block: Any) -> Sequence[Any]:
+    """The input of each of a block's linears: one that the norm has made for it, or ``x`` for all."""
+    linears = block.fused_norm_linears
+    further = x.__dict__.pop(_FURTHER, None) if type(x) is Tensor else None
+    if further is None:
+        return (x,) * len(linears)
+    if len(further) + 1 == len(linears):
+        return (x, *further)
+    every, inputs = iter((x, *further)), []
+    for name in linears:
+        inputs.append(next(every))
+        if isinstance(block._modules[name], FusedAdapter):
+            keep_for_adapter(inputs[-1], next(every))
+    return inputs
