@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from before_and_after import BeforeAndAfter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fused_norm import apply_fused_norm
@@ -34,13 +35,16 @@ def main(argv=None):
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     losses = []
+    meter = BeforeAndAfter(args.steps, tokens=args.length)
     for step in range(args.steps):
+        meter.on_step_begin()
         row = rows[step % len(rows)]
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             loss = model(input_ids=row, labels=row, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        meter.on_step_end()
         losses.append(loss.item())
         print(f"step {step + 1}  loss {losses[-1]:.6f}")
     return losses

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from before_and_after import BeforeAndAfter
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,6 +25,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     accelerator = Accelerator()
+    if not accelerator.is_fsdp2:  # accelerate shards on GPUs alone, and says nothing where it does not
+        raise SystemExit(
+            "nothing would be sharded: use `accelerate launch --config_file examples/fsdp2.yaml` on two GPUs"
+        )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = torch.tensor(tokenizer(Path(args.data).read_text()).input_ids)
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
@@ -34,13 +39,15 @@ def main(argv=None):
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
 
     model.train()
-    step = 0
+    step, meter = 0, BeforeAndAfter(args.steps, tokens=args.length)  # of one process
     while step < args.steps:
         for batch in loader:
+            meter.on_step_begin()
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            meter.on_step_end()
             step += 1
             accelerator.print(f"step {step}  loss {accelerator.reduce(loss.detach(), 'mean').item():.6f}")
             if step == args.steps:

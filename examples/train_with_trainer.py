@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from before_and_after import BeforeAndAfter
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from fused_norm.integrations.trainer import FusedNormCallback
@@ -25,7 +26,7 @@ def main(argv=None):
     tokens = tokenizer(Path(args.data).read_text()).input_ids
     rows = [tokens[start : start + args.length] for start in range(0, len(tokens) - args.length + 1, args.length)]
 
-    callback = FusedNormCallback()  # takes the options of apply_fused_norm
+    callback = FusedNormCallback()  # takes compile_layers=True, and the options of apply_fused_norm
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         args=TrainingArguments(
@@ -40,7 +41,7 @@ def main(argv=None):
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         processing_class=tokenizer,
-        callbacks=[callback],
+        callbacks=[callback, BeforeAndAfter(args.steps, tokens=args.length)],
     )
     print(callback.report)
     trainer.train()

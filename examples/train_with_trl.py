@@ -1,49 +1,67 @@
-"""Fine-tune with TRL's SFTTrainer: LoRA adapters, packed sequences, and fused norms by a callback.
+"""Fine-tune with TRL: LoRA or QLoRA adapters, packed sequences or preferences, and a model fused by a callback.
 
 pip install trl peft
 python examples/train_with_trl.py --model Qwen/Qwen3-0.6B --data text.txt
+python examples/train_with_trl.py --model Qwen/Qwen3-0.6B --data text.txt --bits 4   # QLoRA: pip install bitsandbytes
+python examples/train_with_trl.py --model Qwen/Qwen3-0.6B --data text.txt --method dpo
 """
 
 import argparse
 from pathlib import Path
 
 import torch
+from before_and_after import BeforeAndAfter
 from datasets import Dataset
 from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
+from transformers import BitsAndBytesConfig
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from fused_norm.integrations.trainer import FusedNormCallback
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Supervised fine-tuning with TRL, LoRA, packing and fused norms.")
+    parser = argparse.ArgumentParser(description="Fine-tuning with TRL, adapters and fused norms.")
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a name on the hub, or a folder")
     parser.add_argument("--data", default=__file__, help="a text file, one example a line")
     parser.add_argument("--output", default="out")
+    parser.add_argument("--method", choices=("sft", "dpo"), default="sft")
+    parser.add_argument("--bits", type=int, choices=(4, 16), default=16, help="of the frozen weights")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a packed sequence")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence, packed in sft")
     parser.add_argument("--attention", default="sdpa", help="flash_attention_2 keeps packed examples apart by itself")
     args = parser.parse_args(argv)
 
+    loading = {"attn_implementation": args.attention, "dtype": "bfloat16"}
+    if args.bits == 4:
+        loading["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    settings = {
+        "output_dir": args.output,
+        "max_steps": args.steps,
+        "per_device_train_batch_size": 1,
+        "max_length": args.length,
+        "bf16": torch.cuda.is_available(),
+        "model_init_kwargs": loading,
+        "logging_steps": 1,
+        "report_to": "none",
+    }
     lines = [line for line in Path(args.data).read_text().splitlines() if line.strip()]
-    callback = FusedNormCallback()  # takes the options of apply_fused_norm
-    trainer = SFTTrainer(
-        model=args.model,
-        args=SFTConfig(
-            output_dir=args.output,
-            max_steps=args.steps,
-            per_device_train_batch_size=1,
-            max_length=args.length,
-            packing=True,
-            bf16=torch.cuda.is_available(),
-            model_init_kwargs={"attn_implementation": args.attention},
-            logging_steps=1,
-            report_to="none",
-        ),
-        train_dataset=Dataset.from_dict({"text": lines}),
-        peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
-        callbacks=[callback],
-    )
+    # Adapters and autocast cast what every linear takes: compiled layers do that in one kernel with the norms.
+    callback = FusedNormCallback(compile_layers=torch.cuda.is_available())  # and all options of apply_fused_norm
+    given = {
+        "model": args.model,
+        "peft_config": LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
+        "callbacks": [callback, BeforeAndAfter(args.steps, tokens=args.length)],
+    }
+    if args.method == "dpo":
+        pairs = zip(lines, lines[1:], reversed(lines), strict=False)
+        names = ("prompt", "chosen", "rejected")
+        preferences = Dataset.from_list([dict(zip(names, pair, strict=True)) for pair in pairs])
+        trainer = DPOTrainer(args=DPOConfig(**settings), train_dataset=preferences, **given)
+    else:
+        texts = Dataset.from_dict({"text": lines})
+        trainer = SFTTrainer(args=SFTConfig(packing=True, **settings), train_dataset=texts, **given)
     print(callback.report)
     trainer.train()
     trainer.save_model()  # the adapter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fused_norm
 from fused_norm.kernels import reference
 from fused_norm.kernels.operator import calls
+from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import NormSpec
 
 from ..patcher.ranks import Called
@@ -33,10 +36,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"rto
 
 def example(name: str) -> ModuleType:
     """The module of an example; its ``main`` takes the arguments of the command line."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as a script has it
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="session")
@@ -74,15 +75,17 @@ def test_the_operators_alone_have_values_and_gradients(called) -> None:
     assert 0 < weight.grad.float().norm() < torch.inf
 
 
-def assert_trains_as_stock(name: str, checkpoint: str, folder: Path, length: str, called: Called) -> None:
-    """Two steps of an example that trains with a Trainer run fused, and have the losses of stock."""
+def assert_trains_as_stock(
+    name: str, checkpoint: str, folder: Path, length: str, called: Called, *options: str
+) -> None:
+    """A step of an example that trains with a Trainer runs stock and two fused, with the losses of stock."""
     main = example(name).main
-    arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "2", "--length", length]
+    arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "3", "--length", length, *options]
     fused = main(arguments)
     assert called.count("add_rms_norm") > 0
     with fused_norm.disabled():
         stock = main(arguments)
-    assert len(losses(fused)) == 2
+    assert len(losses(fused)) == 3
     torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
 
 
@@ -94,20 +97,25 @@ def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint
 
 
 @pytest.mark.slow
-def test_trl_trains_adapters_on_packed_sequences_as_stock_does(checkpoint, called, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "bits"), [("sft", 16), ("sft", 4), ("dpo", 16)])
+def test_trl_trains_adapters_as_stock_does(method: str, bits: int, checkpoint, called, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl")
-    assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "48", called)
+    if bits == 4:
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    assert_trains_as_stock(
+        "train_with_trl", checkpoint, tmp_path, "48", called, "--method", method, "--bits", str(bits)
+    )
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_graphs) -> None:
     main = example("train_loop").main
-    arguments = ["--model", checkpoint, "--steps", "2", "--length", "16", "--backend", "aot_eager"]
+    arguments = ["--model", checkpoint, "--steps", "3", "--length", "16", "--backend", "aot_eager"]
     fused = main(arguments)
     with fused_norm.disabled():
         stock = main(arguments)
-    assert len(fused) == 2
+    assert len(fused) == 3
     assert fused == pytest.approx(stock, rel=CLOSE["rtol"])
 
 
@@ -147,14 +155,34 @@ def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
     return found
 
 
+def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(checkpoint, monkeypatch) -> None:
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(SystemExit, match="nothing would be sharded: use `accelerate launch"):
+            example("train_with_fsdp2").main(["--model", checkpoint])
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_first_half_of_the_steps_is_stock_and_both_are_timed(monkeypatch, capsys) -> None:
+    module = example("before_and_after")
+    times = iter((10.0, 12.0, 20.0, 21.0))
+    monkeypatch.setattr(module.BeforeAndAfter, "now", lambda self: next(times))
+    meter, on = module.BeforeAndAfter(6, tokens=50), []
+    for _ in range(6):
+        meter.on_step_begin()
+        on.append(not is_disabled())
+        meter.on_step_end()
+    assert on == [False] * 3 + [True] * 3
+    printed = re.findall(r"(\w+): (\d+) tokens a second", capsys.readouterr().out)
+    assert printed == [("stock", "50"), ("fused", "100")]
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="accelerate shards on GPUs alone: needs two")
 def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: Path) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(fused_norm.__file__).parents[1]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
+    environment = os.environ | {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1])}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
     command += ["--mixed_precision", "no", "--main_process_port", "0", EXAMPLES / "train_with_fsdp2.py"]
     command += ["--model", checkpoint, "--output", tmp_path, "--steps", "2", "--length", "16"]

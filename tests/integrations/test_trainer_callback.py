@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from fused_norm import disabled
+from fused_norm import FusedNormError, disabled
 from fused_norm.integrations.trainer import FusedNormCallback
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher.class_swap import Fused
@@ -136,6 +136,19 @@ def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path:
     again = trainer(stock, tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     torch.testing.assert_close(losses(again), losses(first), rtol=1e-6, atol=1e-6)
+
+
+def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) -> None:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    callback = FusedNormCallback(compile_layers=True)
+    trainer(model, tmp_path, [callback])
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    assert compiled == list(model.get_base_model().model.layers)
+    assert all(isinstance(layer, Fused) for layer in compiled)
+    trainer(other := llama(), tmp_path, [FusedNormCallback()])
+    assert not [module for module in other.modules() if module._compiled_call_impl is not None]
+    with pytest.raises(FusedNormError, match="does not say what its layers are"):
+        FusedNormCallback(compile_layers=True)._patch(nn.Sequential(nn.RMSNorm(8, eps=1e-6)))
 
 
 def test_misspelt_options_are_errors_before_there_is_a_trainer() -> None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..options import FuseOptions
 from ..patcher import PatchReport, apply_fused_norm
 from ..patcher.class_swap import Fused
+from ..spec import FusedNormError
 
 
 class FusedNormCallback(TrainerCallback):
@@ -21,16 +22,22 @@ class FusedNormCallback(TrainerCallback):
     the Trainer makes later, from ``model_init``, and that of a Trainer which gets the callback by ``add_callback`` are
     patched when training begins.
 
-    Attributes:
+    Args:
+        compile_layers: compile each decoder layer by itself after that, and leave the model around them eager.
         options: those of ``apply_fused_norm``.
+
+    Attributes:
+        compile_layers, options: as given.
         report: on the model patched last; None before.
 
     Raises:
         TypeError, ValueError: for options as in ``FuseOptions``.
-        FusedNormError: out of the Trainer, as ``apply_fused_norm``.
+        FusedNormError: out of the Trainer, as ``apply_fused_norm``, or where layers are to be compiled and the model
+            does not say which modules they are.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, compile_layers: bool = False, **options: Any) -> None:
+        self.compile_layers = compile_layers
         self.options = FuseOptions(**options)
         self.report: PatchReport | None = None
 
@@ -46,3 +53,10 @@ class FusedNormCallback(TrainerCallback):
 
     def _patch(self, model: nn.Module) -> None:
         self.report = apply_fused_norm(model, **vars(self.options))
+        if self.compile_layers:
+            whole = getattr(model, "_no_split_modules", None) or ()
+            layers = [module for module in model.modules() if type(module).__name__ in whole]
+            if not layers:
+                raise FusedNormError(f"{type(model).__name__} does not say what its layers are; compile them yourself")
+            for layer in layers:
+                layer.compile()
