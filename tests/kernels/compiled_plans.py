@@ -28,6 +28,11 @@ from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.norms_for_readers import (
+    ADD_RMS_NORM_FOR_READERS,
+    NORM_ADD_NORM_FOR_READERS,
+    RMS_NORM_FOR_READERS,
+)
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec
 from fused_norm.kernels.plans import TABLES, WIDEST_FORWARD, WIDEST_GATED, PlanTable
 from fused_norm.kernels.qk_norm import QK_NORM
@@ -36,6 +41,7 @@ from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.launch import launches
+from fused_norm.kernels.triton.norm_backward import MOST_READERS
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -78,7 +84,9 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
         results = operator.forward(spec, *arguments, training=True)
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
-            outputs = tuple(results[: len(operator.outputs)])
+            outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
+            if operator.plain_name:
+                outputs[0] = (outputs[0],) * MOST_READERS
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
             operator.backward(spec, BackwardCall(outputs, saved, facts, needed))
 
@@ -92,7 +100,10 @@ def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     yield ADD_RMS_NORM, "", both(ADD_RMS_NORM, x, x, w, None, 1.0)
     yield NORM_ADD, "", both(NORM_ADD, x, x, w)
     yield NORM_ADD_NORM, "", both(NORM_ADD_NORM, x, x, w, w)
-    yield RECOMPUTED_NORM, "", both(RECOMPUTED_NORM, x, w, torch.empty(64, 1))
+    yield RMS_NORM_FOR_READERS, "", both(RMS_NORM_FOR_READERS, x, w, MOST_READERS, None)
+    yield ADD_RMS_NORM_FOR_READERS, "", both(ADD_RMS_NORM_FOR_READERS, x, x, w, 1.0, MOST_READERS, None)
+    yield NORM_ADD_NORM_FOR_READERS, "", both(NORM_ADD_NORM_FOR_READERS, x, x, w, w, MOST_READERS, None)
+    yield RECOMPUTED_NORM, "", both(RECOMPUTED_NORM, x, w, torch.empty(64, 1), None)
     if width <= WIDEST_GATED:
         yield GATED_RMS_NORM, "norm first", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)
         yield GATED_RMS_NORM, "gate first", both(GATED_RMS_NORM, x, x, w, "silu", False, 1)

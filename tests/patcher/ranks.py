@@ -41,5 +41,5 @@ class Called(list[str]):
     """The names of the operators that were called, and did not leave the call to the formula."""
 
     def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
-        self.append(operator.name)
+        self.append(operator.plain_name or operator.name)
         return operator.results_of(spec, *arguments)

@@ -322,14 +322,14 @@ def _slope_without_its_square(call: Backward) -> Sequence[Tensor | None]:
 def _gradients_cut_off(call: Backward) -> Sequence[Tensor | None]:
     """16-bit gradients as they are if fp32 is cut off: half of the time the neighbour that is nearer zero."""
 
-    def cut_off(gradient: Tensor) -> Tensor:
-        if gradient.dtype == torch.float32:
-            return gradient
-        bits = gradient.view(torch.int16)
-        cut = (torch.arange(gradient.numel(), device=gradient.device) % 2).view(gradient.shape).to(torch.int16)
-        return torch.where(gradient == 0, bits, bits - cut).view(gradient.dtype)
+    return call.edited(lambda one: one if one.dtype == torch.float32 else _half_nearer_zero(one), *_INPUTS)
 
-    return call.edited(cut_off, *_INPUTS)
+
+def _half_nearer_zero(x: Tensor) -> Tensor:
+    """Half of 16-bit numbers replaced by the neighbour that is nearer zero."""
+    bits = x.contiguous().view(torch.int16)
+    cut = (torch.arange(x.numel(), device=x.device) % 2).view(x.shape).to(torch.int16)
+    return torch.where(x == 0, bits, bits - cut).view(x.dtype)
 
 
 def _narrow_gradient_of_stream(call: Backward) -> Sequence[Tensor | None]:
@@ -373,10 +373,11 @@ def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
 
 
 def _cut_off_to_16_bits(layer: Any, x: Tensor, right: Tensor) -> Tensor:
-    """fp32 whose lower half is cut off, so that autocast has nothing to round; gradients are as they were."""
-    if right.dtype != torch.float32:
-        return right
-    cut = (right.detach().view(torch.int32) & -(2**16)).view(torch.float32)
+    """Numbers as they are if fp32 is cut off to 16 bits and not rounded; gradients are as they were."""
+    if right.dtype == torch.float32:
+        cut = (right.detach().view(torch.int32) & -(2**16)).view(torch.float32)
+    else:
+        cut = _half_nearer_zero(right.detach())
     return right + (cut - right).detach()
 
 
@@ -389,7 +390,7 @@ def _cast_all_the_same(layer: Any, x: Tensor, right: Tensor) -> Tensor:
 
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
-    ("cut", "the input is cut off, not rounded", "lora", in_adapters(_cut_off_to_16_bits), "inputs have 16 bits"),
+    ("cut", "the input is cut off, not rounded", "lora", in_adapters(_cut_off_to_16_bits)),
     ("scale", "the scaling is applied twice", "lora-alone", in_adapters(_scaled_before)),
     ("cast", "the input is cast, and the report says that it is not", "lora-alone", in_adapters(_cast_all_the_same)),
     ("dropout", "the input is not cast although some of it is dropped", "lora-dropout", dropped_without_cast),

@@ -87,8 +87,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     for path in dict.fromkeys([*holders, *blocks]):
         is_layer = path in holders and path.rpartition(".")[2].isdigit()
         decided[path] = decide_block(known.block(path), is_layer=is_layer)
-    for path, block in known.blocks.items():
-        found, change = change_block(block, decided.get(path, []))
+    for path in dict.fromkeys([*decided, *known.blocks]):
+        found, change = change_block(known.block(path), decided.get(path, []))
         rows += found
         changes += change
     for path, layer in adapters.items():

@@ -145,7 +145,7 @@ def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstrea
     monkeypatch.setattr(command, "_count", lambda name: os._exit(5) if name == "mistral" else count(name))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    found = command._sweep(parser.parse_args(["mistral", "llama", "bert"]))
+    found, _ = command._sweep(parser.parse_args(["mistral", "llama", "bert"]))
     assert found.types["llama"]["norm"] == [65, 65]
     assert found.without == ["bert"]
     assert found.unbuilt == {"mistral": "the process ended with code 5"}
