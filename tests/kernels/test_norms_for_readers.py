@@ -38,6 +38,11 @@ def tensors_of(name: str, device: str, rows: torch.dtype, weight: torch.dtype, w
     return [one.requires_grad_() for one in tensors]
 
 
+def is_exact(tensors: Sequence[Tensor]) -> bool:
+    """Return whether kernels add up alike whatever dtypes gradients have: on a GPU those of 16-bit tensors alone."""
+    return not tensors[0].is_cuda or all(one.dtype == BF16 for one in tensors)
+
+
 def for_readers(name: str) -> Operator:
     operators = RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS
     return dict(zip(PLAIN, operators, strict=True))[name]
@@ -91,7 +96,7 @@ def test_every_bit_is_that_of_one_output_that_all_read(
     how = name, spec, tensors, readers, dtype
     expected = results(stock, tensors, *how)
     for _ in range(3):  # recorded, and repeated
-        assert_same(results(fused, tensors, *how), expected)
+        assert_same(results(fused, tensors, *how), expected, exact=is_exact(tensors))
 
 
 def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
@@ -112,7 +117,8 @@ def test_a_reader_that_does_not_run_adds_nothing(name: str, unread: tuple[int, .
     how = name, LLAMA, tensors, 3, None
     expected, found = (results(call, tensors, *how, unread=unread) for call in (stock, fused))
     assert [one is None for one in found] == [one is None for one in expected]
-    assert_same([one for one in found if one is not None], [one for one in expected if one is not None])
+    there = [[one for one in each if one is not None] for each in (found, expected)]
+    assert_same(*there, exact=True)
 
 
 @pytest.mark.parametrize("way", ["two pieces", "chunked"])
@@ -127,7 +133,7 @@ def test_rows_that_are_read_in_parts(
     for rows, weight, dtype in DTYPES.values():
         tensors = tensors_of("add_rms_norm", device, rows, weight, width)
         how = "add_rms_norm", LLAMA, tensors, 3, dtype
-        assert_same(results(fused, tensors, *how), results(stock, tensors, *how))
+        assert_same(results(fused, tensors, *how), results(stock, tensors, *how), exact=is_exact(tensors))
 
 
 @NAMES
@@ -138,7 +144,7 @@ def test_the_dispatcher_sees_registered_operators_with_the_same_bits(name: str, 
         expected = results(stock, tensors, *how)
         with FlopCounterMode(display=False):
             found = results(fused, tensors, *how)
-        assert_same(found, expected)
+        assert_same(found, expected, exact=is_exact(tensors))
 
 
 @NAMES
@@ -160,7 +166,7 @@ def test_a_retained_graph_gives_the_same_gradients_again(name: str, device: str)
     ys, s = fused(name, LLAMA, tensors, 3, None)
     total = read(ys, s)
     first = torch.autograd.grad(total, tensors, retain_graph=True)
-    assert_same(torch.autograd.grad(total, tensors), first)
+    assert_same(torch.autograd.grad(total, tensors), first, exact=True)
 
 
 @NAMES
@@ -186,7 +192,7 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
     for _ in range(2):
         with torch.no_grad():
             found = for_readers(name)(LLAMA, *tensors, *options_of(name, 3, BF16))
-        assert_same(found, [expected[0].detach(), s.detach()])
+        assert_same(found, [expected[0].detach(), s.detach()], exact=True)
         assert not any(one.requires_grad for one in found if one is not tensors[0])
 
 
@@ -215,4 +221,4 @@ def test_gradients_that_lie_otherwise_are_read_where_they_are(device: str) -> No
         ys, s = call("add_rms_norm", LLAMA, tensors, 3, None)
         total = sum((y.float() * dy.float()).sum() for y, dy in zip(ys, outgoing, strict=True))
         gradients.append(torch.autograd.grad(total + s.float().sum(), tensors))
-    assert_same(gradients[1], gradients[0])
+    assert_same(gradients[1], gradients[0], exact=True)

@@ -14,8 +14,7 @@ def launches(monkeypatch) -> list[str]:
     call, known = Operator.__call__, Operator.known
 
     def note(operator, arguments):
-        rotated = operator.name == "qk_norm" and arguments[4] is not None
-        calls.append("qk_norm_rope" if rotated else operator.plain_name or operator.name)
+        calls.append(operator.public_name(*arguments))
 
     def counted(operator, spec, *arguments):
         note(operator, arguments)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fused_norm
 from fused_norm.model_configs import build
-from fused_norm.patcher.patterns.readers import inputs_of
+from fused_norm.patcher.patterns.readers import find_inputs
 
 from .models import relative, tokens
 
@@ -251,5 +251,5 @@ class ByAFunctionInside(Attention):
     ],
 )
 def test_who_reads_an_argument(block: type[nn.Module], readers: tuple[str, ...], other: str | None) -> None:
-    found = inputs_of(block)[0]
+    found = find_inputs(block)[0]
     assert (found.readers, found.other) == (readers, other)

@@ -174,8 +174,7 @@ class _Watch:
 
     def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
         if self._outermost is not None:
-            rotates = operator.name == "qk_norm" and arguments[4] is not None
-            self._outermost.operators.append("qk_norm_rope" if rotates else operator.plain_name or operator.name)
+            self._outermost.operators.append(operator.public_name(*arguments))
         return operator.results_of(spec, *arguments)
 
 

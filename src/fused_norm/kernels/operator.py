@@ -244,11 +244,11 @@ class Operator(ABC):
         return False
 
     def handed_out(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
-        """What a call returns, of a forward's results: its outputs; or further tensors on the memory of one."""
+        """Return what a call gives its caller: a forward's outputs; some operators give one of them several times."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
     def by_output(self, found: Any) -> list[tuple[Tensor, ...]]:
-        """The tensors that were ``handed_out`` for each output."""
+        """Sort what was ``handed_out`` by the output that it is."""
         return [(one,) for one in (found if isinstance(found, tuple) else (found,))]
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:

@@ -163,7 +163,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
 _ROWS_OF = {
     "sandwich_forward": "forward",
     "rotated_heads_forward": "heads_forward",
-    "fp32_sandwich_backward": "sandwich_backward",
 }
 """The sections for which rows of another one are measured: so a norm has the same bits by itself and fused."""
 

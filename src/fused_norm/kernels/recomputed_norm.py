@@ -54,7 +54,7 @@ RECOMPUTED_NORM = RecomputedNorm()
 def norm_recompute(
     spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, dtype: torch.dtype | None = None
 ) -> Recompute | None:
-    """How to recompute a norm of x from its rstd; None under casting ``none``, which keeps a more exact rstd.
+    """Return the call that recomputes a norm of x from its rstd; None under casting ``none``, which keeps another one.
 
     ``dtype``: that of the output, where its own would be float32.
     """

@@ -109,6 +109,7 @@ class NormOperator(Operator):
         dinner = empty_weight_grad(inner_weight, given.get("need_dinner", False))
         if launch:
             saved = NormSaved(given["dy"], given.get("ds"), s, weight, given["rstd"], scale=given.get("scale", 1.0))
+            saved = saved._replace(apart="residual" not in self.tensor_names)
             if self.inner:
                 saved = saved._replace(x=given["x"], inner_weight=inner_weight, inner_rstd=given["inner_rstd"])
             launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dinner))

@@ -66,16 +66,16 @@ class _Names:
         return name
 
     def expression(self, results: Any, taken: set[str] | None = None) -> str:
-        """Results, in nested tuples, by their names; those that are ``taken`` already as further tensors on them."""
+        """Results, in nested tuples, by their names; those whose names are ``taken`` as further tensors on them."""
         if results is None:
             return "None"
         if isinstance(results, Tensor):
             name = self.of(results)
-            if taken is None or name not in taken:
-                taken = set() if taken is None else taken
-                taken.add(name)
+            if taken is None:
                 return name
-            return f"{name}.detach()"
+            is_new = name not in taken
+            taken.add(name)
+            return name if is_new else f"{name}.detach()"
         parts = [self.expression(one, taken) for one in results]
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 

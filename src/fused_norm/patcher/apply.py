@@ -64,7 +64,8 @@ def apply_fused_norm(
             see ``FuseOptions``; None is what stock code computes, everywhere.
         readers: give each linear that reads a fused norm an output of its own, all of them one tensor in memory: the
             norm's backward adds up their gradients, as autograd would, and under autocast the norm is written in the
-            dtype that the linears cast it to. Every bit stays the same.
+            dtype that the linears cast it to. Numbers stay the same to the bit, but for the order in which a GPU adds
+            up float32 rows that come from 16-bit gradients, under autocast.
         recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
             backward, are recomputed there from what is kept anyway. Gradients stay the same to the bit, unless such a
             tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing

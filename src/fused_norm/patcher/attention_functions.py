@@ -97,7 +97,7 @@ def _is_not_repeated(use_gqa: Callable[..., bool], key: int, value: int) -> bool
 
 @lru_cache(maxsize=64)
 def _reader_of(attend: FunctionType) -> _Reader | None:
-    """What is known of an attention function; None where it is none of transformers' that cast q and k."""
+    """Look up an attention function among those of transformers that cast q and k; None where it is none of them."""
     own: Mapping[str, Any] = attend.__globals__
     calls: list[tuple[Mapping[str, Any], str, Any]]
     if attend is _defined_in(_SDPA, "sdpa_attention_forward"):

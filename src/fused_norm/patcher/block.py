@@ -21,9 +21,9 @@ from .class_swap import (
 )
 from .fused_block import FusedBlock
 from .fused_norm_module import has_hooks, has_origin_forward
+from .linear_inputs import reads_of
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import ReadingBlock, Site
-from .readers import reads_of
 from .rewrite import Rewrite
 
 
@@ -91,7 +91,7 @@ class Block:
         """The options leave in that linears have inputs of their own."""
         return self._model.options.readers
 
-    def reads(self, index: int, obstacle: str | None) -> bool:
+    def decide_reading(self, index: int, obstacle: str | None) -> bool:
         """Decide whether the linears that read argument ``index`` get inputs of their own, for which there is a row."""
         rewrite = Rewrite("inputs", index)
         reason = self.owner or obstacle
@@ -109,7 +109,7 @@ class Block:
         self.reading = None if self.reading is None else replace(self.reading, reason=self.reading.reason or reason)
 
     def reads_of(self, name: str) -> int:
-        """How many tensors a linear of this name will read as its input; 0 for one that is not known to be plain."""
+        """Return the number of tensors that a linear of this name will read as its input; 0 where it is not plain."""
         linear = self.member(name)
         if not is_lora_layer(linear):
             return reads_of(linear)

@@ -36,7 +36,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
-from .readers import AS_IT_IS, for_readers, inputs_of, reading_of
+from .linear_inputs import ONE_OUTPUT, for_readers, inputs_of, wanted_by
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, name_of, of_each_element
 
@@ -74,9 +74,9 @@ class FusedBlock(nn.Module):
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
         if takes_residual(norm):
-            reading = reading_of(reader, branch, residual, weight_of(norm))
-            if reading is not None:
-                return for_readers(norm(branch, residual, scale, reading))
+            wanted = wanted_by(reader, branch, residual, weight_of(norm))
+            if wanted is not None:
+                return for_readers(norm(branch, residual, scale, wanted))
             return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
         # A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
         total = residual + scaled(branch, scale)
@@ -86,8 +86,8 @@ class FusedBlock(nn.Module):
         """``norm(x)``, which ``reader`` alone is given, and x for all that read it behind the norm."""
         if may_be_bypassed(norm) and not torch.compiler.is_compiling():
             weight = weight_of(norm)
-            reading = reading_of(reader, x, weight) or AS_IT_IS
-            found, reason = run_fused(RMS_NORM_FOR_READERS, spec_of(norm), x, weight, *reading)
+            wanted = wanted_by(reader, x, weight) or ONE_OUTPUT
+            found, reason = run_fused(RMS_NORM_FOR_READERS, spec_of(norm), x, weight, *wanted)
             if reason is None:
                 return for_readers(found)
         return norm(x), x
@@ -245,9 +245,9 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) ->
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
     arguments = x, residual, weight_of(inner), weight_of(norm)
-    reading = reading_of(reader, *arguments)
-    if reading is not None:
-        found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec_of(norm), *arguments, *reading)
+    wanted = wanted_by(reader, *arguments)
+    if wanted is not None:
+        found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec_of(norm), *arguments, *wanted)
         if reason is None:
             return for_readers(found)
     found, _ = run_fused(NORM_ADD_NORM, spec_of(norm), *arguments)
@@ -277,7 +277,7 @@ def _rotated_as(
 
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
-    """What stock code has rotated, in ``dtype``, if given, where it is float32."""
+    """Cast what stock code has rotated from float32 to ``dtype``, if that is given."""
     return rotated if dtype is None else tuple([written(one, dtype) for one in rotated])
 
 

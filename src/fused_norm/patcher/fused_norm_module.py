@@ -73,16 +73,14 @@ class FusedNorm(nn.Module):
     fused_norm_replaced: ClassVar[Casting | None]
     weight: Tensor
 
-    def forward(
-        self, x: Any = None, residual: Any = None, scale: float = 1.0, reading: Any = None, **named: Any
-    ) -> Any:
+    def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, wanted: Any = None, **named: Any) -> Any:
         """``norm(x)``, or ``(norm(s), s)`` of ``s = residual + scale * x``.
 
         Args:
             x: the branch.
             residual: what it is added to.
             scale: what it is multiplied by before.
-            reading: how the norm of the sum is read, as ``reading_of`` has it: there may be an output for each reader.
+            wanted: what is asked of the norm of the sum, as ``wanted_by`` has it: an output for each reader.
             named: x under the stock parameter's name.
         """
         if not has_origin_forward(type(self)):
@@ -93,10 +91,10 @@ class FusedNorm(nn.Module):
         spec, weight = spec_of(self), weight_of(self)
         total, no_add = x, None
         if residual is not None:
-            if reading is None:
+            if wanted is None:
                 found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
             else:
-                found, no_add = run_fused(ADD_RMS_NORM_FOR_READERS, spec, x, residual, weight, scale, *reading)
+                found, no_add = run_fused(ADD_RMS_NORM_FOR_READERS, spec, x, residual, weight, scale, *wanted)
             if no_add is None:
                 return found
             total = residual + scaled(x, scale)

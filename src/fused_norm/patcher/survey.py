@@ -26,11 +26,11 @@ from .class_swap import (
 )
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
+from .linear_inputs import reads_of
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import ReadingBlock, Site
 from .patterns.heads import QK_NAME
 from .probe import UnrecognisedError
-from .readers import reads_of
 
 _ANY_WIDTH = 64
 """Of a weight that another device has all of."""

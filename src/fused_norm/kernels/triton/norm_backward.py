@@ -58,11 +58,16 @@ def _load_dy(dys, stride, row, col, live, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_grad(ds, g, s, correction, rstd, row, col, live, DTYPE: tl.constexpr):
-    """The gradient of the sum that is normalised: through the norm, rounded to DTYPE, and what else flows into it."""
+def _sum_grad(ds, g, s, correction, rstd, row, col, live, APART: tl.constexpr):
+    """The gradient of the sum that is normalised: through the norm, and what else flows into it.
+
+    APART is the dtype in which the norm's part was a gradient of its own in stock code; None where it is not rounded.
+    """
     grad = rstd * (g - s * correction)
     if ds[0] is not None:
-        grad = round_to(grad, DTYPE) + load_tile(ds, row, col, live)
+        if APART is not None:
+            grad = round_to(grad, APART)
+        grad += load_tile(ds, row, col, live)
     return grad
 
 
@@ -108,11 +113,10 @@ def _backward_kernel(
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
     RELOAD: tl.constexpr, HAS_DINNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
-    SPEC: tl.constexpr, DY_DTYPE: tl.constexpr,
+    SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
-    s_dtype: tl.constexpr = s_ptr.dtype.element_ty
     # A tile of one row needs no mask for rows; without it a fifth of the registers is free where there are two norms.
     ALONE: tl.constexpr = ROWS == 1 and x_ptr is not None
     program = tl.program_id(0)
@@ -159,13 +163,13 @@ def _backward_kernel(
                 g_tail = dy_tail * gamma_tail
                 products = tl.sum(tl.reshape(products, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + g_tail * s_tail
             correction = tl.sum(products, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
-            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live, s_dtype)
+            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live, APART)
             if x_ptr is None:
                 _store_input_grads(dx, dr, grad, scale, row, col, live)
             elif dr_ptr is not None:
                 store_tile(dr, row, col, live, grad)
             if TAIL:
-                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail, s_dtype)
+                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail, APART)
                 _store_input_grads(dx, dr, grad_tail, scale, row, col_tail, live_tail)
         if x_ptr is not None and (dx_ptr is not None or HAS_DINNER):
             x = load_tile((x_ptr, x_stride), row, col, live)
@@ -232,7 +236,7 @@ def _backward_columns_kernel(
     dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr,
+    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The second half for wide rows: a block of columns of every row, given each row's correction."""
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
@@ -254,7 +258,7 @@ def _backward_columns_kernel(
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             correction = tl.load(correction_ptr + row, mask=row < M, other=0.0)[:, None]
-            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, s_ptr.dtype.element_ty)
+            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, APART)
             _store_input_grads(dx, dr, grad, scale, row, col, live)
     let_next_begin(OVERLAPS)
     if shares_ptr is not None:
@@ -276,6 +280,7 @@ class NormSaved(NamedTuple):
         inner_rstd: [..., 1] fp32, of that norm.
         scale: what the branch was multiplied by.
         s_scale: [..., N / 16] where s are codes; nothing but the norm's gradient flows into these.
+        apart: the norm's part of the gradient of s is rounded by itself before ds is added, as where s is no new sum.
     """
 
     dy: Tensor | tuple[Tensor, ...]
@@ -288,6 +293,7 @@ class NormSaved(NamedTuple):
     inner_rstd: Tensor | None = None
     scale: float = 1.0
     s_scale: Tensor | None = None
+    apart: bool = False
 
 
 class NormGradients(NamedTuple):
@@ -337,6 +343,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
     constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
+    constants["APART"] = TRITON_DTYPES[saved.s.dtype] if saved.apart and ds is not None else None
     scale_stride, x_stride = (spacing[6], None) if s_scale is not None else (None, spacing[3] if inner else None)
     strides = *spacing[1:3], spacing[0], scale_stride, x_stride, *spacing[4:6]
     scale = None if saved.scale == 1.0 else float(saved.scale)

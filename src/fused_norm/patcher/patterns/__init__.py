@@ -23,7 +23,7 @@ from .attentions import find_attentions
 from .calls import Missed
 from .gates import Gate, decide_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
-from .readers import Inputs, Reading, find_readings, inputs_of
+from .readers import Inputs, Reading, find_inputs, find_readings
 from .rotations import RotationCall, decide_rotations, find_rotations, rotation_of
 
 
@@ -77,7 +77,7 @@ def patterns_of(layer: Any) -> Patterns:
     rotations = find_rotations(source.definition, rotated, attentions)
     readings = find_readings(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    return Patterns(adds, readings, inputs_of(layer), heads, rotations, gates, *missed)
+    return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, *missed)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:

@@ -120,13 +120,13 @@ class Reader:
         if block is None:
             return False
         try:
-            known = inputs_of(block.origin)
+            known = find_inputs(block.origin)
         except SourceError as error:
-            return block.reads(0, str(error))
+            return block.decide_reading(0, str(error))
         index = next((i for i, one in enumerate(known) if self.argument in (i, one.name)), None)
         if index is None or not known[index].is_read:
             return False
-        return block.reads(index, known[index].obstacle(block))
+        return block.decide_reading(index, known[index].obstacle(block))
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Reading:
 
 
 @cached_by_forward
-def inputs_of(layer: Any) -> list[Inputs]:
+def find_inputs(layer: Any) -> list[Inputs]:
     """The arguments that the forward of a class takes by place, without the instance, each with its readers.
 
     Raises:

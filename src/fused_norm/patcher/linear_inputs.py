@@ -1,4 +1,4 @@
-"""The linears that read a norm's result, at the time of a call: how many tensors they read, and in which dtype.
+"""The inputs of linears that read a norm, at the time of a call: what the norm is asked for, and who gets which.
 
 A linear that anything else could see reading, a hook or a wrapper, is none of them: it gets the tensor that it would
 get from a stock norm, and so do all that read that norm.
@@ -20,19 +20,23 @@ from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
 _FURTHER = "fused_norm_further_outputs"
 """The attribute of a norm's result with the outputs for all readers but the first."""
 
-Reading = tuple[int, torch.dtype | None]
-"""How many outputs of a norm are read, and the dtype that all of them are cast to; None where they are not."""
+Wanted = tuple[int, torch.dtype | None]
+"""What is asked of a norm: a number of outputs, and the dtype that all their readers cast them to, or None."""
 
-AS_IT_IS: Reading = 1, None
+ONE_OUTPUT: Wanted = 1, None
 
 
-def reading_of(block: Any, *tensors: Any) -> Reading | None:
-    """How a block reads a norm that it alone is given; None where it has to be given what a stock norm returns.
+def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
+    """Return what a block's linears ask of a norm that the block alone is given; None for one that is as in stock code.
 
-    ``tensors``: what the norm's dtype depends on, or None; x first.
+    ``tensors``: those that the norm's dtype depends on, x first; None for one that is not there.
     """
     linears = getattr(block, "fused_norm_linears", ())
     if not linears or torch.compiler.is_compiling() or is_disabled() or type(tensors[0]) is not Tensor:
+        return None
+    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
+    is_cast = torch.is_autocast_enabled(device)
+    if not is_cast and not torch.is_grad_enabled():
         return None
     own, fused = block.__dict__, type(block)
     if "forward" in own or own.get("_compiled_call_impl") is not None or has_hooks(block):
@@ -46,11 +50,13 @@ def reading_of(block: Any, *tensors: Any) -> Reading | None:
         if not reads:
             return None
         count += reads
-    return (count, _cast_of(readers, tensors)) if count <= MOST_READERS else None
+    if count > MOST_READERS:
+        return None
+    return count, torch.get_autocast_dtype(device) if is_cast and _are_cast(readers, tensors) else None
 
 
 def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
-    """How many tensors a linear reads as its input: one, and another one for its adapter; 0 for what is unknown.
+    """Return the number of tensors that a linear reads as its input: one, and one for its adapter; 0 where unknown.
 
     ``adapter``: the class of LoRA layers.
     """
@@ -76,28 +82,22 @@ def _is_unseen(module: nn.Module) -> bool:
     )
 
 
-def _cast_of(readers: Sequence[Any], tensors: Sequence[Any]) -> torch.dtype | None:
-    """The dtype to which autocast casts a norm for all of its readers, before anything is computed with it.
-
-    None without autocast, and where the norm cannot be float32, so that a norm of another dtype is cast, if at all.
-    """
-    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return None
+def _are_cast(readers: Sequence[Any], tensors: Sequence[Any]) -> bool:
+    """Return whether a norm may be float32, and autocast casts it for all readers before they compute with it."""
     if not any(one is not None and one.dtype == torch.float32 for one in tensors):
-        return None
+        return False
     for linear in readers:
         if type(linear) is not Linear:
             if why_cast(linear) is not None:
-                return None
+                return False
             linear = linear.base_layer
         if type(linear.weight) not in (Parameter, Tensor):
-            return None
-    return torch.get_autocast_dtype(device)
+            return False
+    return True
 
 
 def for_readers(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The norm, with the outputs for its other readers on it, and the sum, of what an operator for readers returns."""
+    """Return a norm, with the outputs for its other readers on it, and the sum, from what its operator has returned."""
     y, *further, s = found
     if further:
         y.__dict__[_FURTHER] = further
