@@ -49,6 +49,13 @@ def test_micro_batches_add_up_to_the_batch():
         TrainingOptions(steps=1, batch_size=4, accumulation=3)
 
 
+def test_what_is_evaluated_does_not_depend_on_the_order_and_grouping_of_a_step():
+    options = TrainingOptions(steps=2, batch_size=4, accumulation=2, learning_rate=1e-6)
+    turned = sequences(8).view(2, 4, -1).flip(1).flatten(0, 1)
+    one, other = (train(build("llama", seed=0), batches, options) for batches in (sequences(8), turned))
+    assert other.evaluation_loss == pytest.approx(one.evaluation_loss, rel=1e-5)
+
+
 def test_gradients_are_shown_before_they_are_clipped_and_the_model_after_the_last_step():
     shown, ended = [], []
     model = build("llama", seed=0)

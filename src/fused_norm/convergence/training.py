@@ -157,7 +157,7 @@ def _prepare(model: nn.Module, sequences: Tensor, options: TrainingOptions, acce
 
 
 class _Step(NamedTuple):
-    """An optimizer step: its numbers, and its last micro-batch."""
+    """An optimizer step: its numbers, and its sequences, which are the same in any order and grouping."""
 
     loss: float
     gradient_norm: float
@@ -175,11 +175,12 @@ def _steps(
 ) -> Iterator[_Step]:
     """Train, and give each step when it is done; forwards of the first one run ``metered``."""
     model, done, began = prepared.model, 0, None
-    total = torch.zeros((), device=accelerator.device)
+    total, batches = torch.zeros((), device=accelerator.device), []
     for batch in prepared.batches:
         began = time.perf_counter() if began is None else began
         if cut_last and 0 < done == options.steps - 1:
             batch = batch[:, : -(batch.shape[1] // 3)]
+        batches.append(batch)
         with accelerator.accumulate(model):
             # Counting costs time, so it is done in the step whose time is left out.
             with contextlib.nullcontext() if done else metered():
@@ -197,8 +198,8 @@ def _steps(
         # Reading the numbers waits for the device, so the clock stops when the step is done.
         mean = accelerator.reduce(total, "mean").item()
         whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
-        yield _Step(mean, whole, time.perf_counter() - began, batch)
-        done, began, total = done + 1, None, torch.zeros_like(total)
+        yield _Step(mean, whole, time.perf_counter() - began, torch.cat(batches))
+        done, began, total, batches = done + 1, None, torch.zeros_like(total), []
 
 
 def _shards_here(accelerator: Accelerator) -> bool:
