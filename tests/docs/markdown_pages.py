@@ -26,6 +26,7 @@ from types import ModuleType
 from unittest import mock
 
 from fused_norm import cli
+from fused_norm.kernels.operator import OPERATORS
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +95,7 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
     module.__file__ = str(source)
     sys.modules[module.__name__] = module
     try:
-        with mock.patch.dict(os.environ):
+        with mock.patch.dict(os.environ), mock.patch.dict(OPERATORS):  # pages may add to both
             for block in blocks:
                 _run_block(block, module, source, stand_ins)
     finally:
