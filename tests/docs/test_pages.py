@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.results import Results
-from benchmarks.tables import steps_in_markdown
 from fused_norm.model_configs import tiny_config
 
 from .markdown_pages import ROOT, blocks_of, run_page
@@ -52,20 +49,6 @@ def test_what_the_readme_links_to_is_there() -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert targets
     assert [one for one in targets if "://" not in one and not (ROOT / one).exists()] == []
-
-
-def test_the_table_of_steps_is_that_of_the_measured_run() -> None:
-    measured = Results.load(ROOT / "benchmarks" / "results" / "h200-steps" / "results.json")
-    shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- steps")[2].partition("<!-- end")[0]
-    assert cells_of(shown) == cells_of(steps_in_markdown(measured) or "")
-
-
-def cells_of(table: str) -> dict[tuple[str, ...], str]:
-    """The cells of a Markdown table, by the names of the row, of the column before and of the column."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
-    names, _, *rest = rows
-    columns = list(itertools.pairwise(names))  # a column's memory stands behind its time
-    return {(row[0], *column): cell for row in rest for column, cell in zip(columns, row[1:], strict=True)}
 
 
 PAGE = """

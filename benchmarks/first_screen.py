@@ -1,0 +1,116 @@
+"""The picture at the top of the README: two curves of losses, and time and memory of the README's steps as bars.
+
+``python -m benchmarks.first_screen build/demo`` draws the first comparison of a demo into ``docs/first_screen.svg``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+
+COLOURS = {"stock": "#8b949e", "Liger": "#3a9a5b", "compiled": "#3b7dd8", "ours": "#e07b1a"}
+"""The columns of the README's table. All of them stand out on light and on dark paper."""
+
+DRAWN = {
+    "full fine-tuning, Qwen3-0.6B": "full fine-tuning",
+    "bf16 autocast, Qwen3-0.6B": "autocast",
+    "checkpointing, Qwen3-0.6B": "checkpointing",
+    "LoRA, Qwen3-0.6B": "LoRA",
+}
+"""Rows of the table, by what the picture calls them."""
+
+_LIGHT, _DARK = "#57606a", "#9aa4af"
+_DARK_STYLE = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ --ink: {_DARK} }} }}</style>"
+
+
+def steps_of_the_readme() -> str:
+    """The lines of the README between the marks of its table of steps."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.partition("<!-- steps")[2].partition("-->\n")[2].partition("<!-- end of steps")[0]
+
+
+def cells_of(table: str) -> dict[tuple[str, str], str]:
+    """The cells of a Markdown table, by the names of the row and of the column.
+
+    A column ``GiB`` is named after the one before it: that of the times of ``stock ms`` is ``stock GiB``.
+    """
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    head, _, *rest = rows
+    before = [head[0], *(left.removesuffix("ms") for left, _ in pairwise(head))]
+    names = [f"{left}GiB" if name == "GiB" else name for left, name in zip(before, head, strict=True)]
+    return {(row[0], name): cell for row in rest for name, cell in zip(names[1:], row[1:], strict=True)}
+
+
+def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> str:
+    """The picture as SVG, for light and dark pages.
+
+    Args:
+        losses: of the runs ``stock`` and ``fused``, step by step.
+        cells: of the table of steps.
+    """
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "first screen", "font.sans-serif": ["DejaVu Sans"]}
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    style |= {"font.size": 10} | dict.fromkeys(inked, _LIGHT)
+    text = io.StringIO()
+    with rc_context(style):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        _figure(losses, cells).savefig(text, format="svg", transparent=True, metadata=nothing)
+    svg = text.getvalue()[text.getvalue().index("<svg") :].replace(_LIGHT, f"var(--ink, {_LIGHT})")
+    return svg.replace("<defs>", f"{_DARK_STYLE}\n <defs>", 1)
+
+
+def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> Figure:
+    # No pyplot: it would open a window system and keep the figure.
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    curves, time, memory = figure.subplots(1, 3, gridspec_kw={"width_ratios": [4, 4, 4]})
+    curves.plot(losses["stock"], color=COLOURS["stock"], linewidth=4, alpha=0.6, label="stock")
+    curves.plot(losses["fused"], color=COLOURS["ours"], linewidth=1.1, label="ours")
+    curves.set_title("loss of a tiny Qwen3, by step", fontsize=10)
+    curves.legend(frameon=False)
+    for axes, unit, title in ((time, "ms", "Qwen3-0.6B: ms a step"), (memory, "GiB", "GiB at the peak")):
+        _draw_bars(axes, cells, unit)
+        axes.set_title(title, fontsize=10)
+    memory.set_yticklabels([])
+    handles, labels = time.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), frameon=False)
+    for axes in (curves, time, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_bars(axes: Any, cells: Mapping[tuple[str, str], str], unit: str) -> None:
+    """A group of bars for each row, a bar for each column that has a number, labelled with the cell's text."""
+    for place, name in enumerate(COLOURS):
+        texts = [cells[row, f"{name} {unit}"].strip("*") for row in DRAWN]
+        there = [(row + 0.2 * (place - 1.5), text) for row, text in enumerate(texts) if text]
+        places, labels = zip(*there, strict=True)
+        bars = axes.barh(places, list(map(float, labels)), height=0.18, color=COLOURS[name], label=name)
+        axes.bar_label(bars, labels, fontsize=8, padding=2)
+    axes.set_yticks(range(len(DRAWN)), list(DRAWN.values()))
+    axes.tick_params(length=0)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.margins(x=0.25)  # for the labels
+    axes.invert_yaxis()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Draw the demo whose folder is named, and the README's table, into the documentation."""
+    kept = json.loads(min(Path(arguments[0]).glob("comparisons/*.json")).read_text(encoding="utf-8"))["result"]
+    losses = {name: kept[name]["losses"] for name in ("stock", "fused")}
+    svg = draw(losses, cells_of(steps_of_the_readme()))
+    (ROOT / "docs" / "first_screen.svg").write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
