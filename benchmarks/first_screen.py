@@ -71,13 +71,13 @@ def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], 
 
 def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> Figure:
     # No pyplot: it would open a window system and keep the figure.
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    curves, time, memory = figure.subplots(1, 3, gridspec_kw={"width_ratios": [4, 4, 4]})
+    figure = Figure(figsize=(6.6, 3.6), layout="constrained")
+    curves, time, memory = figure.subplots(1, 3, gridspec_kw={"width_ratios": [3, 4, 4]})
     curves.plot(losses["stock"], color=COLOURS["stock"], linewidth=4, alpha=0.6, label="stock")
     curves.plot(losses["fused"], color=COLOURS["ours"], linewidth=1.1, label="ours")
-    curves.set_title("loss of a tiny Qwen3, by step", fontsize=10)
+    curves.set_title("loss, tiny Qwen3", fontsize=10)
     curves.legend(frameon=False)
-    for axes, unit, title in ((time, "ms", "Qwen3-0.6B: ms a step"), (memory, "GiB", "GiB at the peak")):
+    for axes, unit, title in ((time, "ms", "ms, Qwen3-0.6B"), (memory, "GiB", "GiB at the peak")):
         _draw_bars(axes, cells, unit)
         axes.set_title(title, fontsize=10)
     memory.set_yticklabels([])
@@ -94,13 +94,13 @@ def _draw_bars(axes: Any, cells: Mapping[tuple[str, str], str], unit: str) -> No
         texts = [cells[row, f"{name} {unit}"].strip("*") for row in DRAWN]
         there = [(row + 0.2 * (place - 1.5), text) for row, text in enumerate(texts) if text]
         places, labels = zip(*there, strict=True)
-        bars = axes.barh(places, list(map(float, labels)), height=0.18, color=COLOURS[name], label=name)
-        axes.bar_label(bars, labels, fontsize=8, padding=2)
+        bars = axes.barh(places, list(map(float, labels)), height=0.19, color=COLOURS[name], label=name)
+        axes.bar_label(bars, labels, fontsize=9, padding=2)
     axes.set_yticks(range(len(DRAWN)), list(DRAWN.values()))
     axes.tick_params(length=0)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.margins(x=0.25)  # for the labels
+    axes.margins(x=0.3)  # for the labels
     axes.invert_yaxis()
 
 
