@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,8 +52,9 @@ def called() -> Iterator[Called]:
         yield names
 
 
-def losses(trainer: Any) -> torch.Tensor:
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+def logged(trainer: Any, *names: str) -> torch.Tensor:
+    """What a trainer has logged of each step."""
+    return torch.tensor([[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry])
 
 
 def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called) -> None:
@@ -76,17 +77,23 @@ def test_the_operators_alone_have_values_and_gradients(called) -> None:
 
 
 def assert_trains_as_stock(
-    name: str, checkpoint: str, folder: Path, length: str, called: Called, *options: str
+    name: str,
+    checkpoint: str,
+    folder: Path,
+    length: str,
+    called: Called,
+    *options: str,
+    names: Sequence[str] = ("loss",),
 ) -> None:
-    """A step of an example that trains with a Trainer runs stock and two fused, with the losses of stock."""
+    """A step of an example that trains with a Trainer runs stock and two fused, and logs what stock logs."""
     main = example(name).main
     arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "3", "--length", length, *options]
     fused = main(arguments)
     assert called.count("add_rms_norm") > 0
     with fused_norm.disabled():
         stock = main(arguments)
-    assert len(losses(fused)) == 3
-    torch.testing.assert_close(losses(fused), losses(stock), **CLOSE)
+    assert len(logged(fused, *names)) == 3
+    torch.testing.assert_close(logged(fused, *names), logged(stock, *names), **CLOSE)
 
 
 @pytest.mark.slow
@@ -106,6 +113,15 @@ def test_trl_trains_adapters_as_stock_does(method: str, bits: int, checkpoint, c
         "train_with_trl", checkpoint, tmp_path, "48", called, "--method", method, "--bits", str(bits)
     )
     assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rounding may choose another token to sample")
+def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path: Path) -> None:
+    """The loss of such a step is zero but for roundings, whatever its gradient."""
+    pytest.importorskip("trl", reason="needs trl")
+    names = ("reward", "reward_std", "grad_norm")
+    assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "8", called, "--method", "grpo", names=names)
 
 
 @pytest.mark.slow
