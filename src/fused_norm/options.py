@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .spec import Casting, Kind
 
 if TYPE_CHECKING:
     from torch import nn
+
+Loss = Literal["liger"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
+"""The values of ``loss``."""
 
 ModuleFilter = str | Sequence[str] | Callable[[str, "nn.Module"], bool]
 
@@ -61,6 +65,8 @@ class FuseOptions:
         readers: give each linear that reads a norm an output of that norm of its own.
         recompute: recompute outputs of fused operators in the backward instead of keeping them for it: less memory for
             a little more time, and the same bits unless tensors are written into behind autograd's back.
+        loss: the loss of another package in place of the model's own: ``"liger"`` for the fused linear cross-entropy of
+            liger-kernel, which keeps no logits in training and rounds otherwise. None leaves the loss as it is.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -79,6 +85,7 @@ class FuseOptions:
     casting: Mapping[str, Casting] | None = None
     readers: bool = True
     recompute: bool = False
+    loss: Loss | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -96,6 +103,8 @@ class FuseOptions:
         if not any(self.wants(switch.kind) for switch in SWITCHES.values()):
             choices = " and ".join(f"{switch.option}=False" for switch in SWITCHES.values() if switch.follows is None)
             raise ValueError(f"{choices} leave nothing to fuse")
+        if self.loss is not None and self.loss not in LOSSES:
+            raise ValueError(f"loss must be {' or '.join(map(repr, LOSSES))} or None, not {self.loss!r}")
         if self.modules is not None and not callable(self.modules):
             patterns = self.modules if isinstance(self.modules, Sequence) else ()
             if not patterns or not all(isinstance(pattern, str) for pattern in patterns):

@@ -155,6 +155,13 @@ def test_inspect_tells_which_layers_recompute(checkpoint, capsys):
     ]
 
 
+def test_inspect_tells_which_loss_a_model_trains_with(checkpoint, capsys):
+    pytest.importorskip("liger_kernel")
+    assert main(["inspect", str(checkpoint), "--json", "--loss", "liger"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["loss"]
+    assert (row["module"], row["loss"], row["reason"]) == ("Qwen3ForCausalLM", "liger", None)
+
+
 def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
     BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32).save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 1

@@ -587,7 +587,7 @@ def test_the_arguments_are_the_fields_of_the_options() -> None:
 
 def test_every_kind_of_site_has_one_option() -> None:
     assert [switch.kind for switch in SWITCHES.values()] == list(KINDS)
-    assert [*SWITCHES, "modules", "casting", "readers", "recompute", "strict"] == [
+    assert [*SWITCHES, "modules", "casting", "readers", "recompute", "loss", "strict"] == [
         one.name for one in dataclasses.fields(FuseOptions)
     ]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import SWITCHES, FuseOptions
+from ..options import LOSSES, SWITCHES, FuseOptions
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +40,13 @@ def as_flags(text: str) -> str:
 
 
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``apply_fused_norm``: one for each kind of site, with its ``--no-`` form, and ``--recompute``."""
+    """The flags of ``apply_fused_norm``: for each kind of site, with a ``--no-`` form, and those of other options."""
     for name, switch in SWITCHES.items():
         text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "make outputs of fused operators again in the backward instead of keeping them"
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False, help=text)
+    parser.add_argument("--loss", choices=LOSSES, help="train with the loss of another package, which rounds otherwise")
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
@@ -55,7 +56,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
         UsageError: they contradict each other.
     """
     try:
-        chosen = {name: getattr(args, name) for name in (*SWITCHES, "recompute")}
+        chosen = {name: getattr(args, name) for name in (*SWITCHES, "recompute", "loss")}
         return FuseOptions(**chosen, strict=strict)
     except ValueError as error:
         raise UsageError(str(error)) from error

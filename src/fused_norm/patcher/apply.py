@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from ..model_configs import FAMILIES, Family
-from ..options import FuseOptions, ModuleFilter
+from ..options import FuseOptions, Loss, ModuleFilter
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
+from .loss_survey import survey_losses
 from .patch_report import PatchReport, Site
 from .reached_code import no_code_changes
 from .recompute_survey import survey_layers
@@ -37,6 +38,7 @@ def apply_fused_norm(
     casting: Mapping[str, Casting] | None = None,
     readers: bool = True,
     recompute: bool = False,
+    loss: Loss | None = None,
     strict: bool = True,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
@@ -71,17 +73,21 @@ def apply_fused_norm(
             tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing
             in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is
             kept.
-        strict: raise when nothing is fused, or when a known family lacks a site it should have.
+        loss: ``"liger"`` trains a language model with the fused linear cross-entropy of liger-kernel, which keeps no
+            logits and rounds otherwise than stock code; evaluation and generation are stock's. None is the model's own.
+        strict: raise when nothing is fused, or when a known family lacks a site it should have, or when there is no
+            such ``loss`` for the model.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``readers`` one
-        for every block that reads a fused norm.
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too, under ``readers`` one for
+        every block that reads a fused norm, and under ``loss`` one for every language model.
 
     Raises:
-        FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
-            ``modules`` has a pattern that selects nothing; where ``casting`` has one that selects no norm, or a norm
-            that stays stock; where a fused site is to be stock again, and other code has
-            built on its class (FSDP does, when it shards). The model is as it was.
+        FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have, or there
+            is no such ``loss``; where the package of ``loss`` is missing; where ``modules`` has a pattern that selects
+            nothing; where ``casting`` has one that selects no norm, or a norm that stays stock; where a fused site is
+            to be stock again, and other code has built on its class, as FSDP does when it shards. The model is as it
+            was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(
@@ -96,12 +102,14 @@ def apply_fused_norm(
         casting=casting,
         readers=readers,
         recompute=recompute,
+        loss=loss,
         strict=strict,
     )
     _check_is_module(model)
     with no_code_changes():
         sites, changes, reading = survey(model, options)
         layers, changes = survey_layers(model, sites, changes, recompute=recompute)
+        losses, changes = survey_losses(model, changes, loss)
     expected = list(_expected_sites(model))
     sites = [*sites, *_sites_of_others(model, sites, expected)]
     report = PatchReport(
@@ -111,6 +119,7 @@ def apply_fused_norm(
         kept=tuple(site for site in sites if site.reason is not None),
         recompute=tuple(layers) if recompute else None,
         readers=tuple(reading),
+        loss=None if loss is None else tuple(losses),
     )
     if options.strict:
         _check(model, report, expected)
@@ -141,9 +150,12 @@ def _check_is_module(model: Any) -> None:
 
 
 def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected]) -> None:
-    """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
+    """Raise FusedNormError where nothing is fused, a known family lacks a site, or there is no such loss."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
+    for row in report.loss or ():
+        if row.cause == "unrecognised":
+            raise FusedNormError(f"loss={row.loss!r}: {row.module} keeps its own, for {row.reason}")
     missing = [
         f"{place} ({kind}): {problem}"
         for place, path, kind, family, _ in expected

@@ -46,6 +46,8 @@ def change_block(block: Block, rows: list[Site]) -> tuple[list[Site], list[Class
     if new is not block.origin and (owner := fused_forward_replaced(new)):
         block.keeps_one_input(owner)
         return [row.kept_for(owner, "overridden") for row in rows], []
+    if new is block.origin and not isinstance(block.module, FusedBlock):  # a class that it has is not from here
+        return rows, []
     return rows, change_to(block.module, new)
 
 

@@ -14,9 +14,10 @@ from ..spec import FusedNormError
 from .adapter_casts import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
+from .losses import FusedLoss
 from .source import cells_of
 
-Fused = FusedNorm | FusedBlock | FusedAdapter
+Fused = FusedNorm | FusedBlock | FusedAdapter | FusedLoss
 """The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"

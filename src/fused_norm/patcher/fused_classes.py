@@ -16,6 +16,7 @@ from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapter_casts import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
+from .losses import FusedLoss, training_forward
 from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
 from .recompute import call_recomputing
 from .rewrite import Rewrite
@@ -87,6 +88,12 @@ def fused_adapter_class(origin: Any) -> type[nn.Module]:
     """The fused class for LoRA layers of class ``origin``."""
     made_by = (fused_adapter_class,)
     return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by)
+
+
+def fused_loss_class(origin: Any, with_loss: Callable[..., Any]) -> type[nn.Module]:
+    """The fused class for language models of class ``origin`` that train by the forward ``with_loss``."""
+    made_by = fused_loss_class, with_loss
+    return _known(origin, made_by) or _derive(FusedLoss, origin, made_by, forward=training_forward(origin, with_loss))
 
 
 def _known(origin: Any, made_by: tuple[Any, ...], **members: Any) -> Any:

@@ -87,6 +87,25 @@ class ReadingBlock:
 
 
 @dataclass(frozen=True)
+class ModelLoss:
+    """A language model, and whether it trains with the loss of another package.
+
+    Attributes:
+        path: its name, as in ``named_modules``.
+        module: its class.
+        loss: the option.
+        reason: why it computes its own loss, or what other code has put there; None where it trains with that loss.
+        cause: the source of that reason, as a site has it.
+    """
+
+    path: str
+    module: str
+    loss: str
+    reason: str | None = None
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
@@ -97,6 +116,7 @@ class PatchReport:
         kept: the sites that run stock code, each with its reason.
         recompute: under ``recompute`` the layers in which something is fused.
         readers: under ``readers`` the blocks that read fused norms.
+        loss: under ``loss`` the language models; the whole model where it has none.
     """
 
     model: str
@@ -105,6 +125,7 @@ class PatchReport:
     kept: tuple[Site, ...]
     recompute: tuple[RecomputingLayer, ...] | None = None
     readers: tuple[ReadingBlock, ...] = ()
+    loss: tuple[ModelLoss, ...] | None = None
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -113,20 +134,22 @@ class PatchReport:
         return {kind: found[kind] for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and readers."""
+        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute, readers and loss."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {"fused": self.fused, "kept": self.kept, "recompute": self.recompute, "readers": self.readers}
+        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "readers", "loss")}
         rows = {name: [asdict(row) for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
-        """One line with the numbers of sites fused and kept, and of layers that recompute."""
+        """One line with the numbers of sites fused and kept, and of layers that recompute; the loss, if another's."""
         fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
         name = f"{self.model} ({self.model_type})" if self.model_type else self.model
         recompute = ""
         if self.recompute is not None:
             recompute = f"; recompute in {sum(row.reason is None for row in self.recompute)} layers"
-        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
+        loss = {row.loss for row in self.loss or () if row.reason is None}
+        trains = f"; loss by {', '.join(loss)}" if loss else ""
+        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}{trains}"
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("fused", site.module, site.what, site.kind, site.path) for site in self.fused]
@@ -135,6 +158,9 @@ class PatchReport:
         rows += [("kept", row.module, row.reason, "recompute", row.path) for row in layers if row.reason is not None]
         blocks = self.readers
         rows += [("kept", row.module, row.reason, "readers", row.path) for row in blocks if row.reason is not None]
+        for one in self.loss or ():
+            status, what = ("kept", one.reason) if one.reason is not None else ("fused", f"loss by {one.loss}")
+            rows.append((status, one.module, what, "loss", one.path))
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 
