@@ -11,12 +11,20 @@ from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.distances import share_different
 from fused_norm.convergence.fused_calls import FusedCall, paths_of, sites_not_seen, watch_next_forward
 from fused_norm.convergence.model_source import add_adapters
-from fused_norm.convergence.step_probe import probe_second_runs
+from fused_norm.convergence.step_probe import probe_bits
+from fused_norm.convergence.twin_trainer import TwinTrainer, fused_for
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import Site, adapter_casts
 from fused_norm.patcher.adapter_casts import why_cast
+from fused_norm.patcher.patch_report import ReadingBlock
+
+from ..planted.faults import FAULTS
+from ..planted.planting import PlantedFault
+from ..planted.runs import faulty
+from .plans import tiny_plan
 
 TOKENS = torch.arange(33)[None]
+BLOCK = "model.layers.1.self_attn"
 
 
 def call(path, operator):
@@ -142,21 +150,60 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
     assert q.abs().max() > 4 * given[0][0].abs().max()
 
 
+@pytest.mark.parametrize(
+    "execution",
+    ["eager", "lora-alone", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "lora-dropout"))],
+)
+def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
+    model = build(tiny_config("llama", num_hidden_layers=2), seed=0)
+    if execution != "eager":
+        add_adapters(model, Comparison("llama", "mixed", execution))
+    with fused_for("all")(model) as sites:
+        assert len([site for site in sites if isinstance(site, ReadingBlock)]) == 4
+        assert sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True)) == ()
+        model.get_submodule(f"{BLOCK}.k_proj").register_forward_hook(lambda *_: None)
+        not_seen = sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True))
+    assert [one for one in not_seen if one.endswith("(readers)")] == [f"{BLOCK} (readers)"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "fault"),
+    [
+        ("bf16", "rms_norm_for_readers-order"),
+        pytest.param("mixed", "add_rms_norm_for_readers-copy", marks=pytest.mark.slow),
+        pytest.param("fp32", "readers-detached", marks=pytest.mark.slow),
+    ],
+)
+def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(precision, fault):
+    comparison, state = Comparison("llama", precision), PlantedFault()
+    plan = tiny_plan([comparison])
+    source, options, sequences = plan.sources["llama"], plan.options(comparison), plan.sequences(comparison)
+    trainer = TwinTrainer(source, comparison, plan.settings, options, sequences, cpu=True)
+    assert set(trainer.probe_readers(fused_for("all")).values()) == {0.0}
+    assert max(trainer.probe_readers(faulty(comparison, FAULTS[fault], state)).values()) > 0.01
+    assert state.share > 0.01
+
+
 def test_a_step_that_computes_values_a_second_time_is_held_to_one_that_keeps_them(fused):
     model, _ = fused
-    assert set(probe_second_runs(model, TOKENS, lambda same: same).values()) == {0.0}
+    assert set(probe_bits(model, TOKENS, lambda same: same).values()) == {0.0}
 
     def scaled_when_run_again(one):
         one.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.003)
-        return one
 
-    shares = probe_second_runs(build(tiny_config("llama", num_hidden_layers=1), seed=0), TOKENS, scaled_when_run_again)
+    shares = probe_bits(build(tiny_config("llama", num_hidden_layers=1), seed=0), TOKENS, scaled_when_run_again)
     assert shares.keys() == {name for name, _ in model.named_parameters()}
     assert min(shares.values()) > 0.1
+
+
+def test_a_gradient_that_is_lost_is_another():
+    model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
+    shares = probe_bits(model, TOKENS, lambda one: one.model.norm.weight.requires_grad_(False))
+    assert [name for name, share in shares.items() if share] == ["model.norm.weight"]
 
 
 def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
     model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.rand(())))
-    assert set(probe_second_runs(model, TOKENS, lambda same: same).values()) == {0.0}
+    assert set(probe_bits(model, TOKENS, lambda same: same).values()) == {0.0}
     assert share_different(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5

@@ -104,6 +104,7 @@ def test_the_quick_tier_covers_features_and_executions(tmp_path):
 def test_a_model_is_green_however_its_steps_run(execution):
     (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, "norms")]), None, Silent())
     assert result.verdict.status == "green"
+    assert result.fused.sites["readers"] == (execution != "compile")
 
 
 @pytest.mark.slow
@@ -113,6 +114,7 @@ def test_a_model_with_adapters_is_green_and_its_casts_are_left_out_where_nothing
     (result,) = run_plan(tiny_plan([Comparison("llama", precision, execution)]), None, Silent())
     assert result.verdict.status == "green"
     assert result.fused.sites["adapter"] == (0 if execution == "lora-dropout" else 7)
+    assert result.fused.sites["readers"] == 2
 
 
 @pytest.mark.slow
@@ -132,7 +134,7 @@ def test_kernels_that_do_not_run_are_noticed():
     with fused_norm.disabled():
         (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", feature="norms")]), None, Silent())
     assert result.verdict.status == "invalid"
-    assert "and 2 other sites ran as stock code does" in result.verdict.reasons[0]
+    assert "and 3 other sites ran as stock code does" in result.verdict.reasons[0]
 
 
 @pytest.mark.slow

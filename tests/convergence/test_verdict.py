@@ -201,7 +201,7 @@ def test_norms_need_not_be_trained_where_adapters_are_trained_alone(execution):
 
 
 def test_a_value_that_is_another_the_second_time_is_red():
-    calls = dataclasses.replace(CALLS, second_runs={PARAMETERS[0]: 1e-3})
+    calls = dataclasses.replace(CALLS, bits={PARAMETERS[0]: 1e-3})
     found = verdict(CONTROL, calls=calls)
     assert (found.status, found.divergence) == ("red", f"{PARAMETERS[0]}, backward: {PARAMETERS[0]}")
     assert "a second time" in found.reasons[0]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from types import MappingProxyType
 from typing import Any
 
@@ -20,9 +22,17 @@ from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.norms_for_readers import (
+    ADD_RMS_NORM_FOR_READERS,
+    NORM_ADD_NORM_FOR_READERS,
+    RMS_NORM_FOR_READERS,
+)
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
+from fused_norm.kernels.triton.memory import norm_dtype
+from fused_norm.patcher import fused_block, linear_inputs
+from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.spec import Casting
 
 from .planting import (
@@ -39,6 +49,7 @@ from .planting import (
     left_stock,
     never_recomputes,
     recomputed_wrong,
+    replaced_by,
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
@@ -48,8 +59,10 @@ _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 _WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)  # norm_add has that of rms_norm
 _EVERY_BACKWARD = (*_WITH_BACKWARD, ROPE, GLU)
+_FOR_READERS = (RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
+ROUNDINGS = "it changes no rounding that is compared: its dtypes leave none, or this is a GPU"
 
 
 @dataclass(frozen=True)
@@ -62,8 +75,8 @@ class Fault:
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            another execution of the suite, or ``fp8`` for calls of operators that write FP8 codes, which no model makes
-            by itself.
+            ``readers`` for a step of one whose norms know their readers, another execution of the suite, or ``fp8`` for
+            calls of operators that write FP8 codes, which no model makes by itself.
     """
 
     name: str
@@ -369,15 +382,90 @@ def _writes_over_a_gradient(call: Backward) -> Sequence[Tensor | None]:
     return found
 
 
+# ---- Faults of norms that know their readers ----
+
+
+def _of_readers(change: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[Backward], Sequence[Tensor | None]]:
+    """A backward with other gradients of a norm's readers, of which that of the last one comes first."""
+
+    def wrong(call: Backward) -> Sequence[Tensor | None]:
+        dys, ds = call.call.incoming
+        return call.right(call.spec, call.call._replace(incoming=(change(dys) if isinstance(dys, tuple) else dys, ds)))
+
+    return wrong
+
+
+def _residual_times(factor: float) -> Callable[[Backward], Sequence[Tensor | None]]:
+    """A backward with a multiple of the gradient of what reads the sum, or the norm's input, behind the norm."""
+
+    def wrong(call: Backward) -> Sequence[Tensor | None]:
+        dys, ds = call.call.incoming
+        return call.right(call.spec, call.call._replace(incoming=(dys, None if ds is None else factor * ds)))
+
+    return wrong
+
+
+def _residual_before_rounding(call: Backward) -> Sequence[Tensor | None]:
+    """The gradient through the norm is not rounded before that of the residual connection is added."""
+    assert call.spec is not None
+    dys, ds = call.call.incoming
+    x, weight, rstd = call.call.saved
+    if isinstance(dys, tuple):
+        dys = reduce(add, [dy.to(norm_dtype(call.spec, x.dtype, weight)) for dy in dys])
+    exact = call.call._replace(incoming=(dys, ds), saved=(x.float(), weight, rstd))
+    dx, dw = call.right(call.spec, exact)
+    return None if dx is None else dx.to(x.dtype), dw
+
+
+def _copy_cut_off(call: Forward) -> Sequence[Tensor | None]:
+    *given, _ = call.arguments
+    results, exact = call.results(), call.results(arguments=(*given, None))[0]
+    assert results[0] is not None
+    assert exact is not None
+    if exact.dtype != results[0].dtype:
+        results[0] = _cut_off(exact).to(results[0].dtype)
+    return results
+
+
+def _last_reads_the_input(right: Any, memory: Any, found: tuple[Tensor, ...]) -> Any:
+    *ys, y, s = found
+    return right((*ys, s.to(y.dtype), s) if ys else found)
+
+
+def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], found: tuple[Tensor, ...]) -> Any:
+    *ys, y, s = found
+    before = memory.get("y", y)
+    memory["y"] = y.detach()
+    return right((*ys, before, s) if ys and before.shape == y.shape else found)
+
+
+def _none_is_wanted(*_: Any) -> None:
+    return None
+
+
+def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> Any:
+    y, x = right(*arguments, **named)
+    return y, x.detach()
+
+
+def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], x: Tensor, own: Tensor) -> Any:
+    """An adapter reads the output that is there for the adapter before it in the block."""
+    before = memory.get("own", own)
+    memory["own"] = own
+    return right(x, before if before.grad_fn is own.grad_fn else own)
+
+
 # ---- Faults of adapters ----
+
+
+def _cut_off(x: Tensor) -> Tensor:
+    """The numbers of an fp32 tensor that are left if it is cut off to 16 bits."""
+    return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
 def _cut_off_to_16_bits(layer: Any, x: Tensor, right: Tensor) -> Tensor:
     """Numbers as they are if fp32 is cut off to 16 bits and not rounded; gradients are as they were."""
-    if right.dtype == torch.float32:
-        cut = (right.detach().view(torch.int32) & -(2**16)).view(torch.float32)
-    else:
-        cut = _half_nearer_zero(right.detach())
+    cut = (_cut_off if right.dtype == torch.float32 else _half_nearer_zero)(right.detach())
     return right + (cut - right).detach()
 
 
@@ -389,11 +477,47 @@ def _cast_all_the_same(layer: Any, x: Tensor, right: Tensor) -> Tensor:
     return x.float()
 
 
+_IN_READERS: tuple[tuple[Any, ...], ...] = (
+    ("dropped", "the gradient of the first reader is missing", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),
+    (
+        "doubled",
+        "the gradient of the last reader counts twice",
+        _FOR_READERS,
+        _of_readers(lambda d: (2 * d[0], *d[1:])),
+    ),
+    ("order", "gradients are added up from the first reader on", _FOR_READERS, _of_readers(lambda dys: dys[::-1])),
+    ("early", "sums of fp32 gradients are rounded to 16 bits", _FOR_READERS, _of_readers(lambda dys: reduce(add, dys))),
+    (
+        "late",
+        "sums of 16-bit gradients are not rounded",
+        _FOR_READERS,
+        _of_readers(lambda dys: reduce(add, [dy.float() for dy in dys])),
+    ),
+    ("ds", "the residual's gradient is missing", _FOR_READERS, _residual_times(0.0)),
+    ("ds-twice", "the residual's gradient counts twice", _FOR_READERS, _residual_times(2.0)),
+    ("ds-joined", "the residual's gradient joins before a rounding", _FOR_READERS[:1], _residual_before_rounding),
+)
+"""Faults of backwards of norms that know their readers, as ``_IN_BACKWARDS``."""
+
+_AMONG_READERS: tuple[tuple[Any, ...], ...] = (
+    ("input", "a linear reads the norm's input", fused_block, "for_readers", _last_reads_the_input),
+    ("neighbour", "a linear reads the norm before", fused_block, "for_readers", _last_reads_the_norm_before),
+    ("detached", "the input that is handed on has no gradient", FusedBlock, "fused_norm_read", _detached_input),
+)
+"""Faults in who reads what: the name, what is wrong, the function and its owner, and what is called instead."""
+
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     ("cut", "the input is cut off, not rounded", "lora", in_adapters(_cut_off_to_16_bits)),
     ("scale", "the scaling is applied twice", "lora-alone", in_adapters(_scaled_before)),
     ("cast", "the input is cast, and the report says that it is not", "lora-alone", in_adapters(_cast_all_the_same)),
     ("dropout", "the input is not cast although some of it is dropped", "lora-dropout", dropped_without_cast),
+    (
+        "shared",
+        "an adapter reads another one's output of a norm",
+        "lora-alone",
+        replaced_by(linear_inputs, "keep_for_adapter", _adapter_shares_another_ones),
+        ROUNDINGS,
+    ),
 )
 """Faults of adapters: the name, what is wrong, the execution, the fault, and why it may be hidden."""
 
@@ -465,6 +589,15 @@ def _faults() -> Iterator[Fault]:
         what = "y is .3 % too large in a checkpoint's second run"
         planted = in_forward(operator, _too_large_in_a_backward)
         yield Fault(f"{operator.name}-checkpointed", what, planted, where="checkpointing")
+    for name, what, operators, wrong in _IN_READERS:
+        hidden = ROUNDINGS if name in ("order", "early", "late", "ds-joined") else ""
+        for operator in operators:
+            yield Fault(f"{operator.name}-{name}", what, in_backward(operator, wrong), hidden, "readers")
+    what = "the copy in 16 bits is cut off, not rounded"
+    for operator in _FOR_READERS:
+        yield Fault(f"{operator.name}-copy", what, in_forward(operator, _copy_cut_off), ROUNDINGS, "readers")
+    for name, what, owner, function, wrong in _AMONG_READERS:
+        yield Fault(f"readers-{name}", what, replaced_by(owner, function, wrong), where="readers")
     for name, what, where, planted, *hidden in _IN_ADAPTERS:
         yield Fault(f"adapter-{name}", what, planted, *hidden, where=where)
     yield Fault("recomputed-size", "what is recomputed is .3 % too large", recomputed_wrong, where="recompute")
@@ -475,6 +608,7 @@ def _faults() -> Iterator[Fault]:
         ("fallback-sandwich", "runs its parts in silence", falls_back(NORM_ADD_NORM)),
         ("fallback-onto", "runs its parts in silence", falls_back(NORM_ADD)),
         ("fallback-one-row", "runs stock code for one sequence with gradients", one_row),
+        ("readers-none", "linears read one tensor in silence", replaced_by(fused_block, "wanted_by", _none_is_wanted)),
         ("left-stock", "one block has its stock class, and the report says fused", left_stock),
     ):
         yield Fault(name, what, planted, where="sites")

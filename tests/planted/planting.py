@@ -8,6 +8,7 @@ that changes none tests nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -252,6 +253,24 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
         yield PlantedFault(calls=1, share=1.0)
     finally:
         block.__class__ = fused
+
+
+def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
+    """Plant a fault in a function of blocks: ``wrong`` gets the right one, and what it remembers, before arguments."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state, right = PlantedFault(), getattr(owner, name)
+
+        @functools.wraps(right)
+        def called(*arguments: Any, **named: Any) -> Any:
+            state.calls, state.share = state.calls + 1, 1.0
+            return wrong(right, state.memory, *arguments, **named)
+
+        with mock.patch.object(owner, name, called):
+            yield state
+
+    return planted
 
 
 def in_adapters(wrong: Callable[[Any, Tensor, Tensor], Tensor]) -> Planting:

@@ -14,21 +14,23 @@ from fused_norm.cli.common import interpret_without_gpu
 from fused_norm.cli.converge_command import plan_for, tier_for
 from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison
-from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
+from fused_norm.convergence.fused_calls import AnySite, FusedCall, sites_not_seen
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, Unwatched, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
 from fused_norm.convergence.verdict import BY_NAME
-from fused_norm.patcher import Site
 
-from .faults import FAULTS, Fault
+from .faults import FAULTS, ROUNDINGS, Fault
 from .planting import PlantedFault
 
 Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
 
 _TOGETHER = 24
 """Faults that share one stock run and its controls."""
+
+_EXECUTION_OF = {"sites": "eager", "readers": "eager"}
+"""The execution in which faults are planted that no execution of the suite has to itself."""
 
 SOUND = "none"
 """Stands for the fused twin without a fault."""
@@ -111,6 +113,8 @@ class _Probes:
                 record = CallRecord(not_seen=sites_not_seen(sites, calls_of_step(model, tokens, mixed=mixed)))
             state.add(planted)
             yield record
+        elif fault.where == "readers":
+            yield CallRecord(bits=self._trainer.probe_readers(faulty(self._trainer.comparison, fault, state)))
         elif fault.where in (*SECOND_RUNS, *LORA):
             record = self._trainer.probe(faulty(self._trainer.comparison, fault, state))
             assert record is not None
@@ -121,7 +125,7 @@ def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> MakeTwi
     """Make the fused twin of a comparison with a fault in it; ``state`` counts what it has changed."""
 
     @contextmanager
-    def made(model: nn.Module) -> Iterator[Sequence[Site]]:
+    def made(model: nn.Module) -> Iterator[Sequence[AnySite]]:
         with fused_for(comparison.feature)(model) as sites, fault.planted(model) as planted:
             yield sites
         state.add(planted)
@@ -136,7 +140,10 @@ def _run_fault(baseline: Baseline, comparison: Comparison, probes: _Probes, faul
         result = ComparisonResult(comparison, baseline.record, baseline.controls, calls=calls)
         if _is_caught(result):  # what one step shows needs no training
             return FaultResult(fault.name, "caught", result.verdict.reasons)
-    if fault.where != "sites" and state.share <= BY_NAME["call_outputs"].bar:
+    if fault.hidden == ROUNDINGS and not calls.bits:
+        return FaultResult(fault.name, "hidden", (fault.hidden,))
+    is_probed = bool(calls.bits) if fault.where == "readers" else fault.where != "sites"
+    if is_probed and state.share <= BY_NAME["call_outputs"].bar:
         hidden = fault.hidden if state.calls else "nothing here calls what has it"
         if hidden:
             return FaultResult(fault.name, "hidden", (hidden,))
@@ -159,7 +166,9 @@ def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
     found = []
     for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
         for execution in EXECUTIONS:
-            names = [name for name, fault in FAULTS.items() if (fault.where.replace("sites", "eager")) == execution]
+            names = [
+                name for name, fault in FAULTS.items() if (_EXECUTION_OF.get(fault.where, fault.where)) == execution
+            ]
             comparison = replace(baseline, execution=execution)
             comparison = replace(comparison, precision=precision_of(comparison))
             found += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]

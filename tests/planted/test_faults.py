@@ -9,8 +9,9 @@ from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
-from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module, recompute
+from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module, linear_inputs, recompute
 from fused_norm.patcher.adapter_casts import FusedAdapter
+from fused_norm.patcher.fused_block import FusedBlock
 
 from .faults import FAULTS
 
@@ -53,6 +54,7 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
     owners = (*OPERATORS.values(), fused_block, fused_norm_module, adapter_casts, FusedAdapter, recompute, Recompute)
+    owners += (linear_inputs, FusedBlock)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):
         assert (name == "left-stock") == ([dict(vars(owner)) for owner in owners] == before)
@@ -70,6 +72,7 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in OPERATORS.values():
         if operator.plain_name:  # a form of another, which gets its faults
+            assert {f"{operator.name}-{fault}" for fault in OF_READERS} <= set(FAULTS)
             continue
         if not operator.gradients:  # makes again what another operator has made
             continue
@@ -84,6 +87,7 @@ def test_every_operator_has_every_fault_that_it_can_have():
             assert not operator.has_norm or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
 
 
+OF_READERS = ("dropped", "doubled", "order", "early", "late", "ds", "ds-twice", "copy")
 OF_CODES = ("columns", "stale", "unsaturated")
 
 

@@ -55,6 +55,7 @@ def test_no_fault_is_missed(family, precision):
         ("llama", "adapter-scale", "caught"),
         ("llama", "adapter-cast", "caught"),
         ("llama", "adapter-dropout", "caught"),
+        ("llama", "adapter-shared", "caught"),
     ],
 )
 def test_a_fault_of_one_execution_alone_is_caught_where_it_is_run(family, fault, outcome):
@@ -62,3 +63,17 @@ def test_a_fault_of_one_execution_alone_is_caught_where_it_is_run(family, fault,
     comparison = replace(comparison, precision=precision_of(comparison))
     sound, result = run_faults(tiny_plan([comparison]), comparison, [fault])
     assert (sound.outcome, result.outcome) == ("sound", outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "precision"), [("llama", "mixed"), ("llama", "bf16"), ("gemma3_text", "bf16")])
+def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_number(family, precision):
+    names = [name for name, fault in FAULTS.items() if fault.where == "readers"]
+    comparison = Comparison(family, precision)
+    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
+    assert sound.outcome == "sound"
+    caught = {result.fault.rpartition("_for_readers-")[2] for result in results if result.outcome == "caught"}
+    assert {result.outcome for result in results} == {"caught", "hidden"}
+    everywhere = {"dropped", "doubled", "ds", "ds-twice", "readers-input", "readers-neighbour", "readers-detached"}
+    assert caught - everywhere == ({"early", "copy"} if precision == "mixed" else {"order", "late", "ds-joined"})
+    assert caught >= everywhere

@@ -20,6 +20,7 @@ from ..patcher import disabled
 from .distances import distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from .fused_calls import (
     FusedCall,
+    computes,
     copied,
     is_tensor,
     paths_of,
@@ -53,8 +54,8 @@ class CallRecord:
         slopes: relative difference of the slope from one, of a line through the gradients over the stock modules', in
             the last places of the same dtype that chance would explain.
         changes: share of the numbers handed to the call, or to its backward, that it changed.
-        second_runs: share of the numbers in a parameter's gradient that are others where values of the forward are
-            computed a second time in the backward.
+        bits: share of the numbers in a parameter's gradient that are others where values of the forward are computed
+            a second time in the backward, or where each linear that reads a norm has an output of that of its own.
         not_seen: sites, with their kinds, that did not run fused, and layers that were to recompute and did not.
     """
 
@@ -63,7 +64,7 @@ class CallRecord:
     gradients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     changes: dict[str, float] = field(default_factory=dict)
-    second_runs: dict[str, float] = field(default_factory=dict)
+    bits: dict[str, float] = field(default_factory=dict)
     not_seen: tuple[str, ...] = ()
 
 
@@ -97,7 +98,7 @@ def compare(
     that is none. ``where`` goes behind the names of all.
     """
     kinds: set[tuple[Any, ...]] = set()
-    for call in calls:
+    for call in filter(computes, calls):
         found.changes[f"{call.name}{where}"] = call.changed
         ways = _ways(call)
         if call.kind in kinds:

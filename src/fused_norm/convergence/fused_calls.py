@@ -19,16 +19,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.operator import Operator
 from ..kernels.operator import calls as operator_calls
-from ..patcher import Site
 from ..patcher.adapter_casts import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
+from ..patcher.patch_report import ReadingBlock, Site
 from .distances import share_different
+
+AnySite = Site | ReadingBlock
+"""What a report says of a place in a model: of linears that read a norm, too."""
 
 _METHODS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     "mlp": frozenset({"fused_norm_gate", "fused_norm_gate_packed"}),
     "adapter": frozenset({"forward"}),
+    ReadingBlock.kind: frozenset({"fused_norm_inputs"}),
 }
 """The methods that stand for a site which is a block or a LoRA layer; sites of other kinds are norms."""
 
@@ -37,11 +41,14 @@ _BLOCK_METHODS = (
     "fused_norm_read",
     "fused_norm_then_add",
     "fused_norm_pair",
-    *sorted(_METHODS_OF["rope"] | _METHODS_OF["mlp"]),
+    *sorted(_METHODS_OF["rope"] | _METHODS_OF["mlp"] | _METHODS_OF[ReadingBlock.kind]),
 )
 
 _NO_CAST = "no cast"
 """Stands among operators for a LoRA layer's input that is not cast where autocast would take the cast back."""
+
+_OWN_INPUTS = "own inputs"
+"""Stands among operators for linears each of which has an input of its own, or one without a gradient."""
 
 _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"}),
@@ -51,6 +58,7 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"qk_norm_rope", "rope"}),
     "mlp": frozenset({"glu"}),
     "adapter": frozenset({_NO_CAST}),
+    ReadingBlock.kind: frozenset({_OWN_INPUTS}),
 }
 """The operators that make a site of each kind fused."""
 
@@ -152,6 +160,8 @@ class _Watch:
             finally:
                 self._outermost = None
             self.calls.append(call)
+            if not computes(call) and (len(outputs) == len(set(map(id, outputs))) or not outputs[0].requires_grad):
+                call.operators.append(_OWN_INPUTS)
             if self._with_tensors:
                 call.changed = share_changed(given, kept)
                 _keep_gradients(call, tensors_in(outputs))
@@ -178,14 +188,16 @@ class _Watch:
         return operator.results_of(spec, *arguments)
 
 
-def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_idle: bool = False) -> tuple[str, ...]:
+def sites_not_seen(
+    sites: Iterable[AnySite], calls: Sequence[FusedCall], *, may_be_idle: bool = False
+) -> tuple[str, ...]:
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind.
 
     Those without a call are among them; where they ``may_be_idle``, as experts are without tokens, only if no site of
     their kind has one.
     """
 
-    def called(site: Site, call: FusedCall) -> bool:
+    def called(site: AnySite, call: FusedCall) -> bool:
         methods = _METHODS_OF.get(site.kind)
         return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
 
@@ -199,11 +211,16 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_
     )
 
 
-def sites_not_compiled(sites: Iterable[Site], called: Sequence[str]) -> tuple[str, ...]:
+def sites_not_compiled(sites: Iterable[AnySite], called: Sequence[str]) -> tuple[str, ...]:
     """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
     names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}
     names |= {"qk_norm_rope"} if "qk_norm" in names else set()  # one operator, with and without
     return tuple(f"{site.path} ({site.kind})" for site in sites if _OPERATORS_OF[site.kind].isdisjoint(names))
+
+
+def computes(call: FusedCall) -> bool:
+    """Return whether a call computes something, and does not just hand tensors to linears."""
+    return call.method.__name__ not in _METHODS_OF[ReadingBlock.kind]
 
 
 def is_tensor(one: Any) -> bool:

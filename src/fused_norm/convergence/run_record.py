@@ -37,7 +37,7 @@ class RunTensors(TrainingResult):
         final: the same after the last.
         rounding: half an eps of the parameters.
         norm_weights: names of the trained norm weights.
-        sites: how many sites of each kind were fused.
+        sites: how many sites of each kind were fused, and how many blocks read norms by outputs of their own.
         not_seen: fused sites, with their kinds, that ran stock code in the first micro-batch, or that compiled code has
             no operator for.
     """
@@ -58,7 +58,7 @@ class RunRecord(TrainingResult):
     """One run as numbers: its losses and costs, and how far it was from the stock run.
 
     Attributes:
-        sites: how many sites of each kind were fused.
+        sites: how many sites of each kind were fused, and how many blocks read norms by outputs of their own.
         moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
         constant: norm weights that started as one number throughout, which hides a wrong cast.
         outputs, output_gradients, gradients: relative distances from the stock run's.

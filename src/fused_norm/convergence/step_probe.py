@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.operator import Recompute
+from ..kernels.plans import PlanTable, Rule
 from .distances import share_different
 from .model_source import layers_of
 from .run_record import snapshot
@@ -57,17 +58,17 @@ def probe_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> tupl
     )
 
 
-def probe_second_runs(
-    model: nn.Module, tokens: Tensor, set_up: Callable[[nn.Module], nn.Module], *, mixed: bool = False
+def probe_bits(
+    model: nn.Module, tokens: Tensor, change: Callable[[nn.Module], object], *, mixed: bool = False
 ) -> dict[str, float]:
-    """Hold steps in which values are computed a second time to the bits of a step in which they are kept.
+    """Hold the step of a model that is changed to the bits of its step before.
 
     A gradient that differs from step to step all the same, as one that is summed by atomic adds does, is not compared.
 
     Args:
-        model: a causal language model, neither wrapped nor sharded; left without gradients, and set up.
+        model: a causal language model, neither wrapped nor sharded; left without gradients, and changed.
         tokens: [batch, sequence] of token ids, on the model's device.
-        set_up: changes how the model's steps run.
+        change: changes how the model's steps run.
         mixed: under bf16 autocast.
 
     Returns:
@@ -76,7 +77,8 @@ def probe_second_runs(
 
     def gradients() -> dict[str, Tensor]:
         # The backwards of PyTorch's other kernels for attention sum in any order on a GPU.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
+            torch.manual_seed(0)  # dropout drops the same in all
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
                 loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
@@ -85,12 +87,19 @@ def probe_second_runs(
         return found
 
     kept, again = gradients(), gradients()
-    model = set_up(model)
+    change(model)
     found = gradients()
     return {
-        name: 0.0 if share_different(one, again[name]) else share_different(found[name], one)
+        name: 0.0 if share_different(one, again[name]) else share_different(found.get(name, torch.zeros_like(one)), one)
         for name, one in kept.items()
     }
+
+
+def same_plans(model: nn.Module) -> PlanTable:
+    """Plans by which the backwards of all norms of a model add up alike, whatever else they read."""
+    rules = [Rule(width, 4096, 4, 1) for width in {one.numel() for one in model.parameters() if one.dim() == 1}]
+    sections = "norm_backward", "add_backward", "sandwich_backward", "fp32_sandwich_backward"
+    return PlanTable("", "", "", dict.fromkeys(sections, rules))
 
 
 @contextlib.contextmanager

@@ -100,9 +100,7 @@ class Baseline:
 
     def trainer_of(self, comparison: Comparison) -> TwinTrainer:
         """The trainer of a comparison that shares these runs."""
-        if comparison.execution == self.trainer.comparison.execution:
-            return self.trainer
-        return replace(self.trainer, comparison=comparison)
+        return self.trainer if comparison == self.trainer.comparison else replace(self.trainer, comparison=comparison)
 
 
 def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Baseline:

@@ -13,20 +13,22 @@ from torch import Tensor, nn
 
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import in_all_graphs
+from ..kernels.triton.devices import use_plans
 from ..patcher import Site, apply_fused_norm
+from ..patcher.patch_report import ReadingBlock
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_probe import CallRecord, calls_of_step, compare
 from .comparison import LORA, PRECISIONS, SECOND_RUNS, Comparison, options_for_feature
 from .control_perturbations import regroup
-from .fused_calls import paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
+from .fused_calls import AnySite, paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import probe_second_runs, probe_step, recomputed_operators
+from .step_probe import probe_bits, probe_step, recomputed_operators, same_plans
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, train
 
 OnStep = Callable[[int, float], object]
-MakeTwin = Callable[[nn.Module], AbstractContextManager[Sequence[Site]]]
+MakeTwin = Callable[[nn.Module], AbstractContextManager[Sequence[AnySite]]]
 """Changes a stock model into a twin for the length of a ``with``, and returns the sites it changed."""
 
 
@@ -76,7 +78,7 @@ class TwinTrainer:
             regrouped = regroup(self.sequences, self.options, processes=processes, seed=seed)
 
         @contextlib.contextmanager
-        def perturbed(model: nn.Module) -> Iterator[Sequence[Site]]:
+        def perturbed(model: nn.Module) -> Iterator[Sequence[AnySite]]:
             with reordered_norms(model, self.sites, seed=seed):
                 yield self.sites
 
@@ -85,8 +87,9 @@ class TwinTrainer:
     def probe(self, fused: MakeTwin, *, in_half: bool = False) -> CallRecord | None:
         """Hold what a fused model computes in one step to what is known to be right.
 
-        Run eagerly, also with adapters, its calls are held to the stock modules. Where an execution computes values a
-        second time, the step is held to one that keeps them. None for compiled code, which has no calls.
+        Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
+        one output of a norm. Where an execution computes values a second time, the step is held to one that keeps them.
+        None for compiled code, which has no calls.
 
         Args:
             fused: makes the model.
@@ -96,14 +99,12 @@ class TwinTrainer:
         if self.comparison.execution in SECOND_RUNS:
             set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
             with fused(model), recomputed_operators() as recomputed:
-                second_runs = probe_second_runs(model, tokens[:1], set_up, mixed=mixed)
+                bits = probe_bits(model, tokens[:1], set_up, mixed=mixed)
             kept = self.comparison.execution == "recompute" and not recomputed
-            return CallRecord(
-                second_runs=second_runs, not_seen=tuple(f"{path} (recompute)" for path in layers_of(model) if kept)
-            )
+            return CallRecord(bits=bits, not_seen=tuple(f"{path} (recompute)" for path in layers_of(model) if kept))
         if self.comparison.execution == "compile":
             return None
-        record, not_seen = CallRecord(), list[str]()
+        record, not_seen = CallRecord(bits=self.probe_readers(fused)), list[str]()
         in_half &= self.comparison.execution == "eager" and PRECISIONS[self.comparison.precision].weights == "bfloat16"
         with fused(model) as sites:
             for where in ("", " (fp16)") if in_half else ("",):
@@ -111,6 +112,18 @@ class TwinTrainer:
                 compare(record, model, calls, mixed=mixed, where=where)
                 not_seen += sites_not_seen(sites, calls)
         return replace(record, not_seen=tuple(dict.fromkeys(not_seen)))
+
+    def probe_readers(self, fused: MakeTwin) -> dict[str, float]:
+        """Hold a step in which linears read a norm by outputs of their own to one in which they read the same output.
+
+        Empty on a GPU, where kernels that read other dtypes add up a row in another order.
+        """
+        model, tokens, mixed = self.probed_model()
+        if tokens.is_cuda:
+            return {}
+        apply_fused_norm(model, readers=False, **options_for_feature(self.comparison.feature))
+        with contextlib.ExitStack() as twin, use_plans(same_plans(model)):
+            return probe_bits(model, tokens[:1], lambda model: twin.enter_context(fused(model)), mixed=mixed)
 
     def probed_model(self) -> tuple[nn.Module, Tensor, bool]:
         """The stock model at its initial weights, the tokens that it is probed with, and whether under autocast."""
@@ -171,7 +184,10 @@ class TwinTrainer:
                 on_gradients=lambda step, trained: None if step else gradients.update(_gradients(trained)),
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
-        not_seen = sites_not_compiled(changed, called) if self.comparison.execution == "compile" else ()
+        not_seen: tuple[str, ...] = ()
+        if self.comparison.execution == "compile":  # where linears read what a stock norm returns
+            changed = [site for site in changed if site.kind != ReadingBlock.kind]
+            not_seen = sites_not_compiled(changed, called)
         return RunTensors(
             **vars(result),
             outputs=outputs,
@@ -181,7 +197,7 @@ class TwinTrainer:
             final=final,
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
-            sites={kind: sum(site.kind == kind for site in changed) for kind in KINDS},
+            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, ReadingBlock.kind)},
             not_seen=sites_not_seen(changed, calls, may_be_idle=True) if watched else not_seen,
         )
 
@@ -194,8 +210,9 @@ def fused_for(feature: str) -> MakeTwin:
     """
 
     @contextlib.contextmanager
-    def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
-        yield apply_fused_norm(model, **options_for_feature(feature)).fused
+    def fused(model: nn.Module) -> Iterator[Sequence[AnySite]]:
+        report = apply_fused_norm(model, **options_for_feature(feature))
+        yield *report.fused, *(row for row in report.readers if row.reason is None)
 
     return fused
 

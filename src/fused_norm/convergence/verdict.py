@@ -91,9 +91,10 @@ MEASURES: tuple[Measure, ...] = (
     Measure("call_rows", "row of a call", "share of a fused call's worst row that is far off", bar=0.05, why=_OUTPUTS),
     Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
     Measure(
-        "call_second_runs",
-        "second runs",
-        "share of a parameter's gradient that is another where values of the forward are computed a second time",
+        "call_bits",
+        "same bits",
+        "share of a parameter's gradient that is another where values of the forward are computed a second time, or "
+        "where linears that read a norm have an output of it each",
         bar=0.0,
     ),
     _to_a_last_place("output_gradients", "layer, grad", "gradient of a layer's output, relative distance"),
@@ -353,7 +354,7 @@ def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
         for where, _ in places("output_gradients", "output_gradient_slopes")
     }
     backward = [(after[where], f"gradient of {where}") for where in after]
-    backward += places("call_changes", "call_second_runs", "call_gradients", "call_slopes", "gradients")
+    backward += places("call_changes", "call_bits", "call_gradients", "call_slopes", "gradients")
     backward += places("gradient_slopes")
     if backward := backward or places("drifts"):
         where, what = max(backward, key=lambda place: position(place[0]))

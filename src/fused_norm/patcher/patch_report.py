@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..spec import KINDS, Casting, Kind, NormSpec
 
@@ -81,6 +81,7 @@ class ReadingBlock:
         reason: why they all read one output; None where each has its own.
     """
 
+    kind: ClassVar = "readers"
     path: str
     module: str
     reason: str | None = None
@@ -157,7 +158,7 @@ class PatchReport:
         layers = self.recompute or ()
         rows += [("kept", row.module, row.reason, "recompute", row.path) for row in layers if row.reason is not None]
         blocks = self.readers
-        rows += [("kept", row.module, row.reason, "readers", row.path) for row in blocks if row.reason is not None]
+        rows += [("kept", row.module, row.reason, row.kind, row.path) for row in blocks if row.reason is not None]
         for one in self.loss or ():
             status, what = ("kept", one.reason) if one.reason is not None else ("fused", f"loss by {one.loss}")
             rows.append((status, one.module, what, "loss", one.path))
