@@ -29,7 +29,7 @@ DRAWN = {
 }
 """Rows of the table, by what the picture calls them."""
 
-_LIGHT, _DARK = "#57606a", "#9aa4af"
+_LIGHT, _DARK = "#6e7781", "#8b949e"
 _DARK_STYLE = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ --ink: {_DARK} }} }}</style>"
 
 

@@ -52,7 +52,7 @@ def main(argv=None):
         "report_to": "none",
     }
     lines = [line for line in Path(args.data).read_text().splitlines() if line.strip()]
-    # Adapters and autocast cast what every linear takes: compiled layers do that in one kernel with the norms.
+    # Adapters cast what every linear takes: compiled layers do that in one kernel with the norms.
     callback = FusedNormCallback(compile_layers=torch.cuda.is_available())  # and all options of apply_fused_norm
     answers = 4  # to a prompt, in grpo
     given = {

@@ -94,7 +94,7 @@ def test_where_others_are_ahead_is_said() -> None:
     assert [*ahead_of_ours("Liger", "ms")] == ["full fine-tuning, Llama-3.2-1B"]
     halves = [share for row, share in ahead_of_ours("Liger", "GiB").items() if row.startswith("full fine-tuning")]
     assert halves == pytest.approx([0.5] * 3, abs=0.1)
-    assert "Liger is in full fine-tuning, with about half of our memory, and in Llama's time" in said
+    assert "Liger is in full fine-tuning, where it takes about half of our memory, and less time in Llama." in said
 
 
 def test_the_picture_shows_the_cells_of_the_table() -> None:
