@@ -1,20 +1,22 @@
 """The picture at the top of the README: two curves of losses, and time and memory of the README's steps as bars.
 
-``python -m benchmarks.first_screen build/demo`` draws the first comparison of a demo into ``docs/first_screen.svg``.
+``fused-norm demo qwen3 --steps 100 --out build/demo`` makes the losses, and ``python -m benchmarks.first_screen
+build/demo`` draws them into ``docs/first_screen.svg``.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
+
+from fused_norm.convergence.curve_charts import as_svg
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,14 +60,8 @@ def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], 
         losses: of the runs ``stock`` and ``fused``, step by step.
         cells: of the table of steps.
     """
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "first screen", "font.sans-serif": ["DejaVu Sans"]}
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
-    style |= {"font.size": 10} | dict.fromkeys(inked, _LIGHT)
-    text = io.StringIO()
-    with rc_context(style):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        _figure(losses, cells).savefig(text, format="svg", transparent=True, metadata=nothing)
-    svg = text.getvalue()[text.getvalue().index("<svg") :].replace(_LIGHT, f"var(--ink, {_LIGHT})")
+    svg = as_svg(partial(_figure, losses, cells), "first screen", size=10, ink=_LIGHT)
+    svg = svg.replace(_LIGHT, f"var(--ink, {_LIGHT})")
     return svg.replace("<defs>", f"{_DARK_STYLE}\n <defs>", 1)
 
 
@@ -105,7 +101,7 @@ def _draw_bars(axes: Any, cells: Mapping[tuple[str, str], str], unit: str) -> No
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Draw the demo whose folder is named, and the README's table, into the documentation."""
+    """Draw the losses of the demo in a folder, and the README's table, into the documentation."""
     kept = json.loads(min(Path(arguments[0]).glob("comparisons/*.json")).read_text(encoding="utf-8"))["result"]
     losses = {name: kept[name]["losses"] for name in ("stock", "fused")}
     svg = draw(losses, cells_of(steps_of_the_readme()))

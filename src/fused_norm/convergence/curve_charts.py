@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from matplotlib import rc_context
@@ -29,18 +31,30 @@ def has_curves(result: ComparisonResult) -> bool:
 
 def curves_svg(result: ComparisonResult) -> str:
     """The three charts of a comparison as one ``svg`` element, without a background."""
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": result.comparison.name}
-    style |= {"font.sans-serif": ["DejaVu Sans"]}  # a longer list would stand at every word
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
-    style |= {"font.size": 8} | dict.fromkeys(inked, _TEXT)
-    text = io.StringIO()
-    with rc_context(style):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        _figure(result).savefig(text, format="svg", transparent=True, metadata=nothing)
-    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    svg = as_svg(partial(_figure, result), result.comparison.name)
     for name, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{name}, {colour})")
     return svg
+
+
+def as_svg(draw: Callable[[], Figure], name: str, *, size: float = 8, ink: str = _TEXT) -> str:
+    """What a function draws as one ``svg`` element without a background, the same bytes at every call.
+
+    Args:
+        draw: makes the figure.
+        name: tells the figure's ids from those of others on a page.
+        size: of text, in points.
+        ink: the colour of text and axes.
+    """
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": name}
+    style |= {"font.sans-serif": ["DejaVu Sans"]}  # a longer list would stand at every word
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    style |= {"font.size": size} | dict.fromkeys(inked, ink)
+    text = io.StringIO()
+    with rc_context(style):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        draw().savefig(text, format="svg", transparent=True, metadata=nothing)
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _figure(result: ComparisonResult) -> Figure:
