@@ -119,7 +119,8 @@ def _without(option: str) -> Variant:
 
 
 def _fused_sites(report: PatchReport) -> set[tuple[str, str]]:
-    return {(site.path, site.kind) for site in report.fused}
+    reading = {(block.path, "readers") for block in report.readers if block.reason is None}
+    return reading | {(site.path, site.kind) for site in report.fused}
 
 
 def _in_float8(eager: Variant, recipe: str) -> Variant:
@@ -241,7 +242,7 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
     return forward
 
 
-_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp")
+_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "readers", "adapter")
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _FLOAT8_STEPS: Mapping[str, Variant] = {
     "": _stock,

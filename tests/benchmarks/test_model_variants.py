@@ -117,6 +117,9 @@ def test_an_option_that_changes_nothing_or_leaves_nothing_is_refused():
     VARIANTS["without residual"](twin)
     assert type(twin.model.norm) is not before
     assert not any(one.pattern == "adds" for one in twin.model.layers[0].fused_norm_rewrites)
+    VARIANTS["without readers"](prepared("llama"))
+    with pytest.raises(RefusedError, match="nothing of the kind"):
+        VARIANTS["without adapter"](prepared("llama"))
     with pytest.raises(RefusedError, match="nothing of the kind"):
         VARIANTS["without sandwich"](prepared("llama"))
     with pytest.raises(RefusedError, match="nothing is left to fuse"):
