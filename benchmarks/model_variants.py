@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fused_norm.options import RecomputeLevel
 from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
@@ -95,10 +96,13 @@ def _fused(step: BenchmarkedModel, **options: Any) -> Patched:
     return Patched(step.model)
 
 
-def _fused_recompute(step: BenchmarkedModel) -> Patched:
-    if isinstance(step, Generation):
-        raise RefusedError("nothing is kept for a backward")
-    return _fused(step, recompute=True)
+def _fused_recompute(level: RecomputeLevel) -> Variant:
+    def variant(step: BenchmarkedModel) -> Patched:
+        if isinstance(step, Generation):
+            raise RefusedError("nothing is kept for a backward")
+        return _fused(step, recompute=level)
+
+    return variant
 
 
 def _without(option: str) -> Variant:
@@ -259,7 +263,9 @@ VARIANTS: Mapping[str, Variant] = {
     "fused again": _fused,
     **{f"without {option}": _without(option) for option in _OPTIONS},
     "fused-compile-layers": _compiled_by_layer(_fused),
-    "fused-recompute": _fused_recompute,
+    "fused-recompute": _fused_recompute(True),
+    "fused-recompute-mlp": _fused_recompute("mlp"),
+    "fused-recompute-attention": _fused_recompute("attention"),
     "compile-layers-max": _compiled_by_layer(_stock, _MAX_AUTOTUNE),
     "compile": _compiled(_stock),
     "fused-compile": _compiled(_fused),

@@ -13,6 +13,7 @@ from .spec import Casting, Kind
 if TYPE_CHECKING:
     from torch import nn
 
+RecomputeLevel = Literal[False, True, "mlp", "attention"]
 Loss = Literal["liger"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 """The values of ``loss``."""
@@ -64,7 +65,9 @@ class FuseOptions:
             transformers does. None replaces nothing.
         readers: give each linear that reads a norm an output of that norm of its own.
         recompute: recompute outputs of fused operators in the backward instead of keeping them for it: less memory for
-            a little more time, and the same bits unless tensors are written into behind autograd's back.
+            a little more time, and the same bits unless tensors are written into behind autograd's back. ``"mlp"``:
+            those of the linears in front of a gate too; ``"attention"``: and those of queries, keys and values, which
+            is all that the linears behind a norm make.
         loss: the loss of another package in place of the model's own: ``"liger"`` for the fused linear cross-entropy of
             liger-kernel, which keeps no logits in training and rounds otherwise. None leaves the loss as it is.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
@@ -84,7 +87,7 @@ class FuseOptions:
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
     readers: bool = True
-    recompute: bool = False
+    recompute: RecomputeLevel = False
     loss: Loss | None = None
     strict: bool = True
 
@@ -93,9 +96,11 @@ class FuseOptions:
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        for name in ("readers", "recompute", "strict"):
+        for name in ("readers", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.recompute, (bool, str)) or self.recompute not in get_args(RecomputeLevel):
+            raise TypeError(f'recompute must be True, False, "mlp" or "attention", not {self.recompute!r}')
         for switch in SWITCHES.values():
             needed = switch if switch.alone else _first_followed(switch)
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:

@@ -165,6 +165,31 @@ def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) 
         FusedNormCallback(compile_layers=True)._patch(nn.Sequential(nn.RMSNorm(8, eps=1e-6)))
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_levels_of_recompute_take_the_place_of_checkpointing(
+    is_on: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = []
+    for callbacks in ([], [callback := FusedNormCallback(recompute="attention")]):
+        model = llama()
+        if is_on:
+            model.gradient_checkpointing_enable()
+        run = trainer(model, tmp_path, callbacks, gradient_checkpointing=True)
+        run.train()
+        losses.append([row["loss"] for row in run.state.log_history if "loss" in row])
+        assert model.is_gradient_checkpointing == (not callbacks)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert [row.reason for row in callback.report.recompute] == [None]
+    assert "recompute='attention' takes the place of gradient checkpointing" in caplog.text
+
+
+def test_recompute_true_leaves_checkpointing_as_it_is(tmp_path: Path) -> None:
+    run = trainer(model := llama(), tmp_path, [FusedNormCallback(recompute=True)], gradient_checkpointing=True)
+    assert run.args.gradient_checkpointing
+    run.train()
+    assert model.is_gradient_checkpointing
+
+
 def test_misspelt_options_are_errors_before_there_is_a_trainer() -> None:
     with pytest.raises(TypeError, match="recomputes"):
         FusedNormCallback(recomputes=True)

@@ -33,6 +33,7 @@ from fused_norm import FusedNormError
 from fused_norm.kernels.operator import Operator, calls, norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
+from fused_norm.options import RecomputeLevel
 from fused_norm.patcher import recompute
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
@@ -79,10 +80,8 @@ def saved_bytes(graph: Any) -> int:
     held = {}
     for one in saved_in(graph):
         tensor = one[0] if isinstance(one, tuple) else one
-        tensors = tensor._recompute.arguments if isinstance(tensor, recompute._Recomputed) else (tensor,)
-        for kept in tensors:
-            if isinstance(kept, Tensor):
-                held[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
+        for kept in tensor.tensors() if isinstance(tensor, recompute._View) else (tensor,):
+            held[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
     return sum(held.values())
 
 
@@ -655,8 +654,9 @@ def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
         result = call_recomputing(through_views, inputs[0], tuple(inputs[1:]), {})
         storage = StorageWeakRef(result.untyped_storage())
         (view,) = (one for one in saved_in(result.grad_fn) if type(one) is recompute._View)
-        kept = weakref.ref(view.recomputed._recompute.arguments[2])  # rstd
-        del view, result
+        *_, rstd = view.tensors()
+        kept = weakref.ref(rstd)
+        del view, result, rstd
         assert storage.expired()
         assert kept() is None
     finally:
@@ -772,15 +772,16 @@ def test_copies_and_pickles_recompute(device: str) -> None:
         assert_same_bits(expected, step(other, FEW))
 
 
-def test_the_option_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="recompute must be True or False, not 1"):
-        fused_norm.FuseOptions(recompute=1)
+@pytest.mark.parametrize("wrong", [1, "True", "mlps", None])
+def test_the_option_is_one_of_its_levels(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f'recompute must be True, False, "mlp" or "attention", not {wrong!r}'):
+        fused_norm.FuseOptions(recompute=wrong)
 
 
 # ---- Several processes ----
 
 
-def sharded(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
+def sharded(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
     """The losses, and at the end the parameters, of a rank of FSDP2 with its own batches."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = build("gemma3_text", seed=0, dtype=torch.bfloat16)
@@ -806,7 +807,7 @@ def sharded(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
     return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
-def replicated(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
+def replicated(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
     """The losses, and at the end the gradients, of a rank of DDP with its own batches."""
     model = build("qwen3", seed=0, dtype=torch.bfloat16)
     fused_norm.apply_fused_norm(model, recompute=recompute)
@@ -822,8 +823,9 @@ def replicated(recompute: bool, rank: int, ranks: int) -> list[Tensor]:
 
 def assert_recompute_changes_nothing(rank: int, ranks: int) -> None:
     for run in (sharded, replicated):
-        plain, recomputed = (run(recompute, rank, ranks) for recompute in (False, True))
-        assert all(torch.equal(*both) for both in zip(plain, recomputed, strict=True)), run.__name__
+        plain, *others = (run(recompute, rank, ranks) for recompute in (False, True, "attention"))
+        for recomputed in others:
+            assert all(torch.equal(*both) for both in zip(plain, recomputed, strict=True)), run.__name__
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ from .planting import (
     in_compiled_backward,
     in_forward,
     left_stock,
+    linears_recomputed_wrong,
     never_recomputes,
     recomputed_wrong,
     replaced_by,
@@ -601,6 +602,8 @@ def _faults() -> Iterator[Fault]:
     for name, what, where, planted, *hidden in _IN_ADAPTERS:
         yield Fault(f"adapter-{name}", what, planted, *hidden, where=where)
     yield Fault("recomputed-size", "what is recomputed is .3 % too large", recomputed_wrong, where="recompute")
+    what = "outputs of linears are .3 % too large where they are recomputed"
+    yield Fault("recomputed-linears", what, linears_recomputed_wrong, where="recompute")
     yield Fault("recomputed-never", "nothing is recomputed, in silence", never_recomputes, where="recompute")
     one_row = falls_back(*_EVERY, where=_trains_one_sequence)
     for name, what, planted in (

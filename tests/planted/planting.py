@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
-from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module
+from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module, recompute_linears
 from fused_norm.patcher.adapter_casts import FusedAdapter, is_lora_layer
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_classes import fused_adapter_class
@@ -224,6 +224,19 @@ def recomputed_wrong(model: nn.Module) -> Iterator[PlantedFault]:
         return tuple(one * 1.003 for one in right(recompute))
 
     with mock.patch.object(Recompute, "outputs", wrong):
+        yield state
+
+
+@contextlib.contextmanager
+def linears_recomputed_wrong(model: nn.Module) -> Iterator[PlantedFault]:
+    """Plant outputs of linears that are .3 % too large where they are recomputed."""
+    state, right = PlantedFault(), recompute_linears._linear
+
+    def wrong(*operands: Tensor) -> Tensor:
+        state.calls, state.share = state.calls + 1, 1.0
+        return right(*operands) * 1.003
+
+    with mock.patch.object(recompute_linears, "_linear", wrong):
         yield state
 
 

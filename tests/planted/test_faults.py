@@ -9,7 +9,14 @@ from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
-from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module, linear_inputs, recompute
+from fused_norm.patcher import (
+    adapter_casts,
+    fused_block,
+    fused_norm_module,
+    linear_inputs,
+    recompute,
+    recompute_linears,
+)
 from fused_norm.patcher.adapter_casts import FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 
@@ -53,8 +60,8 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
-    owners = (*OPERATORS.values(), fused_block, fused_norm_module, adapter_casts, FusedAdapter, recompute, Recompute)
-    owners += (linear_inputs, FusedBlock)
+    modules = adapter_casts, fused_block, fused_norm_module, linear_inputs, recompute, recompute_linears
+    owners = (*OPERATORS.values(), *modules, FusedAdapter, FusedBlock, Recompute)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):
         assert (name == "left-stock") == ([dict(vars(owner)) for owner in owners] == before)

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from ..options import LOSSES, SWITCHES, FuseOptions
+from ..options import LOSSES, SWITCHES, FuseOptions, RecomputeLevel
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,10 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
     for name, switch in SWITCHES.items():
         text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = "make outputs of fused operators again in the backward instead of keeping them"
-    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False, help=text)
+    text = "make outputs of fused operators again in the backward instead of keeping them; of linears too"
+    levels = [one for one in get_args(RecomputeLevel) if isinstance(one, str)]
+    parser.add_argument("--recompute", nargs="?", choices=levels, const=True, default=False, help=text)
+    parser.add_argument("--no-recompute", action="store_const", const=False, dest="recompute", help="keep them all")
     parser.add_argument("--loss", choices=LOSSES, help="train with the loss of another package, which rounds otherwise")
 
 

@@ -73,7 +73,7 @@ def set_up_execution(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     elif comparison.execution == "recompute":
-        apply_fused_norm(model, recompute=True, **options_for_feature(comparison.feature))
+        apply_fused_norm(model, recompute="attention", **options_for_feature(comparison.feature))
     elif comparison.execution == "compile":
         torch._dynamo.reset()
         backend = torch._dynamo.lookup_backend(compile_backend)

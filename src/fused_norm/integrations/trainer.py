@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,8 @@ from ..patcher import PatchReport, apply_fused_norm
 from ..patcher.class_swap import Fused
 from ..spec import FusedNormError
 
+logger = logging.getLogger("fused_norm")
+
 
 class FusedNormCallback(TrainerCallback):
     """Patches the model of the Trainer that it is given to: for code that owns a Trainer, but not its model.
@@ -20,7 +23,8 @@ class FusedNormCallback(TrainerCallback):
     recompute=True)`` at the end of the Trainer's ``__init__``: after PEFT, which trainers of TRL apply there, and
     before gradient checkpointing, the optimizer and ``accelerator.prepare``, which come with ``train()``. A model that
     the Trainer makes later, from ``model_init``, and that of a Trainer which gets the callback by ``add_callback`` are
-    patched when training begins.
+    patched when training begins. ``recompute="mlp"`` and ``"attention"`` take the place of the Trainer's gradient
+    checkpointing, which is switched off.
 
     Args:
         compile_layers: compile each decoder layer by itself after that, and leave the model around them eager.
@@ -42,16 +46,21 @@ class FusedNormCallback(TrainerCallback):
         self.report: PatchReport | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._patch(kwargs["model"])
+        self._patch(kwargs["model"], args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # By now the model may be sharded, and norms that FSDP has flattened are recognised no more.
         if not any(isinstance(module, Fused) for module in kwargs["model"].modules()):
-            self._patch(kwargs["model"])
+            self._patch(kwargs["model"], args)
 
-    def _patch(self, model: nn.Module) -> None:
+    def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
+        if isinstance(self.options.recompute, str) and args.gradient_checkpointing:
+            logger.warning("recompute=%r takes the place of gradient checkpointing", self.options.recompute)
+            args.gradient_checkpointing = False
+            switch_off: Any = model.gradient_checkpointing_disable  # Trainers of TRL have switched it on by now
+            switch_off()
         self.report = apply_fused_norm(model, **vars(self.options))
         if self.compile_layers:
             whole = getattr(model, "_no_split_modules", None) or ()

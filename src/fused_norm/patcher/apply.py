@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..model_configs import FAMILIES, Family
-from ..options import FuseOptions, Loss, ModuleFilter
+from ..options import FuseOptions, Loss, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
 from .loss_survey import survey_losses
@@ -37,7 +37,7 @@ def apply_fused_norm(
     modules: ModuleFilter | None = None,
     casting: Mapping[str, Casting] | None = None,
     readers: bool = True,
-    recompute: bool = False,
+    recompute: RecomputeLevel = False,
     loss: Loss | None = None,
     strict: bool = True,
 ) -> PatchReport:

@@ -22,6 +22,7 @@ from ..kernels.reference import written
 from ..kernels.rope import ROPE
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
+from ..options import RecomputeLevel
 from .activation_recognition import Activation, Formula
 from .attention_functions import read_dtype
 from .fused_norm_module import (
@@ -48,7 +49,7 @@ class FusedBlock(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
-    fused_norm_recompute: ClassVar[bool]
+    fused_norm_recompute: ClassVar[RecomputeLevel]
     fused_norm_activations: ClassVar[tuple[Activation, ...]]
     fused_norm_linears: ClassVar[tuple[str, ...]]
 

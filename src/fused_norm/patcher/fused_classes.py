@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapter_casts import FusedAdapter
 from .fused_block import FusedBlock
@@ -46,10 +47,11 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casti
     )
 
 
-def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: bool = False) -> type[nn.Module]:
+def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel = False) -> type[nn.Module]:
     """The fused class for modules of class ``origin``, with these rewrites of their forward.
 
-    ``recompute``: what fused operators return in its forward is recomputed in the backward (``recompute.py``).
+    ``recompute``: what fused operators return in its forward is recomputed in the backward, and from some levels on
+    what linears return (``recompute.py``).
 
     Raises:
         SourceError: where the forward cannot be rewritten.
@@ -68,7 +70,7 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: boo
         if current is not forward:
             return current(self, *args, **kwargs)
         if recompute:
-            return call_recomputing(rewritten, self, args, kwargs)
+            return call_recomputing(rewritten, self, args, kwargs, recompute)
         return rewritten(self, *args, **kwargs)
 
     return _derive(

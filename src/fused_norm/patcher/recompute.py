@@ -3,13 +3,14 @@
 The output of a norm, the rotated queries and keys and the product of a gate are kept by what comes after them, a linear
 or the attention, for its own backward. One cheap kernel recomputes them from what the operators keep anyway. While the
 forward of a layer runs, hooks see every tensor that autograd saves, and save how to recompute such an output instead.
-The backward recomputes it once for all that have saved it.
+The backward recomputes it once for all that have saved it. Outputs of the linears behind a norm cost a product of
+matrices each, and are recomputed on demand: those that a gate reads, or all of them.
 
-What is saved holds the tensors that are needed themselves, so there are no chains of recomputed outputs. It is taken
-only for the output itself, for a cast of it, such as autocast makes for a linear, and for views of both, told by their
-history: whoever writes into an output by other means than PyTorch's must return it from an autograd function of its
-own, as Liger's rotary embedding does, and its result is saved as it is. Nobody but autograd is concerned: what holds
-the tensor otherwise, holds the tensor.
+What is saved holds the tensors that are needed themselves, or other recomputed outputs. It is taken only for the output
+itself, for a cast of it, such as autocast makes for a linear, and for views of both, told by their history: whoever
+writes into an output by other means than PyTorch's must return it from an autograd function of its own, as Liger's
+rotary embedding does, and its result is saved as it is. Nobody but autograd is concerned: what holds the tensor
+otherwise, holds the tensor.
 
 Versions of tensors are checked as autograd checks those of what it saves, and it is their memory that is held, so that
 a parameter may get other memory meanwhile. Writes that make no version (through ``.data``, or by NumPy) are not seen.
@@ -19,18 +20,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..kernels.glu import GLU
 from ..kernels.operator import Operator, Recompute, Spec, calls
+from ..kernels.qk_norm import QK_NORM
+from ..kernels.recomputed_norm import RECOMPUTED_NORM
+from ..kernels.rope import ROPE
 from ..kernels.triton.devices import is_transformed
+from ..options import RecomputeLevel
 from .fused_norm_module import is_disabled
+from .recompute_linears import CAST, Expression, LinearOutputs, LinearRecipe, Recipe
 
 logger = logging.getLogger("fused_norm")
 
@@ -43,17 +50,25 @@ _VIEWS = frozenset(
 ) | {"SqueezeBackward1", "SqueezeBackward2"}  # fmt: skip
 """The nodes behind tensors that are nothing but views."""
 
-_CAST = "ToCopyBackward0"
+_READERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
+    False: (),
+    True: (),
+    "mlp": (GLU,),
+    "attention": (GLU, QK_NORM, ROPE, None),
+}
+"""Those for which outputs of linears are recomputed: operators, of their first two arguments, and None, all others."""
 
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
 _explained: set[str] = set()
 
 
-def call_recomputing(forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``forward(layer, *args, **kwargs)``, the outputs of fused operators recomputed where that is possible."""
+def call_recomputing(
+    forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], level: RecomputeLevel = True
+) -> Any:
+    """``forward(layer, *args, **kwargs)``, outputs of fused operators, and of linears, recomputed where possible."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_possible():
         return forward(layer, *args, **kwargs)
-    register = _Register()
+    register = _Register(level)
     try:
         with saved_tensors_hooks(register.pack, _unpack), calls.by(register):
             return forward(layer, *args, **kwargs)
@@ -86,21 +101,24 @@ def _explain(reason: str) -> None:
 class _Register:
     """The hook on tensors that autograd saves while a layer runs; it knows the recomputable outputs, and holds none."""
 
-    __slots__ = ("_outputs", "_saved_by_operator")
+    __slots__ = ("_level", "_operator", "_outputs", "_saved_by_operator")
 
-    def __init__(self) -> None:
+    def __init__(self, level: RecomputeLevel) -> None:
+        self._level: RecomputeLevel = level
         self._outputs: dict[tuple[Any, int], _Output] = {}
         """By their places in the graph: a node, and which of its outputs."""
-        self._saved_by_operator: list[Tensor] | None = None
+        self._operator: Operator | None = None
+        """The one that is being called."""
+        self._saved_by_operator: list[Tensor] = []
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
-        """Call the operator, whose own backward keeps tensors as they are, and note its outputs."""
+        """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
         saved: list[Tensor] = []
-        self._saved_by_operator = saved
+        self._operator, self._saved_by_operator = operator, saved
         try:
             results = operator.results_of(spec, *arguments)
         finally:
-            self._saved_by_operator = None
+            self._operator, self._saved_by_operator = None, []
         handed_out = operator.by_output(results)
         outputs = tuple([tensors[0] for tensors in handed_out])
         if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
@@ -111,8 +129,16 @@ class _Register:
             return results
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
+        if operator in _READERS_OF_LINEARS[self._level]:
+            linears = [self._recomputed(one) if _is_computed(one) else None for one in arguments[:2]]
+            if operator is ROPE and None not in linears:  # it keeps neither, so that both have to be known
+                recompute = Recompute(operator, spec, arguments)
+            if recompute is not None:
+                given = [one if made is None else made for one, made in zip(arguments, linears, strict=False)]
+                recompute = recompute._replace(arguments=(*given, *arguments[2:]))
         if recompute is not None and not any(_is_gathered_for_its_module(one) for one in recompute.arguments):
-            recomputed = _Recomputed(recompute)
+            recipe = Expression(partial(_outputs, recompute._replace(arguments=())), *recompute.arguments)
+            recomputed = _Recomputed(recipe, is_norm=recompute.operator is RECOMPUTED_NORM)
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
                 for output in tensors:
                     self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
@@ -120,12 +146,15 @@ class _Register:
 
     def pack(self, tensor: Tensor) -> Any:
         """The value to save for a tensor: how to recompute it, or the tensor and its version."""
-        if self._saved_by_operator is not None:
+        operator = self._operator
+        if operator is not None:
             self._saved_by_operator.append(tensor)
-        elif not tensor.is_leaf and self._outputs and type(tensor) is Tensor:
+        if self._outputs and _is_computed(tensor) and (operator is None or self._reads_linears):
             recomputed = self._recomputed(tensor)
             if recomputed is not None:
                 return recomputed
+            if operator is not None:
+                _explain(f'recompute="{self._level}" keeps what {_name(tensor)} has made')
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
@@ -135,11 +164,38 @@ class _Register:
         number = tensor.output_nr
         while (name := node.name()) in _VIEWS:
             node, number = node.next_functions[0]
-        is_cast = name == _CAST
-        if is_cast:
-            node, number = node.next_functions[0]
         output = self._outputs.get((node, number))
+        is_cast = output is None and name == CAST
+        if is_cast:
+            output = self._outputs.get(node.next_functions[0])
+        if output is None and self._reads_linears:
+            output, is_cast = self._linear_output(node, tensor), False
         return None if output is None else output.seen_as(tensor, is_cast)
+
+    @property
+    def _reads_linears(self) -> bool:
+        """Whether what is saved now may be the output of a linear that is to be recomputed."""
+        return self._operator in _READERS_OF_LINEARS[self._level]
+
+    def _linear_output(self, node: Any, tensor: Tensor) -> _Output | None:
+        """The output of a linear behind a norm, which a node has made, and this tensor is, or is a view of."""
+        # Another product reads rows, and what it reads is kept: the small output of a LoRA layer's first one.
+        if tensor._version != 0 or (self._operator is None and tensor.dim() == 2):
+            return None
+        found = LinearOutputs(self._norm_output).of(node, tensor.dtype)
+        whole = tensor if tensor._base is None else tensor._base
+        if found is None or not found.is_of_norm or whole.numel() != found.rows * found.columns:
+            return None
+        if not whole.is_contiguous() or whole.untyped_storage().nbytes() != whole.numel() * whole.element_size():
+            return None
+        recomputed = _Recomputed(LinearRecipe(found.recipe, whole.device.type))
+        output = self._outputs[node, 0] = _Output(recomputed, 0, whole)
+        return output
+
+    def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> _View | None:
+        """Rows of so many columns of a norm's output, in a dtype; None where it is no norm that is recomputed."""
+        output = self._outputs.get((node, number))
+        return None if output is None else output.rows_of_norm(columns, dtype)
 
     def forget(self) -> None:
         """Let go of all outputs: autograd holds its hooks as long as the graph."""
@@ -149,10 +205,12 @@ class _Register:
 class _Output:
     """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_output", "_place", "_recomputed", "_storage", "_version")
+    __slots__ = ("_columns", "_output", "_place", "_recomputed", "_rows", "_storage", "_version")
 
     def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
         self._recomputed, self._place = recomputed, place
+        self._columns = output.shape[-1] if output.is_contiguous() and output.storage_offset() == 0 else 0
+        self._rows = output.numel() // max(self._columns, 1)
         self._output, self._version = weakref.ref(output), output._version
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
@@ -167,7 +225,17 @@ class _Output:
                 return None
         if not self._is_in(source) or not self._recomputed.is_possible():
             return None
-        return self._recomputed.saved(self._place, tensor)
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self._recomputed.saved_as((self._place, tensor.dtype), *layout, tensor)
+
+    def rows_of_norm(self, columns: int, dtype: torch.dtype) -> _View | None:
+        """The output of a norm, as rows, in a dtype; None for another output, or one that was written into."""
+        if not self._recomputed.is_norm or columns != self._columns:
+            return None
+        output = self._output()
+        if output is not None and output._version != self._version:
+            return None
+        return self._recomputed.saved_as((self._place, dtype), (self._rows, columns), (columns, 1), 0)
 
     def _is_in(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the output's, as the operator has written it."""
@@ -178,16 +246,25 @@ _Made = tuple[int, torch.dtype]
 """An output of a call, by its place, as it is or cast to another dtype."""
 
 
-class _View(NamedTuple):
-    """The value that autograd saves in place of an output or its cast, or of a view of them."""
+class _View(Recipe):
+    """The value that autograd saves, or another recipe has, in place of an output or its cast, or of a view of them."""
 
-    recomputed: _Recomputed
-    made: _Made
-    size: Any
-    strides: Any
-    offset: Any
-    without_memory: Tensor
-    version: int
+    __slots__ = ("_layout", "_made", "_version", "_without_memory", "recomputed")
+
+    def __init__(
+        self, recomputed: _Recomputed, made: _Made, layout: tuple[Any, Any, Any], saved: Tensor | None
+    ) -> None:
+        self.recomputed, self._made, self._layout = recomputed, made, layout
+        self._without_memory = None if saved is None else _without_memory(saved)
+        self._version = 0 if saved is None else saved._version
+
+    def value(self) -> Tensor:
+        if self._without_memory is not None:
+            _check_version(self._without_memory, self._version, self._layout[0])
+        return self.recomputed.take(self._made).as_strided(*self._layout)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self.recomputed.tensors()
 
 
 class _Recomputed:
@@ -195,30 +272,34 @@ class _Recomputed:
 
     It holds what autograd itself would save: the memory that the forward has read, whatever memory its tensors have
     been given since, and their versions.
+
+    Attributes:
+        is_norm: the first output is that of a norm.
     """
 
-    __slots__ = ("_made", "_read", "_recompute", "_saved", "_stream", "_waiting")
+    __slots__ = ("_made", "_read", "_recipe", "_saved", "_stream", "_waiting", "is_norm")
 
-    def __init__(self, recompute: Recompute) -> None:
-        arguments = tuple(one.detach() if isinstance(one, Tensor) else one for one in recompute.arguments)
-        self._recompute = recompute._replace(arguments=arguments)
-        self._read = [(one, one._version) for one in arguments if isinstance(one, Tensor)]
+    def __init__(self, recipe: Recipe, *, is_norm: bool = False) -> None:
+        self._recipe, self.is_norm = recipe, is_norm
+        self._read = [(one, one._version) for one in recipe.tensors()]
         self._saved: dict[_Made, int] = {}
         """How many have saved it."""
         self._waiting: dict[_Made, int] = {}
         self._made: dict[_Made, Tensor] = {}
         self._stream: Any = None
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What it is recomputed from."""
+        return (one for one, _ in self._read)
+
     def is_possible(self) -> bool:
         """Return whether all that is needed is there, and unchanged."""
         return all(one._version == version and not _is_freed(one) for one, version in self._read)
 
-    def saved(self, place: int, tensor: Tensor) -> _View:
-        """Note that somebody saves an output, or a view of it, in the dtype of this tensor."""
-        made = place, tensor.dtype
+    def saved_as(self, made: _Made, size: Any, strides: Any, offset: Any, saved: Tensor | None = None) -> _View:
+        """Note that an output is saved, in a dtype and so many views; ``saved``: by autograd, in place of this."""
         self._saved[made] = self._saved.get(made, 0) + 1
-        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return _View(self, made, *layout, _without_memory(tensor), tensor._version)
+        return _View(self, made, (size, strides, offset), saved)
 
     def take(self, wanted: _Made) -> Tensor:
         """An output for one of those who have saved it."""
@@ -233,7 +314,7 @@ class _Recomputed:
         stream = _current_stream()
         found = self._made.get(wanted) if stream == self._stream else None
         if found is None:
-            outputs = self._recompute.outputs()
+            outputs = self._recipe.value()
             made = {(place, dtype): outputs[place].to(dtype) for place, dtype in self._saved}
             found = made[wanted]
             self._made, self._waiting, self._stream = made, self._saved.copy(), stream
@@ -245,11 +326,26 @@ class _Recomputed:
 
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is _View:
-        _check_version(saved.without_memory, saved.version, saved.size)
-        return saved.recomputed.take(saved.made).as_strided(saved.size, saved.strides, saved.offset)
+        return saved.value()
     tensor, version = saved
     _check_version(tensor, version, tensor.shape)
     return tensor
+
+
+def _outputs(recompute: Recompute, *arguments: Any) -> tuple[Tensor, ...]:
+    return recompute._replace(arguments=arguments).outputs()
+
+
+def _name(tensor: Tensor) -> str:
+    """What has made a tensor, but for views."""
+    node: Any = tensor.grad_fn
+    while node.name() in _VIEWS:
+        node, _ = node.next_functions[0]
+    return str(node.name())
+
+
+def _is_computed(tensor: Any) -> bool:
+    return type(tensor) is Tensor and not tensor.is_leaf
 
 
 def _check_version(tensor: Tensor, version: int, shape: Sequence[int]) -> None:

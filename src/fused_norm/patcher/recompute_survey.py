@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from torch import nn
 
+from ..options import RecomputeLevel
 from .class_swap import (
     ClassChange,
     built_upon,
@@ -23,7 +24,7 @@ from .rewrite import Rewrite
 
 
 def survey_layers(
-    model: nn.Module, sites: Iterable[Site], changes: list[ClassChange], *, recompute: bool
+    model: nn.Module, sites: Iterable[Site], changes: list[ClassChange], *, recompute: RecomputeLevel
 ) -> tuple[list[RecomputingLayer], list[ClassChange]]:
     """The layers in which something is fused, and ``changes`` with those of the layers' own classes.
 
@@ -43,8 +44,10 @@ def survey_layers(
         current = fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
         reason = foreign_forward(layer)
         if reason is None and not (isinstance(layer, FusedBlock) and built_upon(layer)):
-            new = _class_like(planned[id(layer)].new if id(layer) in planned else current, recompute=True)
+            new = _class_like(planned[id(layer)].new if id(layer) in planned else current, recompute=recompute)
             reason = fused_forward_replaced(new)
+            if getattr(layer, "gradient_checkpointing", False):
+                reason = "gradient checkpointing is on in this layer, and keeps less"
             if reason is None:
                 planned[id(layer)] = ClassChange(layer, new)
         elif reason is None and not _recomputes(layer):
@@ -74,10 +77,10 @@ def _layers(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:
 
 
 def _recomputes(module: nn.Module) -> TypeGuard[FusedBlock]:
-    return isinstance(module, FusedBlock) and module.fused_norm_recompute
+    return isinstance(module, FusedBlock) and bool(module.fused_norm_recompute)
 
 
-def _class_like(current: type[nn.Module], *, recompute: bool) -> type[nn.Module]:
+def _class_like(current: type[nn.Module], *, recompute: RecomputeLevel) -> type[nn.Module]:
     """The class of a layer like one of class ``current`` that recomputes outputs, or one that does not."""
     origin: type[nn.Module] = current
     rewrites: tuple[Rewrite, ...] = ()

@@ -1,0 +1,200 @@
+"""Outputs of the linears behind a norm, read off the autograd graph so that a backward can compute them again.
+
+What made such a tensor is told by the nodes behind it: a product of matrices, with a bias or without; for a LoRA layer
+the sum of two products, one of them times a number; casts. They end at an output of a norm, which is recomputed itself,
+and at tensors that the nodes keep anyway: weights, and what a LoRA layer's second product reads, behind its dropout. So
+no module is asked or called, and no random number drawn. An output of anything else is kept: of a 4-bit product, or one
+with a bias that is not trained.
+
+The same library call with operands of the same shapes and memory orders makes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+CAST = "ToCopyBackward0"
+
+_SAME_ORDER = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"))
+"""The nodes behind views that leave the elements of a contiguous tensor in their order."""
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class Recipe:
+    """A value that can be computed when it is needed."""
+
+    __slots__ = ()
+
+    def value(self) -> Any:
+        """Compute it."""
+        raise NotImplementedError
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that it is computed from."""
+        raise NotImplementedError
+
+
+class Expression(Recipe):
+    """A function of operands, which are recipes, tensors and plain values."""
+
+    __slots__ = ("_function", "_operands")
+
+    def __init__(self, function: Callable[..., Any], *operands: Any) -> None:
+        self._function = function
+        self._operands = tuple([one.detach() if isinstance(one, Tensor) else one for one in operands])
+
+    def value(self) -> Any:
+        return self._function(*[one.value() if isinstance(one, Recipe) else one for one in self._operands])
+
+    def tensors(self) -> Iterator[Tensor]:
+        for one in self._operands:
+            if isinstance(one, Tensor):
+                yield one
+            elif isinstance(one, Recipe):
+                yield from one.tensors()
+
+
+class LinearRecipe(Recipe):
+    """The output of a linear, the operands of which were cast in the forward: as it is computed outside of autocast."""
+
+    __slots__ = ("_device", "_recipe")
+
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        self._recipe, self._device = recipe, device
+
+    def value(self) -> tuple[Tensor]:
+        with torch.no_grad(), torch.autocast(self._device, enabled=False):
+            return (self._recipe.value(),)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self._recipe.tensors()
+
+
+class LinearOutput(NamedTuple):
+    """What a node has made, and how to compute it again.
+
+    Attributes:
+        recipe: computes it, of shape ``[rows, columns]``.
+        rows, columns: its shape.
+        is_of_norm: an output of a norm is among its factors.
+    """
+
+    recipe: Recipe
+    rows: int
+    columns: int
+    is_of_norm: bool
+
+
+class LinearOutputs:
+    """Finds out how to compute what nodes of a graph have made.
+
+    Saved-tensor hooks are at work while the graph grows, and pack what nodes keep as a tensor and its version, or as a
+    recipe.
+
+    Args:
+        norm_output: returns the recipe for an output of a node, by its number, in so many columns and this dtype; None
+            unless it is a norm's.
+    """
+
+    __slots__ = ("_norm_output",)
+
+    def __init__(self, norm_output: Callable[[Any, int, int, torch.dtype], Recipe | None]) -> None:
+        self._norm_output = norm_output
+
+    def of(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        """How to compute what ``node`` has made, of this dtype if it is known; None where nobody knows."""
+        read = self._READ.get(node.name())
+        return None if read is None else read(self, node, dtype)
+
+    def _product(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        kept = node._raw_saved_self, node._raw_saved_mat2
+        sizes = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
+        return self._factors(node.next_functions[0], kept, sizes)
+
+    def _product_with_bias(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        (bias, _), edge, _ = node.next_functions
+        if bias is not None and bias.name() == CAST:
+            bias, _ = bias.next_functions[0]
+        if bias is None or bias.name() != _LEAF or (node._saved_alpha, node._saved_beta) != (1, 1):
+            return None
+        kept = node._raw_saved_mat1, node._raw_saved_mat2
+        sizes = node._saved_mat1_sym_sizes, node._saved_mat2_sym_sizes
+        return self._factors(edge, kept, sizes, bias.variable)
+
+    def _factors(self, edge: Any, kept: Any, sizes: Any, *bias: Tensor) -> LinearOutput | None:
+        """``x @ weight + bias`` of the x that comes by ``edge``; ``kept``: what the node keeps of x and weight."""
+        (rows, width), (_, columns) = sizes
+        raw_x, raw_weight = kept
+        weight = _kept(raw_weight)
+        if weight is None:
+            return None
+        node, number = _behind_views(edge)
+        x: Recipe | Tensor | None
+        x = None if node is None else self._norm_output(*_behind_cast(node, number), width, weight.dtype)
+        is_of_norm = x is not None
+        if x is None:
+            x = _kept(raw_x)
+        if x is None and node is not None:
+            linear = self.of(node, weight.dtype)
+            if linear is None or (linear.rows, linear.columns) != (rows, width):
+                return None
+            x, is_of_norm = linear.recipe, linear.is_of_norm
+        return None if x is None else LinearOutput(Expression(_linear, x, weight, *bias), rows, columns, is_of_norm)
+
+    def _sum(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        one, other = (self._behind(edge, None) for edge in node.next_functions)
+        if one is None or other is None or node._saved_alpha != 1 or one[1:3] != other[1:3]:
+            return None
+        recipe = Expression(torch.add, one.recipe, other.recipe)
+        return LinearOutput(recipe, one.rows, one.columns, one.is_of_norm or other.is_of_norm)
+
+    def _times_number(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        edge, (other, _) = node.next_functions
+        factor = None if other is not None else node._raw_saved_other.data
+        factor = factor[0] if isinstance(factor, tuple) else factor
+        found = self._behind(edge, dtype)
+        if found is None or not isinstance(factor, Tensor) or factor.dim() > 0:
+            return None
+        return found._replace(recipe=Expression(torch.mul, found.recipe, factor))
+
+    def _cast(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        found = None if dtype is None else self._behind(node.next_functions[0], None)
+        return None if found is None else found._replace(recipe=Expression(Tensor.to, found.recipe, dtype))
+
+    def _behind(self, edge: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+        node, _ = _behind_views(edge)
+        return None if node is None else self.of(node, dtype)
+
+    _READ: ClassVar[dict[str, Callable[..., LinearOutput | None]]] = {
+        "MmBackward0": _product,
+        "AddmmBackward0": _product_with_bias,
+        "AddBackward0": _sum,
+        "MulBackward0": _times_number,
+        CAST: _cast,
+    }
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias.to(weight.dtype), x, weight)
+
+
+def _behind_views(edge: Any) -> Any:
+    node, number = edge
+    while node is not None and node.name() in _SAME_ORDER:
+        node, number = node.next_functions[0]
+    return node, number
+
+
+def _behind_cast(node: Any, number: int) -> tuple[Any, int]:
+    return node.next_functions[0] if node.name() == CAST else (node, number)
+
+
+def _kept(raw: Any) -> Tensor | None:
+    """The tensor that a node keeps; None where it keeps none, or what can be recomputed."""
+    packed = raw.data
+    return packed[0] if isinstance(packed, tuple) else None

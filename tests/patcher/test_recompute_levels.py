@@ -1,0 +1,255 @@
+"""Outputs of linears that are recomputed too: the same bits from fewer bytes, level by level."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import fused_norm
+from fused_norm.model_configs import build
+from fused_norm.patcher import recompute, recompute_linears
+
+from .models import tokens
+from .test_recompute import saved_bytes, saved_in
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+LEVELS = (False, True, "mlp", "attention")
+BF16 = torch.bfloat16
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+DROPOUT = {**LORA, "lora_dropout": 0.2}
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": BF16},
+    "autocast": {"dtype": torch.float32, "autocast": True},
+    "lora": {"dtype": BF16, "autocast": True, "lora": LORA},
+    "lora with dropout": {"dtype": BF16, "autocast": True, "lora": DROPOUT},
+    "lora without autocast": {"dtype": BF16, "lora": DROPOUT},
+}
+QUICK = ("bfloat16", "autocast", "lora with dropout")
+
+
+def stock_qwen2(dtype: torch.dtype, device: str) -> nn.Module:
+    """A model whose queries, keys and values have biases."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads)).to(device, dtype).train()
+
+
+def stock(model_type: str, device: str, *, dtype: torch.dtype = torch.float32, lora: Any = None) -> nn.Module:
+    if model_type == "qwen2":
+        model = stock_qwen2(dtype, device)
+    else:
+        model = build(model_type, seed=0, device=device, dtype=dtype)
+    if lora is not None:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(**lora))
+    return model.train()
+
+
+def step(model: nn.Module, device: str, *, autocast: bool = False) -> tuple[int, list[Tensor | None]]:
+    """The bytes that a forward keeps, and its loss and gradients, those of hidden states among them."""
+    ids = tokens(device, batch=2, length=6)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    torch.manual_seed(2)
+    with torch.autocast(device, BF16, enabled=autocast):
+        found = model(inputs_embeds=embedded, output_hidden_states=True, use_cache=False)
+    loss = sum(one.float().square().mean() for one in (found.logits, *found.hidden_states))
+    kept = saved_bytes(loss.grad_fn)
+    states = [one for one in found.hidden_states if one.grad_fn is not None]
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    return kept, [loss.detach(), *torch.autograd.grad(loss, [embedded, *parameters, *states], allow_unused=True)]
+
+
+def assert_same(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights, ``[K, N]``, that products are recomputed with."""
+    shapes: list[tuple[int, ...]] = []
+    compute = recompute_linears._linear
+
+    def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        shapes.append(tuple(weight.shape))
+        return compute(x, weight, *bias)
+
+    monkeypatch.setattr(recompute_linears, "_linear", noted)
+    return shapes
+
+
+@pytest.mark.parametrize("way", [name if name in QUICK else slow(name) for name in WAYS])
+@pytest.mark.parametrize("model_type", ["qwen3", slow("llama"), slow("gemma3_text"), slow("qwen2")])
+def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
+    model_type: str, way: str, device: str, products: list[tuple[int, ...]]
+) -> None:
+    options = dict(WAYS[way])
+    autocast = options.pop("autocast", False)
+    kept, counts, results = [], [], []
+    for level in LEVELS:
+        model = stock(model_type, device, **options)
+        fused_norm.apply_fused_norm(model, recompute=level)
+        products.clear()
+        bytes_kept, found = step(model, device, autocast=autocast)
+        kept.append(bytes_kept), counts.append(len(products)), results.append(found)
+    for found in results[1:]:
+        assert_same(results[0], found)
+    none, norms, mlp, attention = kept
+    layers, adapters = model.config.num_hidden_layers, options.get("lora") is not None
+    frozen_biases = model_type == "qwen2" and adapters
+    assert counts == [0, 0, 2 * (1 + adapters) * layers, (2 if frozen_biases else 5) * (1 + adapters) * layers]
+    item = 4 if options["dtype"] == torch.float32 and not autocast else 2
+    width = 2 * model.config.intermediate_size
+    rows = tokens(batch=2, length=6).numel()
+    assert norms - mlp == rows * width * item * layers
+    assert none > norms or way.startswith("lora")  # whose dropped inputs are kept
+    assert attention < mlp or frozen_biases
+
+
+class Halves(torch.autograd.Function):
+    """A product that the graph does not tell, as that of a 4-bit linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.T / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.saved_tensors[0] / 2, None
+
+
+class Opaque(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Halves.apply(x, self.weight)
+
+
+def times_three(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return output * 3.0
+
+
+def written_into(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return output.mul_(3.0)
+
+
+def exponential(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return output.exp()
+
+
+def with_bias(linear: nn.Linear, *, trained: bool) -> None:
+    bias = torch.linspace(-1, 1, linear.out_features, device=linear.weight.device)
+    linear.bias = nn.Parameter(bias, requires_grad=trained)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
+    "nothing": (lambda up: None, True),
+    "a frozen weight": (lambda up: up.weight.requires_grad_(False), True),
+    "a bias": (partial(with_bias, trained=True), True),
+    "a frozen bias": (partial(with_bias, trained=False), False),
+    "an opaque linear": (lambda up: setattr(up, "__class__", Opaque), False),
+    "a hook with a number": (lambda up: up.register_forward_hook(times_three), True),
+    "a hook in place": (lambda up: up.register_forward_hook(written_into), False),
+    "a hook with a function": (lambda up: up.register_forward_hook(exponential), False),
+}
+"""What is done to a linear, and whether its output is recomputed."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_known_is_kept_and_named(
+    change: str, device: str, products: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "_explained", set())
+    make, is_known = CHANGES[change]
+    results = []
+    for level in (False, "mlp"):
+        model = stock("llama", device)
+        make(model.model.layers[0].mlp.up_proj)
+        fused_norm.apply_fused_norm(model, recompute=level)
+        with caplog.at_level(logging.WARNING, logger="fused_norm"):
+            results.append(step(model, device)[1])
+    assert_same(*results)
+    assert len(products) == 2 * model.config.num_hidden_layers - (not is_known)
+    assert any('recompute="mlp" keeps what' in one for one in caplog.messages) == (not is_known)
+
+
+def test_layers_that_are_checkpointed_have_a_row_and_recompute_nothing(device: str) -> None:
+    model = stock("llama", device)
+    model.gradient_checkpointing_enable()
+    model.model.layers[0].gradient_checkpointing = False
+    for _ in range(2):
+        report = fused_norm.apply_fused_norm(model, recompute="attention")
+        assert [row.reason for row in report.recompute] == [
+            None,
+            *["gradient checkpointing is on in this layer, and keeps less"] * (model.config.num_hidden_layers - 1),
+        ]
+    assert [layer.fused_norm_recompute for layer in model.model.layers] == ["attention", False]
+    model.gradient_checkpointing_disable()
+    assert all(row.reason is None for row in fused_norm.apply_fused_norm(model, recompute="mlp").recompute)
+    assert [layer.fused_norm_recompute for layer in model.model.layers] == ["mlp", "mlp"]
+
+
+def test_a_weight_written_into_before_the_backward_is_noticed(device: str) -> None:
+    model = stock("llama", device)
+    fused_norm.apply_fused_norm(model, recompute="mlp")
+    ids = tokens(device)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_with_other_memory_is_recomputed_from_what_the_forward_has_read(device: str) -> None:
+    gradients = []
+    for level in LEVELS:
+        model = stock("llama", device)
+        fused_norm.apply_fused_norm(model, recompute=level)
+        ids = tokens(device)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        for one in model.parameters():
+            one.data = one.data * 2
+        loss.backward()
+        gradients.append([one.grad for one in model.parameters()])
+    for found in gradients[1:]:
+        assert_same(gradients[0], found)
+
+
+def test_graphs_are_walked_twice_and_differentiated_again(device: str) -> None:
+    results = []
+    for level in (False, "attention"):
+        model = stock("qwen3", device)
+        model.config._attn_implementation = "eager"  # the flash attention of a CPU has no second derivative
+        fused_norm.apply_fused_norm(model, recompute=level)
+        layer = model.model.layers[0]
+        weights = [layer.self_attn.q_proj.weight, layer.mlp.up_proj.weight, layer.input_layernorm.weight]
+        ids = tokens(device)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        first = torch.autograd.grad(loss, weights, retain_graph=True)
+        assert_same(first, torch.autograd.grad(loss, weights, retain_graph=True))
+        in_graph = torch.autograd.grad(loss, weights, create_graph=True)
+        second = torch.autograd.grad(sum(one.square().sum() for one in in_graph), weights)
+        assert all(one.abs().max() > 0 for one in second)
+        results.append([*first, *second])
+    assert_same(*results)
+
+
+def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
+    model = stock("qwen3", device)
+    fused_norm.apply_fused_norm(model, recompute="attention")
+    ids = tokens(device)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    held = [one.recomputed for one in saved_in(loss.grad_fn) if type(one) is recompute._View]
+    assert len({id(one) for one in held}) >= 9 * model.config.num_hidden_layers
+    loss.backward(retain_graph=True)
+    assert not any(one._made for one in held)
