@@ -42,10 +42,11 @@ def main(argv=None):
         loading["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
+    rows = 4 if args.method == "grpo" else 1  # of a step; in grpo, answers to a prompt
     settings = {
         "output_dir": args.output,
         "max_steps": args.steps,
-        "per_device_train_batch_size": 1,
+        "per_device_train_batch_size": rows,
         "bf16": torch.cuda.is_available(),
         "model_init_kwargs": loading,
         "logging_steps": 1,
@@ -53,16 +54,16 @@ def main(argv=None):
     }
     lines = [line for line in Path(args.data).read_text().splitlines() if line.strip()]
     # Adapters cast what every linear takes: compiled layers do that in one kernel with the norms.
-    callback = FusedNormCallback(compile_layers=torch.cuda.is_available())  # and all options of apply_fused_norm
-    answers = 4  # to a prompt, in grpo
+    # What GRPO samples grows token by token, and is left uncompiled.
+    compiled = torch.cuda.is_available() and args.method != "grpo"
+    callback = FusedNormCallback(compile_layers=compiled)  # and all options of apply_fused_norm
     given = {
         "model": args.model,
         "peft_config": LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
-        "callbacks": [callback, BeforeAndAfter(args.steps, args.length * (answers if args.method == "grpo" else 1))],
+        "callbacks": [callback, BeforeAndAfter(args.steps, tokens=rows * args.length)],
     }
     if args.method == "grpo":
-        settings |= {"per_device_train_batch_size": answers, "num_generations": answers}
-        config = GRPOConfig(max_completion_length=args.length, **settings)
+        config = GRPOConfig(max_completion_length=args.length, num_generations=rows, **settings)
         prompts = Dataset.from_dict({"prompt": lines})
         trainer = GRPOTrainer(args=config, reward_funcs=letters, train_dataset=prompts, **given)
     elif args.method == "dpo":
