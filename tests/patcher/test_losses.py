@@ -282,12 +282,14 @@ def test_an_unknown_loss_is_an_error() -> None:
 
 
 def losses_of_sharded_models(rank: int, world: int) -> list[float]:
-    """The losses of two steps of SGD: own loss on one device, then sharded with Liger's, the head in the root unit."""
+    """The losses of two steps of SGD: of the own loss alone; of Liger's in DDP, and sharded, the head by itself too."""
     losses = []
-    for loss, unit in ((None, None), ("liger", "root"), ("liger", "head")):
+    for loss, unit in ((None, None), ("liger", "ddp"), ("liger", "root"), ("liger", "head")):
         model = build("llama", seed=0).train()
         fused_norm.apply_fused_norm(model, loss=loss)
-        if unit is not None:
+        if unit == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif unit is not None:
             mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh)
@@ -299,7 +301,7 @@ def losses_of_sharded_models(rank: int, world: int) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             output = run(model, tokens())
-            assert (output.logits is None) is (unit == "root")
+            assert (output.logits is None) is (unit in ("ddp", "root"))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(output.loss.item())
@@ -307,9 +309,9 @@ def losses_of_sharded_models(rank: int, world: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_ranks_of_fsdp2_train_as_one_device(tmp_path: Path) -> None:
+def test_two_ranks_of_ddp_and_fsdp2_train_as_one_device(tmp_path: Path) -> None:
     for losses in on_two_ranks(losses_of_sharded_models, tmp_path):
-        alone, root, head = losses[:2], losses[2:4], losses[4:]
-        assert root == pytest.approx(alone, rel=1e-5)
-        assert head == pytest.approx(alone, rel=1e-5)
+        alone, *wrapped = losses[:2], losses[2:4], losses[4:6], losses[6:]
+        for found in wrapped:
+            assert found == pytest.approx(alone, rel=1e-5)
         assert alone[1] < alone[0]

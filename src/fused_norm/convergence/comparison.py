@@ -50,10 +50,10 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 )
 """The kinds of sites that are fused."""
 
-EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "lora", "lora-alone", "lora-dropout")
-"""The ways a step runs. ``recompute`` is a way of the fused model alone: its stock model and controls run eagerly.
-``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone`` freezes the norms, and so does
-``lora-dropout``, whose adapters have dropout."""
+EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "liger", "lora", "lora-alone", "lora-dropout")
+"""The ways a step runs. ``recompute`` and ``liger``, with Liger's loss, are ways of the fused model alone: its stock
+model and controls run eagerly. ``lora`` trains adapters on every linear layer, and the norms beside them;
+``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout."""
 
 LORA = ("lora", "lora-alone", "lora-dropout")
 """The executions that train adapters, which are peft's."""
@@ -103,7 +103,9 @@ class Comparison:
     @property
     def baseline(self) -> Comparison:
         """The comparison whose stock and control runs this one shares with others."""
-        return replace(self, feature="all", execution="eager" if self.execution == "recompute" else self.execution)
+        return replace(
+            self, feature="all", execution="eager" if self.execution in ("recompute", "liger") else self.execution
+        )
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:
