@@ -63,7 +63,7 @@ def in_force(replacements: Sequence[Replacement]) -> Iterator[None]:
 
 def missing(variant: str, device: torch.device) -> str | None:
     """The reason why a variant cannot be measured on ``device`` with what is installed, or None."""
-    if variant.startswith("liger"):
+    if "liger" in variant:
         return PROVIDERS["liger"].missing(device)
     if variant in FLOAT8:
         if importlib.util.find_spec("torchao") is None:
@@ -103,6 +103,12 @@ def _fused_recompute(level: RecomputeLevel) -> Variant:
         return _fused(step, recompute=level)
 
     return variant
+
+
+def _fused_with_ligers_loss(step: BenchmarkedModel) -> Patched:
+    if not step.has_loss:
+        raise RefusedError("the step has no loss")
+    return _fused(step, loss="liger")
 
 
 def _without(option: str) -> Variant:
@@ -261,6 +267,7 @@ VARIANTS: Mapping[str, Variant] = {
     "compile-layers": _compiled_by_layer(_stock),
     "fused": _fused,
     "fused again": _fused,
+    "fused-liger-loss": _fused_with_ligers_loss,
     **{f"without {option}": _without(option) for option in _OPTIONS},
     "fused-compile-layers": _compiled_by_layer(_fused),
     "fused-recompute": _fused_recompute(True),

@@ -22,6 +22,7 @@ from benchmarks.model_variants import (
     float8_linears_alone,
     missing,
 )
+from fused_norm.patcher.losses import FusedLoss
 
 CPU = torch.device("cpu")
 
@@ -131,6 +132,17 @@ def test_what_liger_has_no_kernels_for_is_refused(liger):
         VARIANTS["liger"](prepared())
 
 
+def test_all_is_fused_around_ligers_loss():
+    pytest.importorskip("liger_kernel")
+    step = prepared("qwen3", "loss")
+    stock, twin = step.outputs_and_gradients(), step.twin()
+    patched = VARIANTS["fused-liger-loss"](twin)
+    assert isinstance(patched.model, FusedLoss)
+    assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
+    with pytest.raises(RefusedError, match="the step has no loss"):
+        VARIANTS["fused-liger-loss"](prepared("qwen3"))
+
+
 def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
     step = prepared("qwen3")
     stock = step.outputs_and_gradients()
@@ -227,9 +239,12 @@ def test_transformers_compiles_a_generation_with_a_static_cache_and_no_other():
         VARIANTS["compile-layers"](static)
 
 
+OF_LIGER = ("liger", "liger-fused", "liger-norms", "fused-liger-loss")
+
+
 def test_what_is_not_here_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    assert {name for name in VARIANTS if missing(name, CPU)} == COMPILED | {"liger", "liger-fused", "liger-norms"}
+    assert {name for name in VARIANTS if missing(name, CPU)} == {*COMPILED, *OF_LIGER}
     assert set(DEFAULT) < set(VARIANTS)
     assert {name for name in VARIANTS if name.startswith("fused")} < OURS
     assert {*FEATURES} - {"stock"} < OURS
