@@ -26,7 +26,6 @@ from types import ModuleType
 from unittest import mock
 
 from fused_norm import cli
-from fused_norm.kernels.operator import OPERATORS
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +80,8 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
     Raises:
         AssertionError: a block prints something else than the page shows, or is of a kind that cannot be run.
     """
+    from fused_norm.kernels.operator import OPERATORS  # not before conftest has told Triton where it runs
+
     page = path.read_text(encoding="utf-8")
     blocks = [block for block in blocks_of(page) if block.language in ("python", "console")]
     # The code is a file with the page's line numbers: tracebacks are right, and Triton and inspect can read it.
