@@ -73,6 +73,20 @@ def test_a_lora_layer_is_held_to_the_stock_layer_and_so_are_its_adapters(adapted
     assert not any("forward" in vars(type(model.get_submodule(one.path))) for one in layers)
 
 
+def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_readers(adapted):
+    model, _ = adapted
+    calls = [one for one in calls_of_step(model, TOKENS, mixed=True) if "reader" in one.arguments.arguments]
+    # The embeddings are frozen, so the first norm has no gradients to add up.
+    assert [one.dtypes for one in calls] == [[torch.bfloat16, torch.bfloat16], [torch.bfloat16] * 5]
+    right, wrong = CallRecord(), CallRecord()
+    compare(right, model, calls[1:], mixed=True)
+    with FAULTS["add_rms_norm_for_readers-dropped"].planted(model):
+        compare(wrong, model, calls[1:], mixed=True)
+    assert max(right.outputs.values()) == max(wrong.outputs.values()) == 0.0
+    assert max(right.gradients.values()) < 1
+    assert max(wrong.gradients.values()) > 10
+
+
 def test_dropout_that_is_there_without_a_cast_is_seen(adapted):
     model, _ = adapted
     layer = model.model.layers[0].mlp.down_proj
@@ -170,7 +184,7 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     ("precision", "fault"),
     [
         ("bf16", "rms_norm_for_readers-order"),
-        pytest.param("mixed", "add_rms_norm_for_readers-copy", marks=pytest.mark.slow),
+        pytest.param("mixed", "add_rms_norm_for_readers-early", marks=pytest.mark.slow),
         pytest.param("fp32", "readers-detached", marks=pytest.mark.slow),
     ],
 )

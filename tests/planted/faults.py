@@ -88,8 +88,8 @@ class Fault:
 
     @property
     def operator(self) -> str:
-        """The name of the operator that goes wrong, where one does."""
-        return self.name.partition("-")[0]
+        """The name of the operator that goes wrong, or of that which it is a form of."""
+        return self.name.partition("-")[0].removesuffix("_for_readers")
 
 
 # ---- Faults of FP8 codes ----
@@ -478,14 +478,7 @@ def _cast_all_the_same(layer: Any, x: Tensor, right: Tensor) -> Tensor:
     return x.float()
 
 
-_IN_READERS: tuple[tuple[Any, ...], ...] = (
-    ("dropped", "the gradient of the first reader is missing", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),
-    (
-        "doubled",
-        "the gradient of the last reader counts twice",
-        _FOR_READERS,
-        _of_readers(lambda d: (2 * d[0], *d[1:])),
-    ),
+_IN_SUMS: tuple[tuple[Any, ...], ...] = (
     ("order", "gradients are added up from the first reader on", _FOR_READERS, _of_readers(lambda dys: dys[::-1])),
     ("early", "sums of fp32 gradients are rounded to 16 bits", _FOR_READERS, _of_readers(lambda dys: reduce(add, dys))),
     (
@@ -494,11 +487,9 @@ _IN_READERS: tuple[tuple[Any, ...], ...] = (
         _FOR_READERS,
         _of_readers(lambda dys: reduce(add, [dy.float() for dy in dys])),
     ),
-    ("ds", "the residual's gradient is missing", _FOR_READERS, _residual_times(0.0)),
-    ("ds-twice", "the residual's gradient counts twice", _FOR_READERS, _residual_times(2.0)),
     ("ds-joined", "the residual's gradient joins before a rounding", _FOR_READERS[:1], _residual_before_rounding),
 )
-"""Faults of backwards of norms that know their readers, as ``_IN_BACKWARDS``."""
+"""Faults in the roundings of a sum of gradients that flow into a norm which knows its readers, as ``_IN_BACKWARDS``."""
 
 _AMONG_READERS: tuple[tuple[Any, ...], ...] = (
     ("input", "a linear reads the norm's input", fused_block, "for_readers", _last_reads_the_input),
@@ -544,6 +535,7 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("packed", "all sequences are rotated by the first one's angles", _ROTATED, _rotated_as_the_first_sequence),
     ("end", "the end is lost where sizes are multiples of 1024", (GLU,), _without_its_end),
     ("even", "the last of an even number of rows is lost", _EVERY, _last_of_an_even_number_lost),
+    ("copy", "the copy in 16 bits is cut off, not rounded", _FOR_READERS, _copy_cut_off, "nothing is copied"),
 )
 """Forms of faults in forwards: the name, what is wrong, the operators, the wrong forward, and why it may be hidden."""
 
@@ -566,6 +558,10 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw-tile", "dw lacks the last eight rows", _WITH_BACKWARD, _without_rows(lambda rows: 8)),
     ("dw-share", "dw lacks a quarter of the rows", _WITH_BACKWARD, _without_rows(lambda rows: rows // 4)),
     ("frozen", "dx is wrong where the weight is frozen", _WITH_BACKWARD, _dx_where_the_weight_is_frozen),
+    ("dropped", "the gradient of the first reader is missing", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),
+    ("doubled", "that of the last reader counts twice", _FOR_READERS, _of_readers(lambda dys: (2 * dys[0], *dys[1:]))),
+    ("ds", "the gradient of the residual is missing", _FOR_READERS, _residual_times(0.0)),
+    ("ds-twice", "the gradient of the residual counts twice", _FOR_READERS, _residual_times(2.0)),
     ("ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient),
 )
 
@@ -590,13 +586,9 @@ def _faults() -> Iterator[Fault]:
         what = "y is .3 % too large in a checkpoint's second run"
         planted = in_forward(operator, _too_large_in_a_backward)
         yield Fault(f"{operator.name}-checkpointed", what, planted, where="checkpointing")
-    for name, what, operators, wrong in _IN_READERS:
-        hidden = ROUNDINGS if name in ("order", "early", "late", "ds-joined") else ""
+    for name, what, operators, wrong in _IN_SUMS:
         for operator in operators:
-            yield Fault(f"{operator.name}-{name}", what, in_backward(operator, wrong), hidden, "readers")
-    what = "the copy in 16 bits is cut off, not rounded"
-    for operator in _FOR_READERS:
-        yield Fault(f"{operator.name}-copy", what, in_forward(operator, _copy_cut_off), ROUNDINGS, "readers")
+            yield Fault(f"{operator.name}-{name}", what, in_backward(operator, wrong), ROUNDINGS, "readers")
     for name, what, owner, function, wrong in _AMONG_READERS:
         yield Fault(f"readers-{name}", what, replaced_by(owner, function, wrong), where="readers")
     for name, what, where, planted, *hidden in _IN_ADAPTERS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .fused_calls import (
     copied,
     is_tensor,
     paths_of,
+    returned,
     share_changed,
     tensors_in,
     watched_calls,
@@ -115,7 +116,7 @@ def compare(
             found.changes[name] = max(found.changes.get(name, 0.0), fused.changed)
             for argument, one in fused.gradients.items():
                 place, other = f"{name}: gradient of {argument}", stock.gradients[argument]
-                rounding = fused.rounding_of(argument)
+                rounding = stock.rounding_of(argument)
                 found.gradients[place] = distance(one, other) / rounding
                 found.slopes[place] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
 
@@ -156,11 +157,14 @@ class _Made:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=mixed))
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
-            outputs = tensors_in(call.method(*given.args, **given.kwargs))
+            outputs = returned(call.method(*given.args, **given.kwargs))
+            self._dtypes = [one.dtype for one in (*tensors_in(given.arguments), *outputs)]
+            # Stock code returns one norm, which each reader reads, and autocast casts.
+            readers = 1 + len(call.dtypes) - len(outputs)
+            outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:readers]]
         self.outputs = [output.detach() for output in outputs]
         self.changed = share_changed(given, call.arguments)
         self.gradients: dict[str, Tensor] = {}
-        self._dtypes = [one.dtype for one in (*tensors_in(given.arguments), *outputs)]
         wanted = leaves if frozen else leaves | trained
         pairs = zip(outputs, call.gradients, strict=True)
         given_back = [(output, gradient) for output, gradient in pairs if output.requires_grad and gradient is not None]
@@ -218,4 +222,4 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
 
 def _with_tensors(call: FusedCall, change: Callable[[Tensor], Tensor]) -> FusedCall:
     gradients = [None if one is None else change(one) for one in call.gradients]
-    return FusedCall(call.path, call.method, call.weighted, with_arguments(call.arguments, change), gradients=gradients)
+    return replace(call, arguments=with_arguments(call.arguments, change), gradients=gradients)

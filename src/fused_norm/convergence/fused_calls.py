@@ -22,6 +22,7 @@ from ..kernels.operator import calls as operator_calls
 from ..patcher.adapter_casts import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
+from ..patcher.linear_inputs import FURTHER
 from ..patcher.patch_report import ReadingBlock, Site
 from .distances import share_different
 
@@ -75,6 +76,7 @@ class FusedCall:
         operators: names of the operators that it ran, and what else makes a site fused.
         changed: share of the numbers among its arguments that it changed.
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
+        dtypes: of these tensors.
     """
 
     path: str
@@ -84,11 +86,12 @@ class FusedCall:
     operators: list[str] = field(default_factory=list)
     changed: float = 0.0
     gradients: list[Tensor | None] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for calls of one method that run the same operators on tensors of the same dtypes."""
-        return self.method, *self.operators, *(one.dtype for one in tensors_in(self.arguments.arguments))
+        """Equal for calls of one method that run the same operators on tensors of the same dtypes, and return such."""
+        return self.method, *self.operators, *(one.dtype for one in tensors_in(self.arguments.arguments)), *self.dtypes
 
     @property
     def name(self) -> str:
@@ -152,7 +155,6 @@ class _Watch:
             given = signature.bind(*positional, **named)
             weighted = [self._paths[id(one)] for one in _weighted(given.arguments.values())]
             kept = with_arguments(given, copied if self._with_tensors else _emptied)
-            kept.arguments.pop("reader", None)  # made again, a norm is read by nobody, and has the dtype of stock code
             call = FusedCall(path, method, tuple(weighted), kept)
             self._outermost = call
             try:
@@ -164,7 +166,7 @@ class _Watch:
                 call.operators.append(_OWN_INPUTS)
             if self._with_tensors:
                 call.changed = share_changed(given, kept)
-                _keep_gradients(call, tensors_in(outputs))
+                _keep_gradients(call, returned(outputs))
             return outputs
 
         return watch
@@ -233,6 +235,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [one for one in tree_leaves(tree) if is_tensor(one)]
 
 
+def returned(found: Any) -> list[Tensor]:
+    """The tensors that a call returned, a norm's for all of its readers among them."""
+    return [each for one in tensors_in(found) for each in (one, *vars(one).get(FURTHER, ()))]
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy that is a leaf of autograd, and wants a gradient where the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -266,7 +273,7 @@ def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments)
 
 
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
-    call.gradients = [None] * len(outputs)
+    call.gradients, call.dtypes = [None] * len(outputs), [output.dtype for output in outputs]
 
     def keep(index: int, gradient: Tensor) -> None:
         call.gradients[index] = gradient.detach().clone()

@@ -17,7 +17,7 @@ from ..kernels.triton.norm_backward import MOST_READERS
 from .adapter_casts import FusedAdapter, keep_for_adapter, why_cast
 from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
 
-_FURTHER = "fused_norm_further_outputs"
+FURTHER = "fused_norm_further_outputs"
 """The attribute of a norm's result with the outputs for all readers but the first."""
 
 Wanted = tuple[int, torch.dtype | None]
@@ -100,14 +100,14 @@ def for_readers(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Return a norm, with the outputs for its other readers on it, and the sum, from what its operator has returned."""
     y, *further, s = found
     if further:
-        y.__dict__[_FURTHER] = further
+        y.__dict__[FURTHER] = further
     return y, s
 
 
 def inputs_of(x: Any, block: Any) -> Sequence[Any]:
     """The input of each of a block's linears: one that the norm has made for it, or ``x`` for all."""
     linears = block.fused_norm_linears
-    further = x.__dict__.pop(_FURTHER, None) if type(x) is Tensor else None
+    further = x.__dict__.pop(FURTHER, None) if type(x) is Tensor else None
     if further is None:
         return (x,) * len(linears)
     if len(further) + 1 == len(linears):
