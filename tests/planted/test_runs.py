@@ -53,6 +53,7 @@ def test_no_fault_is_missed(family, precision):
         ("gemma3_text", "add_rms_norm-compiled-dw", "hidden"),
         ("llama", "glu-checkpointed", "caught"),
         ("llama", "recomputed-size", "caught"),
+        ("llama", "recomputed-linears", "caught"),
         ("llama", "recomputed-never", "caught"),
         ("llama", "adapter-cut", "caught"),
         ("llama", "adapter-scale", "caught"),
