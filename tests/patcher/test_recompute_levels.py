@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -55,9 +56,11 @@ def stock(model_type: str, device: str, *, dtype: torch.dtype = torch.float32, l
     return model.train()
 
 
-def step(model: nn.Module, device: str, *, autocast: bool = False) -> tuple[int, list[Tensor | None]]:
+def step(
+    model: nn.Module, device: str, *, autocast: bool = False, ids: Tensor | None = None
+) -> tuple[int, list[Tensor | None]]:
     """The bytes that a forward keeps, and its loss and gradients, those of hidden states among them."""
-    ids = tokens(device, batch=2, length=6)
+    ids = tokens(device, batch=2, length=6) if ids is None else ids
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     torch.manual_seed(2)
     with torch.autocast(device, BF16, enabled=autocast):
@@ -152,6 +155,49 @@ def with_bias(linear: nn.Linear, *, trained: bool) -> None:
     linear.bias = nn.Parameter(bias, requires_grad=trained)
 
 
+def in_4_bits(linear: nn.Linear, *, bias: bool = False) -> Linear4bit:
+    """A linear of bitsandbytes with the weight of this one, quantised, and a bias of ones if one is wanted."""
+    options = {"compute_dtype": linear.weight.dtype, "quant_type": "nf4"}
+    made = Linear4bit(linear.in_features, linear.out_features, bias=bias, **options)
+    made.weight = Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+    if bias:
+        made.bias = nn.Parameter(torch.ones(linear.out_features, dtype=linear.weight.dtype), requires_grad=False)
+    return made.to(linear.weight.device)
+
+
+@pytest.mark.parametrize("rows", [6, 1])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_4_bit_linears_with_adapters_are_recomputed(
+    dropout: float, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    compute = recompute_linears._linear_in_4_bits
+
+    def noted(*operands: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return compute(*operands)
+
+    monkeypatch.setattr(recompute_linears, "_linear_in_4_bits", noted)
+    results = []
+    for level in LEVELS:
+        model = stock("qwen3", device, dtype=BF16)
+        linears = [name for name, one in model.model.named_modules() if isinstance(one, nn.Linear)]
+        for name in linears:
+            linear = model.model.get_submodule(name)
+            model.model.set_submodule(name, in_4_bits(linear, bias=name.endswith("layers.0.mlp.up_proj")))
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(**{**LORA, "lora_dropout": dropout})).train()
+        fused_norm.apply_fused_norm(model, recompute=level)
+        calls = 0
+        results.append((step(model, device, autocast=True, ids=tokens(device, batch=1, length=rows))[1], calls))
+    layers = model.config.num_hidden_layers
+    expected = [0, 0, 2 * layers - 1, 5 * layers - 1] if rows > 1 else [0] * 4  # a single row takes another kernel
+    assert [made for _, made in results] == expected
+    for found, _ in results[1:]:
+        assert_same(results[0][0], found)
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
     "nothing": (lambda up: None, True),
     "a frozen weight": (lambda up: up.weight.requires_grad_(False), True),
@@ -180,7 +226,7 @@ def test_what_is_not_known_is_kept_and_named(
             results.append(step(model, device)[1])
     assert_same(*results)
     assert len(products) == 2 * model.config.num_hidden_layers - (not is_known)
-    assert any('recompute="mlp" keeps what' in one for one in caplog.messages) == (not is_known)
+    assert any('recompute="mlp" keeps what nodes' in one for one in caplog.messages) == (not is_known)
 
 
 def test_layers_that_are_checkpointed_have_a_row_and_recompute_nothing(device: str) -> None:

@@ -37,7 +37,7 @@ from ..kernels.rope import ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
 from .fused_norm_module import is_disabled
-from .recompute_linears import CAST, Expression, LinearOutputs, LinearRecipe, Recipe
+from .recompute_linears import CAST, Expression, LinearOutputs, LinearRecipe, Matrix, Recipe
 
 logger = logging.getLogger("fused_norm")
 
@@ -92,10 +92,10 @@ def _is_possible() -> bool:
     return True
 
 
-def _explain(reason: str) -> None:
+def _explain(reason: str, what: str = "recompute is off for some calls of layers") -> None:
     if reason not in _explained:
         _explained.add(reason)
-        logger.warning("recompute is off for some calls of layers: %s", reason)
+        logger.warning("%s: %s", what, reason)
 
 
 class _Register:
@@ -154,7 +154,7 @@ class _Register:
             if recomputed is not None:
                 return recomputed
             if operator is not None:
-                _explain(f'recompute="{self._level}" keeps what {_name(tensor)} has made')
+                _explain(_name(tensor), f'recompute="{self._level}" keeps what nodes of this kind have made')
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
@@ -192,7 +192,7 @@ class _Register:
         output = self._outputs[node, 0] = _Output(recomputed, 0, whole)
         return output
 
-    def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> _View | None:
+    def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> Matrix | None:
         """Rows of so many columns of a norm's output, in a dtype; None where it is no norm that is recomputed."""
         output = self._outputs.get((node, number))
         return None if output is None else output.rows_of_norm(columns, dtype)
@@ -228,14 +228,15 @@ class _Output:
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
         return self._recomputed.saved_as((self._place, tensor.dtype), *layout, tensor)
 
-    def rows_of_norm(self, columns: int, dtype: torch.dtype) -> _View | None:
+    def rows_of_norm(self, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, as rows, in a dtype; None for another output, or one that was written into."""
         if not self._recomputed.is_norm or columns != self._columns:
             return None
         output = self._output()
         if output is not None and output._version != self._version:
             return None
-        return self._recomputed.saved_as((self._place, dtype), (self._rows, columns), (columns, 1), 0)
+        recipe = self._recomputed.saved_as((self._place, dtype), (self._rows, columns), (columns, 1), 0)
+        return Matrix(recipe, self._rows, columns, is_of_norm=True)
 
     def _is_in(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the output's, as the operator has written it."""

@@ -1,10 +1,10 @@
 """Outputs of the linears behind a norm, read off the autograd graph so that a backward can compute them again.
 
-What made such a tensor is told by the nodes behind it: a product of matrices, with a bias or without; for a LoRA layer
-the sum of two products, one of them times a number; casts. They end at an output of a norm, which is recomputed itself,
-and at tensors that the nodes keep anyway: weights, and what a LoRA layer's second product reads, behind its dropout. So
-no module is asked or called, and no random number drawn. An output of anything else is kept: of a 4-bit product, or one
-with a bias that is not trained.
+What made such a tensor is told by the nodes behind it: a product of matrices, with a bias or without, or with a weight
+of 4 bits by bitsandbytes; for a LoRA layer the sum of two products, one of them times a number; casts and copies. They
+end at an output of a norm, which is recomputed itself, and at tensors that the nodes keep anyway: weights, and what a
+LoRA layer's second product reads, behind its dropout. So no module is asked or called, and no random number drawn. An
+output of anything else is kept, also that of a linear with a bias that is not trained, which no node keeps.
 
 The same library call with operands of the same shapes and memory orders makes the same bits.
 """
@@ -75,8 +75,8 @@ class LinearRecipe(Recipe):
         return self._recipe.tensors()
 
 
-class LinearOutput(NamedTuple):
-    """What a node has made, and how to compute it again.
+class Matrix(NamedTuple):
+    """What a node has made, as rows, and how to compute it again.
 
     Attributes:
         recipe: computes it, of shape ``[rows, columns]``.
@@ -97,26 +97,26 @@ class LinearOutputs:
     recipe.
 
     Args:
-        norm_output: returns the recipe for an output of a node, by its number, in so many columns and this dtype; None
-            unless it is a norm's.
+        norm_output: returns an output of a node, by its number, in so many columns and this dtype; None unless it is a
+            norm's.
     """
 
     __slots__ = ("_norm_output",)
 
-    def __init__(self, norm_output: Callable[[Any, int, int, torch.dtype], Recipe | None]) -> None:
+    def __init__(self, norm_output: Callable[[Any, int, int, torch.dtype], Matrix | None]) -> None:
         self._norm_output = norm_output
 
-    def of(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def of(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
         """How to compute what ``node`` has made, of this dtype if it is known; None where nobody knows."""
         read = self._READ.get(node.name())
         return None if read is None else read(self, node, dtype)
 
-    def _product(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def _product(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
         kept = node._raw_saved_self, node._raw_saved_mat2
         sizes = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
         return self._factors(node.next_functions[0], kept, sizes)
 
-    def _product_with_bias(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def _product_with_bias(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
         (bias, _), edge, _ = node.next_functions
         if bias is not None and bias.name() == CAST:
             bias, _ = bias.next_functions[0]
@@ -126,34 +126,50 @@ class LinearOutputs:
         sizes = node._saved_mat1_sym_sizes, node._saved_mat2_sym_sizes
         return self._factors(edge, kept, sizes, bias.variable)
 
-    def _factors(self, edge: Any, kept: Any, sizes: Any, *bias: Tensor) -> LinearOutput | None:
+    def _factors(self, edge: Any, kept: Any, sizes: Any, *bias: Tensor) -> Matrix | None:
         """``x @ weight + bias`` of the x that comes by ``edge``; ``kept``: what the node keeps of x and weight."""
         (rows, width), (_, columns) = sizes
         raw_x, raw_weight = kept
         weight = _kept(raw_weight)
         if weight is None:
             return None
-        node, number = _behind_views(edge)
-        x: Recipe | Tensor | None
-        x = None if node is None else self._norm_output(*_behind_cast(node, number), width, weight.dtype)
-        is_of_norm = x is not None
-        if x is None:
-            x = _kept(raw_x)
-        if x is None and node is not None:
-            linear = self.of(node, weight.dtype)
-            if linear is None or (linear.rows, linear.columns) != (rows, width):
-                return None
-            x, is_of_norm = linear.recipe, linear.is_of_norm
-        return None if x is None else LinearOutput(Expression(_linear, x, weight, *bias), rows, columns, is_of_norm)
+        found = self._of_norm(edge, width, weight.dtype)
+        kept_x = _kept(raw_x) if found is None else None
+        if found is None and kept_x is None:
+            found = self._behind(edge, weight.dtype)
+        if found is None:
+            return None if kept_x is None else Matrix(Expression(_linear, kept_x, weight, *bias), rows, columns, False)
+        if (found.rows, found.columns) != (rows, width):
+            return None
+        return Matrix(Expression(_linear, found.recipe, weight, *bias), rows, columns, found.is_of_norm)
 
-    def _sum(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def _of_norm(self, edge: Any, columns: int, dtype: torch.dtype) -> Matrix | None:
+        """The output of a norm, or a cast of it, that comes by an edge, in this dtype; None for anything else."""
+        node, number = _behind_views(edge)
+        if node is not None and node.name() == CAST:
+            node, number = node.next_functions[0]
+        return None if node is None else self._norm_output(node, number, columns, dtype)
+
+    def _product_in_4_bits(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
+        """A product by bitsandbytes, whose node is the ``ctx`` of its ``MatMul4Bit``."""
+        _, weight = node.tensors
+        columns, width = node.state.shape
+        if weight is None or node.dtype_bias is not None:
+            return None
+        x = self._of_norm(node.next_functions[0], width, node.dtype_A)
+        # bitsandbytes takes another kernel for a single row that wants no gradient.
+        if x is None or x.rows < 2:
+            return None
+        return Matrix(Expression(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
+
+    def _sum(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
         one, other = (self._behind(edge, None) for edge in node.next_functions)
         if one is None or other is None or node._saved_alpha != 1 or one[1:3] != other[1:3]:
             return None
         recipe = Expression(torch.add, one.recipe, other.recipe)
-        return LinearOutput(recipe, one.rows, one.columns, one.is_of_norm or other.is_of_norm)
+        return Matrix(recipe, one.rows, one.columns, one.is_of_norm or other.is_of_norm)
 
-    def _times_number(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def _times_number(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
         edge, (other, _) = node.next_functions
         factor = None if other is not None else node._raw_saved_other.data
         factor = factor[0] if isinstance(factor, tuple) else factor
@@ -162,20 +178,25 @@ class LinearOutputs:
             return None
         return found._replace(recipe=Expression(torch.mul, found.recipe, factor))
 
-    def _cast(self, node: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def _cast(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
         found = None if dtype is None else self._behind(node.next_functions[0], None)
         return None if found is None else found._replace(recipe=Expression(Tensor.to, found.recipe, dtype))
 
-    def _behind(self, edge: Any, dtype: torch.dtype | None) -> LinearOutput | None:
+    def _copy(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
+        return self._behind(node.next_functions[0], dtype)
+
+    def _behind(self, edge: Any, dtype: torch.dtype | None) -> Matrix | None:
         node, _ = _behind_views(edge)
         return None if node is None else self.of(node, dtype)
 
-    _READ: ClassVar[dict[str, Callable[..., LinearOutput | None]]] = {
+    _READ: ClassVar[dict[str, Callable[..., Matrix | None]]] = {
         "MmBackward0": _product,
         "AddmmBackward0": _product_with_bias,
         "AddBackward0": _sum,
         "MulBackward0": _times_number,
         CAST: _cast,
+        "CloneBackward0": _copy,
+        "MatMul4BitBackward": _product_in_4_bits,
     }
 
 
@@ -183,15 +204,17 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias.to(weight.dtype), x, weight)
 
 
+def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
+    from bitsandbytes import matmul_4bit
+
+    return matmul_4bit(x, weight, quant_state=state)
+
+
 def _behind_views(edge: Any) -> Any:
     node, number = edge
     while node is not None and node.name() in _SAME_ORDER:
         node, number = node.next_functions[0]
     return node, number
-
-
-def _behind_cast(node: Any, number: int) -> tuple[Any, int]:
-    return node.next_functions[0] if node.name() == CAST else (node, number)
 
 
 def _kept(raw: Any) -> Tensor | None:
