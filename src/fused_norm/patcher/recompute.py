@@ -92,10 +92,10 @@ def _is_possible() -> bool:
     return True
 
 
-def _explain(reason: str, what: str = "recompute is off for some calls of layers") -> None:
+def _explain(reason: str, message: str = "recompute is off for some calls of layers: %s") -> None:
     if reason not in _explained:
         _explained.add(reason)
-        logger.warning("%s: %s", what, reason)
+        logger.warning(message, reason)
 
 
 class _Register:
@@ -154,7 +154,7 @@ class _Register:
             if recomputed is not None:
                 return recomputed
             if operator is not None:
-                _explain(_name(tensor), f'recompute="{self._level}" keeps what nodes of this kind have made')
+                _explain(_name(tensor), "recompute keeps outputs of linears that nodes of this kind have made: %s")
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
