@@ -275,8 +275,8 @@ def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments)
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
     call.gradients, call.dtypes = [None] * len(outputs), [output.dtype for output in outputs]
 
-    def keep(index: int, gradient: Tensor) -> None:
-        call.gradients[index] = gradient.detach().clone()
+    def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no reader has read
+        call.gradients[index] = None if gradient is None else gradient.detach().clone()
 
     for index, output in enumerate(outputs):
         if output.requires_grad:
