@@ -161,8 +161,9 @@ def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) 
     assert all(isinstance(layer, Fused) for layer in compiled)
     trainer(other := llama(), tmp_path, [FusedNormCallback()])
     assert not [module for module in other.modules() if module._compiled_call_impl is not None]
+    nameless = nn.Sequential(nn.RMSNorm(8, eps=1e-6))
     with pytest.raises(FusedNormError, match="does not say what its layers are"):
-        FusedNormCallback(compile_layers=True)._patch(nn.Sequential(nn.RMSNorm(8, eps=1e-6)))
+        trainer(nameless, tmp_path, [FusedNormCallback(compile_layers=True)])
 
 
 @pytest.mark.parametrize("is_on", [False, True])

@@ -1,17 +1,19 @@
-"""LoRA layers under autocast: their inputs are not cast, and nobody can tell."""
+"""LoRA layers whose inputs are not cast under autocast, and whose scale is applied early: nobody can tell."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import peft
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft.tuners.lora import Linear
-from torch import nn
+from torch import Tensor, nn
 
 import fused_norm
 from fused_norm.model_configs import build
@@ -204,3 +206,67 @@ def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) 
         assert torch.equal(logits(fused), logits(reference))
     assert fused.state_dict().keys() == reference.state_dict().keys()
     assert not [module for module in fused.merge_and_unload().modules() if isinstance(module, Linear)]
+
+
+def with_hook_on_second(layer: Any) -> None:
+    layer.lora_B["default"].register_forward_hook(lambda *_: None)
+
+
+SCALES: dict[str, tuple[dict[str, Any], Callable[[Any], None] | None, torch.dtype | None, float | None]] = {
+    "two": ({"lora_alpha": 8}, None, torch.bfloat16, 2.0),
+    "one": ({"lora_alpha": 4}, None, torch.bfloat16, 1.0),
+    "a quarter, with dropout": ({"lora_alpha": 1, "lora_dropout": 0.3}, None, torch.bfloat16, 0.25),
+    "in float32": ({"lora_alpha": 8}, None, None, 2.0),
+    "by the root of the rank": ({"lora_alpha": 8, "use_rslora": True}, None, torch.bfloat16, 4.0),
+    "three": ({"lora_alpha": 12}, None, torch.bfloat16, None),
+    "in float16": ({"lora_alpha": 8}, None, torch.float16, None),
+    "with a bias": ({"lora_alpha": 8, "lora_bias": True}, None, torch.bfloat16, None),
+    "seen by a hook": ({"lora_alpha": 8}, with_hook_on_second, torch.bfloat16, None),
+}
+"""Options of the adapter, a change of the layer, autocast's dtype, and the scale of what the second product reads."""
+
+
+def in_4_bits(width: int, columns: int) -> nn.Module:
+    return Linear4bit(width, columns, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+
+
+def in_8_bits(width: int, columns: int) -> nn.Module:
+    return Linear8bitLt(width, columns, bias=False, has_fp16_weights=False)
+
+
+@pytest.mark.parametrize("make", [partial(nn.Linear, bias=False), in_4_bits, in_8_bits])
+@pytest.mark.parametrize("case", SCALES)
+def test_a_power_of_two_scales_the_smaller_product_and_changes_no_bit(
+    case: str, make: Callable[[int, int], nn.Module], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, change, autocast, scale = SCALES[case]
+    base = nn.Sequential(make(48, 80).to(device, torch.bfloat16 if autocast else torch.float32))
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = make is in_4_bits, make is in_8_bits  # which PEFT asks for
+    read: list[Tensor] = []
+    linear = nn.functional.linear
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight is layer.lora_B["default"].weight:
+            read.append(x)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", noted)
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, **config))
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, strict=False)
+    found = []
+    for model in (stock, fused):
+        layer = model.base_model.model[0]
+        if change is not None:
+            change(layer)
+        torch.manual_seed(1)
+        x = torch.randn(7, 48, device=device, dtype=torch.bfloat16 if autocast else torch.float32, requires_grad=True)
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            y = model(x)
+        weights = [one for one in model.parameters() if one.requires_grad]
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *weights])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    stock_reads, fused_reads = read
+    assert torch.equal(fused_reads, stock_reads * (scale or 1.0))
+    assert layer.scaling["default"] == scale or scale is None

@@ -2,10 +2,14 @@
 
 PEFT's LoRA layer casts its input to the dtype of its adapter, float32 beside a 16-bit model. Under autocast the
 adapter's first product casts it back at once, so it gets the same numbers without either cast.
+
+It multiplies what the adapter's second product returns, as wide as the layer, by a scale. That is a power of two most
+of the time, and then what the second product reads, as wide as the rank, is multiplied instead.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, ClassVar
 
@@ -23,6 +27,12 @@ class FusedAdapter(nn.Module):
 
     fused_norm_origin: ClassVar[Any]
     fused_norm_origin_forward: ClassVar[Any]
+
+    def fused_norm_scaled(self, second: Any, x: Any, scale: Any) -> Any:
+        """``second(x) * scale``; of the smaller x, the product of x and the scale, where that gives the same bits."""
+        if not _may_scale_input(second, x, scale):
+            return second(x) * scale
+        return second(x if scale == 1 else x * scale)
 
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
         """``x`` in ``dtype``; in its own where autocast takes that cast back and nothing else sees its result."""
@@ -46,10 +56,24 @@ def is_lora_layer(module: nn.Module) -> bool:
     return layers is not None and origin is layers.Linear and hasattr(origin, "_cast_input_dtype")
 
 
+def is_quantised_lora_layer(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
+    layers = sys.modules.get("peft.tuners.lora.bnb")
+    origin = module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
+    return any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+
+
 def casts_input(layer: Any) -> bool:
     """Return whether a LoRA layer casts 16-bit inputs: PEFT's own switch is on, and an adapter is of float32."""
     switched_on = getattr(layer, "cast_input_dtype_enabled", True)
     return switched_on and any(one.weight.dtype == torch.float32 for one in layer.lora_A.values())
+
+
+def scales_input(layer: Any) -> bool:
+    """Return whether an active adapter of a LoRA layer may be scaled before its second product."""
+    variants = layer.__dict__.get("lora_variant", ())
+    plain = [name for name in layer.active_adapters if name in layer.lora_B and name not in variants]
+    return any(_may_be_scaled(layer.lora_B[name], layer.scaling[name]) for name in plain)
 
 
 def why_cast(layer: Any, *, training: bool = False) -> str | None:
@@ -72,6 +96,24 @@ def why_cast(layer: Any, *, training: bool = False) -> str | None:
         if isinstance(dropout, nn.Dropout) and dropout.p > 0 and (training or dropout.training):
             return "its dropout may draw other numbers for another dtype"
     return None
+
+
+def _may_scale_input(second: Any, x: Any, scale: Any) -> bool:
+    """Return whether a linear gives the bits of its product times the scale, and the same gradients, for a scaled x.
+
+    A power of two changes exponents alone, and every rounding stays. float16 has few exponents.
+    """
+    if type(x) is not Tensor or is_disabled() or torch.compiler.is_compiling() or not _may_be_scaled(second, scale):
+        return False
+    device = x.device.type
+    computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return {x.dtype, computed_in} <= {torch.bfloat16, torch.float32}
+
+
+def _may_be_scaled(second: Any, scale: Any) -> bool:
+    if type(second) is not nn.Linear or second.bias is not None or "forward" in vars(second) or has_hooks(second):
+        return False
+    return type(scale) in (float, int) and abs(math.frexp(scale)[0]) == 0.5 and 2**-16 <= abs(scale) <= 2**16
 
 
 def _is_taken_back(x: Any, dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .losses import FusedLoss, training_forward
 from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
+from .patterns.scales import scaled_by_own_method
 from .recompute import call_recomputing
 from .rewrite import Rewrite
 
@@ -60,18 +61,12 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     rotations = rotations_of(origin, rewrites) if rewrites else ()
     if known := _known(origin, made_by, fused_norm_rotations=rotations):
         return known
-    forward = origin.forward
-    rewritten = rewritten_forward(origin, rewrites) if rewrites else forward
+    forward = rewritten = rewritten_forward(origin, rewrites) if rewrites else origin.forward
+    if recompute:
 
-    @wraps(rewritten)
-    def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Other code may have put a forward of its own on the class, with other arguments, since the model was patched.
-        current = origin.forward
-        if current is not forward:
-            return current(self, *args, **kwargs)
-        if recompute:
+        @wraps(rewritten)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return call_recomputing(rewritten, self, args, kwargs, recompute)
-        return rewritten(self, *args, **kwargs)
 
     return _derive(
         FusedBlock,
@@ -82,14 +77,30 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
         fused_norm_recompute=recompute,
         fused_norm_activations=activations_of(rewrites),
         fused_norm_linears=linears_of(origin, rewrites),
-        forward=rewritten_or_replaced,
+        forward=_unless_replaced(origin, forward),
     )
 
 
 def fused_adapter_class(origin: Any) -> type[nn.Module]:
     """The fused class for LoRA layers of class ``origin``."""
     made_by = (fused_adapter_class,)
-    return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by)
+    if known := _known(origin, made_by):
+        return known
+    rewritten = scaled_by_own_method(origin)
+    members = {} if rewritten is None else {"forward": _unless_replaced(origin, rewritten)}
+    return _derive(FusedAdapter, origin, made_by, **members)
+
+
+def _unless_replaced(origin: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:
+    """``rewritten``, but where other code has put a forward of its own on ``origin`` since: that, then."""
+    forward = origin.forward
+
+    @wraps(rewritten)
+    def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = origin.forward
+        return (rewritten if current is forward else current)(self, *args, **kwargs)
+
+    return rewritten_or_replaced
 
 
 def fused_loss_class(origin: Any, with_loss: Callable[..., Any]) -> type[nn.Module]:

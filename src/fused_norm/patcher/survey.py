@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapter_casts import casts_input, is_lora_layer, why_cast
+from .adapter_casts import casts_input, is_lora_layer, is_quantised_lora_layer, scales_input, why_cast
 from .block import SurveyedModel, why_left_out
 from .block_survey import change_block, decide_block, may_rotate_or_gate
 from .class_swap import (
@@ -58,7 +58,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in modules.items()
         if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
     }
-    adapters = {path: module for path, module in modules.items() if is_lora_layer(module)}
+    adapters = {path: one for path, one in modules.items() if is_lora_layer(one) or is_quantised_lora_layer(one)}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
@@ -128,7 +128,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 
 
 def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
-    origin = stock_class(layer)
+    origin, is_quantised = stock_class(layer), is_quantised_lora_layer(layer)
     site = Site(path, "adapter", origin.__name__)
     if owner := foreign_forward(layer) or class_forward_replaced(origin):
         row, change = site.kept_for(owner, "overridden"), []
@@ -138,8 +138,10 @@ def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[
         reason = why_cast(layer, training=True)
         row = site if reason is None else site.kept_for(reason)
         reads = options.readers and reads_of(layer, adapter=type(layer))  # its adapter may read an input of its own
-        change = change_to(layer, fused_adapter_class(origin) if reason is None or reads else origin)
-    return [row] if casts_input(layer) else [], change
+        is_fused = scales_input(layer) or (not is_quantised and (reason is None or reads))
+        change = change_to(layer, fused_adapter_class(origin) if is_fused else origin)
+    # Around a quantised linear PEFT itself leaves the casts out.
+    return [] if is_quantised or not casts_input(layer) else [row], change
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:
