@@ -37,19 +37,28 @@ def _nvidia(major: int, optin: int) -> dict[str, Any]:
     [
         ("cuda", None, _nvidia(9, 232_448), Device(7, 32, 232_448, True)),
         ("cuda", None, _nvidia(8, 101_376), Device(7, 32, 101_376, False)),
+        ("cuda", None, _nvidia(7, 65_536), Device(7, 32, 65_536, False)),
         ("cuda", "6.4", {"multi_processor_count": 304, "warp_size": 64, "major": 9}, Device(304, 64, 65_536, False)),
         ("xpu", None, {"gpu_subslice_count": 64}, Device(64, 32, 65_536, False)),
     ],
-    ids=["H100", "sm_86", "MI300", "Max 1550"],
+    ids=["H100", "sm_86", "T4", "MI300", "Max 1550"],
 )
 def test_facts_of_gpus(
-    kind: str, hip: str | None, properties: dict[str, Any], expected: Device, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    hip: str | None,
+    properties: dict[str, Any],
+    expected: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     module = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(name="none known", **properties))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(devices, "name_of", lambda _: ("none known", ""))
-    assert device_facts.__wrapped__(torch.device(kind, 0)) == expected
+    with caplog.at_level("WARNING", logger="fused_norm"):
+        assert device_facts.__wrapped__(torch.device(kind, 0)) == expected
+    unsupported = "none known is not supported: Triton asks for compute capability 8.0 or newer"
+    assert caplog.messages == [unsupported] * (hip is None and properties.get("major") == 7)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -13,6 +14,8 @@ from torch.autograd import forward_ad
 from triton import knobs
 
 from ..plans import Device, PlanTable, table_of
+
+logger = logging.getLogger("fused_norm")
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before this import."""
@@ -64,7 +67,10 @@ def _hardware_of(device: torch.device) -> Device:
     properties = torch.get_device_module(device).get_device_properties(device)
     processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
-    overlaps = device.type == "cuda" and torch.version.hip is None and properties.major >= 9
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and properties.major < 8:
+        logger.warning("%s is not supported: Triton asks for compute capability 8.0 or newer", properties.name)
+    overlaps = is_nvidia and properties.major >= 9
     return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
 
 
