@@ -105,13 +105,15 @@ def _may_scale_input(second: Any, x: Any, scale: Any) -> bool:
     """
     if type(x) is not Tensor or is_disabled() or torch.compiler.is_compiling() or not _may_be_scaled(second, scale):
         return False
-    device = x.device.type
+    device = "cuda" if x.is_cuda else x.device.type
     computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return {x.dtype, computed_in} <= {torch.bfloat16, torch.float32}
 
 
 def _may_be_scaled(second: Any, scale: Any) -> bool:
-    if type(second) is not nn.Linear or second.bias is not None or "forward" in vars(second) or has_hooks(second):
+    if type(second) is not nn.Linear or second._parameters["bias"] is not None:
+        return False
+    if "forward" in second.__dict__ or has_hooks(second):
         return False
     return type(scale) in (float, int) and abs(math.frexp(scale)[0]) == 0.5 and 2**-16 <= abs(scale) <= 2**16
 
