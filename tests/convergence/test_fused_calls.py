@@ -14,8 +14,8 @@ from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.step_probe import probe_bits
 from fused_norm.convergence.twin_trainer import TwinTrainer, fused_for
 from fused_norm.model_configs import build, tiny_config
-from fused_norm.patcher import Site, adapter_casts
-from fused_norm.patcher.adapter_casts import why_cast
+from fused_norm.patcher import Site, adapters
+from fused_norm.patcher.adapters import why_cast
 from fused_norm.patcher.patch_report import ReadingBlock
 
 from ..planted.faults import FAULTS
@@ -95,7 +95,7 @@ def test_dropout_that_is_there_without_a_cast_is_seen(adapted):
     shares = []
     for reason in (why_cast, lambda *_: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter_casts, "why_cast", reason)
+            patch.setattr(adapters, "why_cast", reason)
             record = CallRecord()
             compare(
                 record,

@@ -33,7 +33,7 @@ from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.convergence.verdict import Verdict
 from fused_norm.model_configs import FAMILIES
-from fused_norm.patcher.adapter_casts import FusedAdapter
+from fused_norm.patcher.adapters import FusedAdapter
 
 from .plans import tiny_plan
 

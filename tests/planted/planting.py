@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
-from fused_norm.patcher import adapter_casts, fused_block, fused_norm_module, recompute_linears
-from fused_norm.patcher.adapter_casts import FusedAdapter, is_lora_layer
+from fused_norm.patcher import adapters, fused_block, fused_norm_module, recompute_linears
+from fused_norm.patcher.adapters import FusedAdapter, is_lora_layer
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_classes import fused_adapter_class
 from fused_norm.patcher.fused_norm_module import is_disabled
@@ -320,7 +320,7 @@ def dropped_without_cast(model: nn.Module) -> Iterator[PlantedFault]:
     for layer, origin in zip(layers, classes, strict=True):
         layer.__class__ = fused_adapter_class(getattr(origin, "fused_norm_origin", origin))
     try:
-        with mock.patch.object(adapter_casts, "why_cast", no_reason):
+        with mock.patch.object(adapters, "why_cast", no_reason):
             yield state
     finally:
         for layer, origin in zip(layers, classes, strict=True):

@@ -10,14 +10,14 @@ from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
 from fused_norm.patcher import (
-    adapter_casts,
+    adapters,
     fused_block,
     fused_norm_module,
     linear_inputs,
     recompute,
     recompute_linears,
 )
-from fused_norm.patcher.adapter_casts import FusedAdapter
+from fused_norm.patcher.adapters import FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 
 from .faults import FAULTS
@@ -60,7 +60,7 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
-    modules = adapter_casts, fused_block, fused_norm_module, linear_inputs, recompute, recompute_linears
+    modules = adapters, fused_block, fused_norm_module, linear_inputs, recompute, recompute_linears
     owners = (*OPERATORS.values(), *modules, FusedAdapter, FusedBlock, Recompute)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):

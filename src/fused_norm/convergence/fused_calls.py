@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.operator import Operator
 from ..kernels.operator import calls as operator_calls
-from ..patcher.adapter_casts import FusedAdapter
+from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.linear_inputs import FURTHER

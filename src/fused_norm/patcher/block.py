@@ -9,7 +9,7 @@ from torch import nn
 
 from ..options import FuseOptions
 from ..spec import Kind
-from .adapter_casts import is_lora_layer
+from .adapters import is_lora_layer
 from .class_swap import (
     built_upon,
     change_to,

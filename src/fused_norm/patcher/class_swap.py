@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
-from .adapter_casts import FusedAdapter
+from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
 from .losses import FusedLoss

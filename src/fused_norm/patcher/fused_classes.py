@@ -14,7 +14,7 @@ from torch import nn
 
 from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
-from .adapter_casts import FusedAdapter
+from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .losses import FusedLoss, training_forward

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapter_casts import FusedAdapter, keep_for_adapter, why_cast
+from .adapters import FusedAdapter, keep_for_adapter, why_cast
 from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
 
 FURTHER = "fused_norm_further_outputs"

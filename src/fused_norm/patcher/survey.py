@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapter_casts import casts_input, is_lora_layer, is_quantised_lora_layer, scales_input, why_cast
+from .adapters import casts_input, is_lora_layer, is_quantised_lora_layer, scales_input, why_cast
 from .block import SurveyedModel, why_left_out
 from .block_survey import change_block, decide_block, may_rotate_or_gate
 from .class_swap import (
