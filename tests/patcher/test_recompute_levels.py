@@ -12,11 +12,16 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import fused_norm
+from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
 from fused_norm.patcher import recompute, recompute_linears
+from fused_norm.patcher.recompute import call_recomputing
 
 from .models import tokens
 from .test_recompute import saved_bytes, saved_in
@@ -24,6 +29,7 @@ from .test_recompute import saved_bytes, saved_in
 slow = partial(pytest.param, marks=pytest.mark.slow)
 LEVELS = (False, True, "mlp", "attention")
 BF16 = torch.bfloat16
+SPEC = norm_spec("llama", False, 1e-6)
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 DROPOUT = {**LORA, "lora_dropout": 0.2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -299,3 +305,104 @@ def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
     assert len({id(one) for one in held}) >= 9 * model.config.num_hidden_layers
     loss.backward(retain_graph=True)
     assert not any(one._made for one in held)
+
+
+# ---- Graphs that look like those of linears ----
+
+
+class MatMul4Bit(torch.autograd.Function):
+    """A product whose node has the name of bitsandbytes' own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.saved_tensors[0], None
+
+
+def with_a_cast_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    cast = y.to(BF16)
+    cast.detach().mul_(3)
+    return nn.functional.linear(cast, weight.to(BF16)).float()
+
+
+def with_the_weight_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    result = nn.functional.linear(y, weight)
+    weight.detach().mul_(3)
+    return result
+
+
+def with_a_factor_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    factor = y.new_tensor(0.3)
+    result = nn.functional.linear(y, weight) * factor
+    factor.fill_(3)
+    return result
+
+
+def summed_in_place(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    result = nn.functional.linear(y.to(BF16), weight.to(BF16))
+    result += nn.functional.linear(y, other)
+    return (result * 0.3).float()
+
+
+def cast_twice(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    return nn.functional.linear(y, weight).to(BF16).float()
+
+
+def under_hooks_of_its_own(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda one: (one.half(), one), lambda packed: packed[1]):
+        return nn.functional.linear(y, weight)
+
+
+GRAPHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
+    "a cast was written into": (with_a_cast_written_into, 1),
+    "a weight was written into": (with_the_weight_written_into, 1),
+    "a factor was written into": (with_a_factor_written_into, 1),
+    "a sum in place has the dtype of its first": (summed_in_place, 3),
+    "a cast of a cast": (cast_twice, 2),
+    "other hooks have saved its operands": (under_hooks_of_its_own, 1),
+    "another's product in 4 bits": (lambda y, weight, _: MatMul4Bit.apply(y, weight.detach()), 1),
+    "alpha": (lambda y, weight, other: torch.addmm(other[0], y, weight, alpha=3), 1),
+    "x transposed": (lambda y, weight, _: y.T @ weight, 1),
+}
+"""What a gate reads, of a norm's output and two weights, and how many products its backward takes besides its own."""
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_only_looks_like_a_linear_is_kept(name: str, device: str, products: list[Any]) -> None:
+    gate_of, made = GRAPHS[name]
+
+    def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, norm_weight, None)
+        up = nn.functional.linear(y, weights[0])
+        return GLU(None, gate_of(y, *weights[1:]), up, "silu")
+
+    results = []
+    for level in (False, "mlp"):
+        torch.manual_seed(3)
+        x, *weights = (torch.randn(16, 16, device=device, requires_grad=True) for _ in range(4))
+        norm_weight = torch.randn(16, device=device, requires_grad=True)
+        result = call_recomputing(forward, x, (norm_weight, *weights), {}, level)
+        results.append([result.detach(), *torch.autograd.grad(result.square().sum(), weights[0])])
+    assert_same(*results)
+    assert len(products) == made
+
+
+def test_a_norms_output_that_was_written_into_and_is_gone_is_not_recomputed(device: str) -> None:
+    def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, norm_weight, None)
+        y.detach().mul_(3)
+        gate, up = (nn.functional.linear(y, one) for one in weights)
+        del y
+        return GLU(None, gate, up, "silu")
+
+    x, norm_weight = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,)))
+    frozen = torch.randn(2, 16, 16, device=device).unbind()
+    results = []
+    for level in (False, "mlp"):
+        result = call_recomputing(forward, x, (norm_weight, *frozen), {}, level)
+        results.append(torch.autograd.grad(result.sum(), [x, norm_weight]))
+    assert_same(*results)

@@ -37,7 +37,7 @@ from ..kernels.rope import ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
 from .fused_norm_module import is_disabled
-from .recompute_linears import CAST, Expression, LinearOutputs, LinearRecipe, Matrix, Recipe
+from .recompute_linears import CAST, Expression, Kept, LinearOutputs, LinearRecipe, Matrix, Recipe
 
 logger = logging.getLogger("fused_norm")
 
@@ -138,7 +138,8 @@ class _Register:
                 recompute = recompute._replace(arguments=(*given, *arguments[2:]))
         if recompute is not None and not any(_is_gathered_for_its_module(one) for one in recompute.arguments):
             recipe = Expression(partial(_outputs, recompute._replace(arguments=())), *recompute.arguments)
-            recomputed = _Recomputed(recipe, is_norm=recompute.operator is RECOMPUTED_NORM)
+            is_norm = recompute.operator is RECOMPUTED_NORM and isinstance(self._level, str)
+            recomputed = _Recomputed(recipe, is_norm=is_norm)
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
                 for output in tensors:
                     self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
@@ -156,7 +157,7 @@ class _Register:
             if operator is not None:
                 _explain(_name(tensor), "recompute keeps outputs of linears that nodes of this kind have made: %s")
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def _recomputed(self, tensor: Tensor) -> _View | None:
         """How to recompute a tensor; None for one that is no output, no view of one and no view of a cast of one."""
@@ -182,7 +183,7 @@ class _Register:
         # Another product reads rows, and what it reads is kept: the small output of a LoRA layer's first one.
         if tensor._version != 0 or (self._operator is None and tensor.dim() == 2):
             return None
-        found = LinearOutputs(self._norm_output).of(node, tensor.dtype)
+        found = LinearOutputs(self._norm_output).of(node)
         whole = tensor if tensor._base is None else tensor._base
         if found is None or not found.is_of_norm or whole.numel() != found.rows * found.columns:
             return None
@@ -205,13 +206,15 @@ class _Register:
 class _Output:
     """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_columns", "_output", "_place", "_recomputed", "_rows", "_storage", "_version")
+    __slots__ = ("_columns", "_output", "_place", "_recomputed", "_rows", "_storage", "_version", "_without_memory")
 
     def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
         self._recomputed, self._place = recomputed, place
         self._columns = output.shape[-1] if output.is_contiguous() and output.storage_offset() == 0 else 0
         self._rows = output.numel() // max(self._columns, 1)
         self._output, self._version = weakref.ref(output), output._version
+        # Linears may have read it, written into, when it is gone.
+        self._without_memory = _without_memory(output) if recomputed.is_norm else None
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
@@ -230,10 +233,8 @@ class _Output:
 
     def rows_of_norm(self, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, as rows, in a dtype; None for another output, or one that was written into."""
-        if not self._recomputed.is_norm or columns != self._columns:
-            return None
-        output = self._output()
-        if output is not None and output._version != self._version:
+        output = self._without_memory
+        if output is None or columns != self._columns or output._version != self._version:
             return None
         recipe = self._recomputed.saved_as((self._place, dtype), (self._rows, columns), (columns, 1), 0)
         return Matrix(recipe, self._rows, columns, is_of_norm=True)
@@ -275,7 +276,7 @@ class _Recomputed:
     been given since, and their versions.
 
     Attributes:
-        is_norm: the first output is that of a norm.
+        is_norm: the first output is that of a norm, and linears behind it are recomputed.
     """
 
     __slots__ = ("_made", "_read", "_recipe", "_saved", "_stream", "_waiting", "is_norm")

@@ -75,6 +75,13 @@ class LinearRecipe(Recipe):
         return self._recipe.tensors()
 
 
+class Kept(NamedTuple):
+    """A tensor that autograd saves as it is, and its version."""
+
+    tensor: Tensor
+    version: int
+
+
 class Matrix(NamedTuple):
     """What a node has made, as rows, and how to compute it again.
 
@@ -93,8 +100,7 @@ class Matrix(NamedTuple):
 class LinearOutputs:
     """Finds out how to compute what nodes of a graph have made.
 
-    Saved-tensor hooks are at work while the graph grows, and pack what nodes keep as a tensor and its version, or as a
-    recipe.
+    Saved-tensor hooks are at work while the graph grows, and pack what nodes keep as ``Kept``, or as a recipe.
 
     Args:
         norm_output: returns an output of a node, by its number, in so many columns and this dtype; None unless it is a
@@ -106,17 +112,17 @@ class LinearOutputs:
     def __init__(self, norm_output: Callable[[Any, int, int, torch.dtype], Matrix | None]) -> None:
         self._norm_output = norm_output
 
-    def of(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
-        """How to compute what ``node`` has made, of this dtype if it is known; None where nobody knows."""
+    def of(self, node: Any) -> Matrix | None:
+        """How to compute what ``node`` has made; None where nobody knows."""
         read = self._READ.get(node.name())
-        return None if read is None else read(self, node, dtype)
+        return None if read is None else read(self, node)
 
-    def _product(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
+    def _product(self, node: Any) -> Matrix | None:
         kept = node._raw_saved_self, node._raw_saved_mat2
         sizes = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
         return self._factors(node.next_functions[0], kept, sizes)
 
-    def _product_with_bias(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
+    def _product_with_bias(self, node: Any) -> Matrix | None:
         (bias, _), edge, _ = node.next_functions
         if bias is not None and bias.name() == CAST:
             bias, _ = bias.next_functions[0]
@@ -133,13 +139,11 @@ class LinearOutputs:
         weight = _kept(raw_weight)
         if weight is None:
             return None
-        found = self._of_norm(edge, width, weight.dtype)
-        kept_x = _kept(raw_x) if found is None else None
-        if found is None and kept_x is None:
-            found = self._behind(edge, weight.dtype)
-        if found is None:
-            return None if kept_x is None else Matrix(Expression(_linear, kept_x, weight, *bias), rows, columns, False)
-        if (found.rows, found.columns) != (rows, width):
+        kept_x = _kept(raw_x)  # before what the graph tells, of which a cast may have been written into since
+        if kept_x is not None:
+            return Matrix(Expression(_linear, kept_x, weight, *bias), rows, columns, False)
+        found = self._of_norm(edge, width, weight.dtype) or self._behind(edge)
+        if found is None or (found.rows, found.columns) != (rows, width):
             return None
         return Matrix(Expression(_linear, found.recipe, weight, *bias), rows, columns, found.is_of_norm)
 
@@ -150,8 +154,10 @@ class LinearOutputs:
             node, number = node.next_functions[0]
         return None if node is None else self._norm_output(node, number, columns, dtype)
 
-    def _product_in_4_bits(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
+    def _product_in_4_bits(self, node: Any) -> Matrix | None:
         """A product by bitsandbytes, whose node is the ``ctx`` of its ``MatMul4Bit``."""
+        if not node._forward_cls.__module__.startswith("bitsandbytes."):
+            return None
         _, weight = node.tensors
         columns, width = node.state.shape
         if weight is None or node.dtype_bias is not None:
@@ -162,32 +168,37 @@ class LinearOutputs:
             return None
         return Matrix(Expression(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
 
-    def _sum(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
-        one, other = (self._behind(edge, None) for edge in node.next_functions)
+    def _sum(self, node: Any) -> Matrix | None:
+        one, other = (self._behind(edge) for edge in node.next_functions)
         if one is None or other is None or node._saved_alpha != 1 or one[1:3] != other[1:3]:
             return None
-        recipe = Expression(torch.add, one.recipe, other.recipe)
+        # In place it is rounded to the dtype of the first.
+        recipe = Expression(_sum_in, node._input_metadata[0].dtype, one.recipe, other.recipe)
         return Matrix(recipe, one.rows, one.columns, one.is_of_norm or other.is_of_norm)
 
-    def _times_number(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
+    def _times_number(self, node: Any) -> Matrix | None:
         edge, (other, _) = node.next_functions
-        factor = None if other is not None else node._raw_saved_other.data
-        factor = factor[0] if isinstance(factor, tuple) else factor
-        found = self._behind(edge, dtype)
-        if found is None or not isinstance(factor, Tensor) or factor.dim() > 0:
+        raw = node._raw_saved_other
+        if other is not None:
+            return None
+        factor = raw.data if isinstance(raw.data, Tensor) else _kept(raw)  # no hook sees a Python number
+        found = self._behind(edge) if factor is not None and factor.dim() == 0 else None
+        if found is None or factor is None:
             return None
         return found._replace(recipe=Expression(torch.mul, found.recipe, factor))
 
-    def _cast(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
-        found = None if dtype is None else self._behind(node.next_functions[0], None)
-        return None if found is None else found._replace(recipe=Expression(Tensor.to, found.recipe, dtype))
+    def _cast(self, node: Any) -> Matrix | None:
+        found, made = self._behind(node.next_functions[0]), node._input_metadata[0]
+        if found is None:
+            return None
+        return found._replace(recipe=Expression(Tensor.to, found.recipe, made.device, made.dtype))
 
-    def _copy(self, node: Any, dtype: torch.dtype | None) -> Matrix | None:
-        return self._behind(node.next_functions[0], dtype)
+    def _copy(self, node: Any) -> Matrix | None:
+        return self._behind(node.next_functions[0])
 
-    def _behind(self, edge: Any, dtype: torch.dtype | None) -> Matrix | None:
+    def _behind(self, edge: Any) -> Matrix | None:
         node, _ = _behind_views(edge)
-        return None if node is None else self.of(node, dtype)
+        return None if node is None else self.of(node)
 
     _READ: ClassVar[dict[str, Callable[..., Matrix | None]]] = {
         "MmBackward0": _product,
@@ -204,6 +215,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias.to(weight.dtype), x, weight)
 
 
+def _sum_in(dtype: torch.dtype, one: Tensor, other: Tensor) -> Tensor:
+    return torch.add(one, other).to(dtype)
+
+
 def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
     from bitsandbytes import matmul_4bit
 
@@ -218,6 +233,6 @@ def _behind_views(edge: Any) -> Any:
 
 
 def _kept(raw: Any) -> Tensor | None:
-    """The tensor that a node keeps; None where it keeps none, or what can be recomputed."""
+    """The tensor that a node keeps; None where it keeps none, what can be recomputed, or one written into since."""
     packed = raw.data
-    return packed[0] if isinstance(packed, tuple) else None
+    return packed.tensor if isinstance(packed, Kept) and packed.tensor._version == packed.version else None
