@@ -200,6 +200,38 @@ def scale_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kw
     return logits.float().square().mean()
 
 
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_head_that_is_trained_alone_gets_stocks_gradient(embedded: bool, device: str) -> None:
+    own, liger = pair(device)
+    labels = tokens(device)
+    for model in (own, liger):
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        given = {"inputs_embeds": model.get_input_embeddings()(labels)} if embedded else {"input_ids": labels}
+        model(**given, labels=labels, use_cache=False).loss.backward()
+    assert torch.equal(liger.lm_head.weight.grad, own.lm_head.weight.grad)
+
+
+@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2, 4])])
+def test_a_loss_of_the_tokens_whose_logits_are_kept_is_stocks(kept: Any, device: str) -> None:
+    ids = tokens(device)
+    wanted = slice(-kept, None) if isinstance(kept, int) else kept
+    losses = [model(ids, labels=ids[:, wanted], logits_to_keep=kept).loss for model in pair(device)]
+    assert torch.equal(*losses)
+
+
+def test_a_second_backward_and_derivatives_of_gradients_are_errors(device: str) -> None:
+    _, liger = pair(device)
+    ids = tokens(device)
+    loss = liger(ids, labels=ids, num_items_in_batch=7).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="allows one backward of a step"):
+        loss.backward()
+    loss = liger(ids, labels=ids).loss
+    with pytest.raises(RuntimeError, match="no derivatives of its gradients"):
+        torch.autograd.grad(loss, [liger.lm_head.weight], create_graph=True)
+
+
 @pytest.mark.parametrize("change", ["hook", "loss", "float64"])
 def test_where_the_loss_would_be_another_the_model_computes_its_own(change: str, device: str) -> None:
     _, liger = pair(device)

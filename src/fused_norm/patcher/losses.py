@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
@@ -41,9 +43,12 @@ def training_forward(origin: Any, with_loss: Callable[..., Any]) -> Callable[...
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         wanted = self.training if skip_logits is None else skip_logits
         if wanted and named.get("labels") is not None and not is_disabled() and has_origin_forward(type(self)):
-            reason = why_own_loss(self) or _why_not_now(self.lm_head.weight)
+            reason = why_own_loss(self) or _why_not_now(self, named)
             if reason is None:
-                return with_loss(self, skip_logits=True, **named)
+                output = with_loss(self, skip_logits=True, **named)
+                if output[0].requires_grad and not torch.compiler.is_compiling():
+                    output[0].register_hook(_OneBackward())
+                return output
             explain(origin, reason)
         return origin.forward(self, *args, **kwargs)
 
@@ -61,10 +66,36 @@ def why_own_loss(model: Any) -> str | None:
     return None
 
 
-def _why_not_now(weight: Any) -> str | None:
+def _why_not_now(model: Any, named: Mapping[str, Any]) -> str | None:
+    weight, logits_to_keep = model.lm_head.weight, named.get("logits_to_keep", 0)
     if not is_plain(weight):
         return "not every device has the weight as a whole"
-    return None if runs_kernels_on(weight) else f"kernels do not run on {weight.device.type}"
+    if not runs_kernels_on(weight):
+        return f"kernels do not run on {weight.device.type}"
+    if not isinstance(logits_to_keep, int) or logits_to_keep:
+        return "it is asked for the logits of some tokens"
+    # Liger gives the weight no gradient where hidden states have none.
+    before = (one for one in chain((named.get("inputs_embeds"),), model.parameters()) if one is not weight)
+    if weight.requires_grad and not any(one is not None and one.requires_grad for one in before):
+        return "nothing but its lm_head is trained"
+    return None
+
+
+class _OneBackward:
+    """The hook on a loss whose gradients are made in the forward, and multiplied in place in the backward."""
+
+    __slots__ = ("_is_done",)
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self._is_done or torch.is_grad_enabled():
+            raise RuntimeError(
+                "loss='liger' allows one backward of a step, and no derivatives of its gradients;"
+                " apply_fused_norm(model, loss=None) goes without it"
+            )
+        self._is_done = True
 
 
 def liger_forward(origin: Any) -> Callable[..., Any] | None:
