@@ -13,6 +13,8 @@ import weakref
 import pytest
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import fused_norm
+from fused_norm.model_configs import build
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.source import SourceError, source_of
 
@@ -171,6 +173,15 @@ def test_tracebacks_show_the_rewritten_line() -> None:
         forward(Returned(), 1.0, "b")
     assert "self.fused_norm_add(self.norm, a, b * c)" in "".join(traceback.format_tb(error.tb))
     assert "fused_norm_add" in inspect.getsource(forward)
+
+
+def test_each_rewrite_of_a_forward_shows_its_own_source() -> None:
+    sources = []
+    for readers in (True, False):
+        model = build("llama", seed=0)
+        fused_norm.apply_fused_norm(model, readers=readers)
+        sources.append(inspect.unwrap(type(model.model.layers[0]).forward))
+    assert ["fused_norm_read" in inspect.getsource(one) for one in sources] == [True, False]
 
 
 def test_the_modelling_module_gains_no_name() -> None:

@@ -8,6 +8,7 @@ import copy
 import inspect
 import linecache
 import textwrap
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, wraps
@@ -131,7 +132,8 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     assert isinstance(tree.body[0], ast.ClassDef)
     tree.body[0].body = [definition]
     text = ast.unparse(ast.fix_missing_locations(tree))
-    filename = f"<fused_norm {layer.__module__}.{layer.__qualname__}.forward>"
+    # One name for each text: a class may be rewritten in several ways.
+    filename = f"<fused_norm {layer.__module__}.{layer.__qualname__}.forward {zlib.crc32(text.encode()):08x}>"
     # Tracebacks, debuggers and inspect show the rewritten lines.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
