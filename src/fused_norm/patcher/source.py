@@ -133,7 +133,8 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     tree.body[0].body = [definition]
     text = ast.unparse(ast.fix_missing_locations(tree))
     # One name for each text: a class may be rewritten in several ways.
-    filename = f"<fused_norm {layer.__module__}.{layer.__qualname__}.forward {zlib.crc32(text.encode()):08x}>"
+    name = f"{layer.__module__}.{layer.__qualname__}.forward"
+    filename = f"<fused_norm {name}#{zlib.crc32(text.encode()):08x}>"
     # Tracebacks, debuggers and inspect show the rewritten lines.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
