@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,6 +28,9 @@ from .models import tokens
 from .test_recompute import saved_bytes, saved_in
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
+LINEARS = 4 if transformers.__version__.startswith("4.") else 5
+"""Those of a layer that are recomputed; transformers 4 copies values for the heads that share them."""
+
 LEVELS = (False, True, "mlp", "attention")
 BF16 = torch.bfloat16
 SPEC = norm_spec("llama", False, 1e-6)
@@ -117,7 +121,7 @@ def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
     none, norms, mlp, attention = kept
     layers, adapters = model.config.num_hidden_layers, options.get("lora") is not None
     frozen_biases = model_type == "qwen2" and adapters
-    assert counts == [0, 0, 2 * (1 + adapters) * layers, (2 if frozen_biases else 5) * (1 + adapters) * layers]
+    assert counts == [0, 0, *((1 + adapters) * layers * linears for linears in (2, 2 if frozen_biases else LINEARS))]
     item = 4 if options["dtype"] == torch.float32 and not autocast else 2
     width = 2 * model.config.intermediate_size
     rows = tokens(batch=2, length=6).numel()
@@ -198,7 +202,9 @@ def test_4_bit_linears_with_adapters_are_recomputed(
         calls = 0
         results.append((step(model, device, autocast=True, ids=tokens(device, batch=1, length=rows))[1], calls))
     layers = model.config.num_hidden_layers
-    expected = [0, 0, 2 * layers - 1, 5 * layers - 1] if rows > 1 else [0] * 4  # a single row takes another kernel
+    expected = (
+        [0, 0, 2 * layers - 1, LINEARS * layers - 1] if rows > 1 else [0] * 4
+    )  # a single row takes another kernel
     assert [made for _, made in results] == expected
     for found, _ in results[1:]:
         assert_same(results[0][0], found)
@@ -302,7 +308,7 @@ def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
     ids = tokens(device)
     loss = model(ids, labels=ids, use_cache=False).loss
     held = [one.recomputed for one in saved_in(loss.grad_fn) if type(one) is recompute._View]
-    assert len({id(one) for one in held}) >= 9 * model.config.num_hidden_layers
+    assert len({id(one) for one in held}) >= 8 * model.config.num_hidden_layers
     loss.backward(retain_graph=True)
     assert not any(one._made for one in held)
 
