@@ -38,7 +38,7 @@ def curves_svg(result: ComparisonResult) -> str:
 
 
 def as_svg(draw: Callable[[], Figure], name: str, *, size: float = 8, ink: str = _TEXT) -> str:
-    """What a function draws as one ``svg`` element without a background, the same bytes at every call.
+    """Draw a figure as one ``svg`` element without a background, the same bytes at every call.
 
     Args:
         draw: makes the figure.

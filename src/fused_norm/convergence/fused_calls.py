@@ -27,7 +27,7 @@ from ..patcher.patch_report import ReadingBlock, Site
 from .distances import share_different
 
 AnySite = Site | ReadingBlock
-"""What a report says of a place in a model: of linears that read a norm, too."""
+"""A row of a report: a site, or a block whose linears read a norm."""
 
 _METHODS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),

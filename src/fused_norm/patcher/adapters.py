@@ -51,7 +51,7 @@ def keep_for_adapter(x: Tensor, own: Tensor) -> None:
 def is_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
     layers = sys.modules.get("peft.tuners.lora.layer")
-    origin = module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
+    origin = _origin_of(module)
     # Older ones cast in their forward.
     return layers is not None and origin is layers.Linear and hasattr(origin, "_cast_input_dtype")
 
@@ -59,8 +59,12 @@ def is_lora_layer(module: nn.Module) -> bool:
 def is_quantised_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("peft.tuners.lora.bnb")
-    origin = module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
+    origin = _origin_of(module)
     return any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+
+
+def _origin_of(module: nn.Module) -> Any:
+    return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
 
 
 def casts_input(layer: Any) -> bool:

@@ -101,10 +101,10 @@ def _explain(reason: str, message: str = "recompute is off for some calls of lay
 class _Register:
     """The hook on tensors that autograd saves while a layer runs; it knows the recomputable outputs, and holds none."""
 
-    __slots__ = ("_level", "_operator", "_outputs", "_saved_by_operator")
+    __slots__ = ("_operator", "_outputs", "_readers", "_saved_by_operator")
 
     def __init__(self, level: RecomputeLevel) -> None:
-        self._level: RecomputeLevel = level
+        self._readers = _READERS_OF_LINEARS[level]
         self._outputs: dict[tuple[Any, int], _Output] = {}
         """By their places in the graph: a node, and which of its outputs."""
         self._operator: Operator | None = None
@@ -129,7 +129,7 @@ class _Register:
             return results
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
-        if operator in _READERS_OF_LINEARS[self._level]:
+        if operator in self._readers:
             linears = [self._recomputed(one) if _is_computed(one) else None for one in arguments[:2]]
             if operator is ROPE and None not in linears:  # it keeps neither, so that both have to be known
                 recompute = Recompute(operator, spec, arguments)
@@ -138,8 +138,8 @@ class _Register:
                 recompute = recompute._replace(arguments=(*given, *arguments[2:]))
         if recompute is not None and not any(_is_gathered_for_its_module(one) for one in recompute.arguments):
             recipe = Expression(partial(_outputs, recompute._replace(arguments=())), *recompute.arguments)
-            is_norm = recompute.operator is RECOMPUTED_NORM and isinstance(self._level, str)
-            recomputed = _Recomputed(recipe, is_norm=is_norm)
+            is_norm = recompute.operator is RECOMPUTED_NORM
+            recomputed = _Recomputed(recipe, feeds_linears=is_norm and bool(self._readers))
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
                 for output in tensors:
                     self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
@@ -175,8 +175,8 @@ class _Register:
 
     @property
     def _reads_linears(self) -> bool:
-        """Whether what is saved now may be the output of a linear that is to be recomputed."""
-        return self._operator in _READERS_OF_LINEARS[self._level]
+        """Outputs of linears that are saved now are to be recomputed."""
+        return self._operator in self._readers
 
     def _linear_output(self, node: Any, tensor: Tensor) -> _Output | None:
         """The output of a linear behind a norm, which a node has made, and this tensor is, or is a view of."""
@@ -210,11 +210,12 @@ class _Output:
 
     def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
         self._recomputed, self._place = recomputed, place
-        self._columns = output.shape[-1] if output.is_contiguous() and output.storage_offset() == 0 else 0
-        self._rows = output.numel() // max(self._columns, 1)
         self._output, self._version = weakref.ref(output), output._version
-        # Linears may have read it, written into, when it is gone.
-        self._without_memory = _without_memory(output) if recomputed.is_norm else None
+        self._without_memory: Tensor | None = None
+        if recomputed.feeds_linears and output.is_contiguous() and output.storage_offset() == 0:
+            self._without_memory = _without_memory(output)  # linears may have read it, written into, when it is gone
+            self._columns = output.shape[-1]
+            self._rows = output.numel() // max(self._columns, 1)
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
@@ -276,13 +277,13 @@ class _Recomputed:
     been given since, and their versions.
 
     Attributes:
-        is_norm: the first output is that of a norm, and linears behind it are recomputed.
+        feeds_linears: its first output is a norm, and the linears behind that are recomputed.
     """
 
-    __slots__ = ("_made", "_read", "_recipe", "_saved", "_stream", "_waiting", "is_norm")
+    __slots__ = ("_made", "_read", "_recipe", "_saved", "_stream", "_waiting", "feeds_linears")
 
-    def __init__(self, recipe: Recipe, *, is_norm: bool = False) -> None:
-        self._recipe, self.is_norm = recipe, is_norm
+    def __init__(self, recipe: Recipe, *, feeds_linears: bool = False) -> None:
+        self._recipe, self.feeds_linears = recipe, feeds_linears
         self._read = [(one, one._version) for one in recipe.tensors()]
         self._saved: dict[_Made, int] = {}
         """How many have saved it."""
@@ -291,7 +292,7 @@ class _Recomputed:
         self._stream: Any = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it is recomputed from."""
+        """The tensors that it is recomputed from."""
         return (one for one, _ in self._read)
 
     def is_possible(self) -> bool:
@@ -339,7 +340,7 @@ def _outputs(recompute: Recompute, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _name(tensor: Tensor) -> str:
-    """What has made a tensor, but for views."""
+    """The name of the node that has made a tensor; views are passed over."""
     node: Any = tensor.grad_fn
     while node.name() in _VIEWS:
         node, _ = node.next_functions[0]

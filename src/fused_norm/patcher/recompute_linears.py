@@ -83,7 +83,7 @@ class Kept(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What a node has made, as rows, and how to compute it again.
+    """The output of a node as a matrix, and how to compute it again.
 
     Attributes:
         recipe: computes it, of shape ``[rows, columns]``.
@@ -113,7 +113,7 @@ class LinearOutputs:
         self._norm_output = norm_output
 
     def of(self, node: Any) -> Matrix | None:
-        """How to compute what ``node`` has made; None where nobody knows."""
+        """Return how to compute the output of ``node``; None where the graph does not tell."""
         read = self._READ.get(node.name())
         return None if read is None else read(self, node)
 
