@@ -113,20 +113,27 @@ class _Register:
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
-        saved: list[Tensor] = []
-        self._operator, self._saved_by_operator = operator, saved
-        try:
-            results = operator.results_of(spec, *arguments)
-        finally:
-            self._operator, self._saved_by_operator = None, []
+        hooks = _hooks_in_use()
+        is_first = hooks is not None and hooks[0] == self.pack
+        saved: list[Tensor] | None = None
+        if is_first and operator not in self._readers:
+            results = _without_hooks(hooks, operator, spec, arguments)
+        else:
+            saved = []
+            self._operator, self._saved_by_operator = operator, saved
+            try:
+                results = operator.results_of(spec, *arguments)
+            finally:
+                self._operator, self._saved_by_operator = None, []
         handed_out = operator.by_output(results)
         outputs = tuple([tensors[0] for tensors in handed_out])
         if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
             return results
-        hooks = _hooks_in_use()
-        if hooks is None or hooks[0] != self.pack:
+        if not is_first:
             _explain(_OTHER_HOOKS)
             return results
+        if saved is None:
+            saved = outputs[0].grad_fn.saved_tensors
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if operator in self._readers:
@@ -147,9 +154,11 @@ class _Register:
 
     def pack(self, tensor: Tensor) -> Any:
         """The value to save for a tensor: how to recompute it, or the tensor and its version."""
-        operator = self._operator
+        operator, base = self._operator, tensor._base
         if operator is not None:
             self._saved_by_operator.append(tensor)
+        if base is not None and base.is_leaf:  # such as a weight, transposed
+            return Kept(tensor.detach(), tensor._version)
         if self._outputs and _is_computed(tensor) and (operator is None or self._reads_linears):
             recomputed = self._recomputed(tensor)
             if recomputed is not None:
@@ -306,17 +315,11 @@ class _Recomputed:
 
     def take(self, wanted: _Made) -> Tensor:
         """An output for one of those who have saved it."""
-        for one, version in self._read:
-            _check_version(one, version, one.shape)
-            if _is_freed(one):
-                raise RuntimeError(
-                    f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
-                    "backward; apply_fused_norm(model, recompute=False) goes without it"
-                )
         # What was made on another stream may not be there yet.
         stream = _current_stream()
         found = self._made.get(wanted) if stream == self._stream else None
         if found is None:
+            self._check()
             outputs = self._recipe.value()
             made = {(place, dtype): outputs[place].to(dtype) for place, dtype in self._saved}
             found = made[wanted]
@@ -327,12 +330,34 @@ class _Recomputed:
         return found
 
 
+    def _check(self) -> None:
+        """Raise where what the forward has read is gone, or was written into."""
+        for one, version in self._read:
+            _check_version(one, version, one.shape)
+            if _is_freed(one):
+                raise RuntimeError(
+                    f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
+                    "backward; apply_fused_norm(model, recompute=False) goes without it"
+                )
+
+
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is _View:
         return saved.value()
     tensor, version = saved
-    _check_version(tensor, version, tensor.shape)
+    if tensor._version != version:
+        _check_version(tensor, version, tensor.shape)
     return tensor
+
+
+def _without_hooks(hooks: Any, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+    """The results of a call that keeps tensors as they are, which costs the host less where no hook sees them."""
+    autograd: Any = torch._C._autograd
+    autograd._pop_saved_tensors_default_hooks()
+    try:
+        return operator.results_of(spec, *arguments)
+    finally:
+        autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def _outputs(recompute: Recompute, *arguments: Any) -> tuple[Tensor, ...]:
