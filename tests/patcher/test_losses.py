@@ -26,12 +26,12 @@ import fused_norm
 from fused_norm import FusedNormError
 from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build
-from fused_norm.patcher.losses import FusedLoss
+from fused_norm.patcher.losses import _LIGERS_ARGUMENTS, FusedLoss
 
 from .models import relative, tokens
 from .ranks import on_two_ranks
 
-pytest.importorskip("liger_kernel")
+functional = pytest.importorskip("liger_kernel.transformers.functional")
 
 
 def pair(device: str, family: str = "llama") -> tuple[Any, Any]:
@@ -218,6 +218,30 @@ def test_a_loss_of_the_tokens_whose_logits_are_kept_is_stocks(kept: Any, device:
     wanted = slice(-kept, None) if isinstance(kept, int) else kept
     losses = [model(ids, labels=ids[:, wanted], logits_to_keep=kept).loss for model in pair(device)]
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize(
+    "given", [{"label_smoothing": 0.3}, {"reduction": "sum"}, {"lse_square_scale": 0.5}, {"use_token_scaling": True}]
+)
+def test_what_only_ligers_loss_heeds_is_passed_over_as_in_stock(given: dict[str, Any], device: str) -> None:
+    ids = tokens(device)
+    assert torch.equal(*(model(ids, labels=ids, **given).loss for model in pair(device)))
+
+
+def test_every_argument_of_ligers_loss_is_known() -> None:
+    further = {"accum_dtype", "chunk_mem_const", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"}
+    assert {*inspect.signature(functional.liger_fused_linear_cross_entropy).parameters} == {
+        *("input", "weight", "target", "ignore_index"),
+        *further,
+        *_LIGERS_ARGUMENTS,
+    }
+
+
+def test_inputs_that_are_not_contiguous_train_as_in_stock(device: str) -> None:
+    ids = tokens(device)
+    own, liger = pair(device)
+    embedded = own.get_input_embeddings()(ids.T).detach().transpose(0, 1)
+    assert torch.equal(*(model(inputs_embeds=embedded, labels=ids).loss for model in (own, liger)))
 
 
 def test_a_second_backward_and_derivatives_of_gradients_are_errors(device: str) -> None:

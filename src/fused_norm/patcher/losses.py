@@ -23,6 +23,11 @@ from ..kernels.triton.devices import runs_kernels_on
 from ..spec import FusedNormError
 from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled
 
+_LIGERS_ARGUMENTS = frozenset(
+    ("bias", "ce_weight", "label_smoothing", "lse_square_scale", "reduction", "softcap", "use_token_scaling")
+)
+"""Those that make Liger's loss another one; transformers' own is given them too, and passes over them."""
+
 
 class FusedLoss(nn.Module):
     """Base of the classes put on language models whose loss is another's; a subclass also derives from the model's."""
@@ -74,6 +79,11 @@ def _why_not_now(model: Any, named: Mapping[str, Any]) -> str | None:
         return f"kernels do not run on {weight.device.type}"
     if not isinstance(logits_to_keep, int) or logits_to_keep:
         return "it is asked for the logits of some tokens"
+    if not _LIGERS_ARGUMENTS.isdisjoint(named):
+        return f"its own loss passes over {min(_LIGERS_ARGUMENTS.intersection(named))}, and Liger's does not"
+    embedded = named.get("inputs_embeds")
+    if isinstance(embedded, Tensor) and not embedded.is_contiguous():
+        return "its inputs_embeds lie in another order in memory than Liger takes hidden states in"
     # Liger gives the weight no gradient where hidden states have none.
     before = (one for one in chain((named.get("inputs_embeds"),), model.parameters()) if one is not weight)
     if weight.requires_grad and not any(one is not None and one.requires_grad for one in before):
