@@ -373,6 +373,15 @@ def test_angles_that_fit_no_half_are_the_error_that_they_are_in_stock(device: st
         attention.fused_norm_rope(gpt_oss_rotation, q, k, cos, sin)
 
 
+def test_angles_of_the_other_16_bits_than_those_of_autocast_are_doubled_too(device: str) -> None:
+    attention = fused_attention("llama", device)
+    q, k = (torch.randn(2, heads, 5, 18, device=device).half() for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 5, 9, device=device).bfloat16()
+    with swapped_rotation(attention, gpt_oss_rotation, 4), torch.autocast(device, torch.float16):
+        actual = attention.fused_norm_rope(gpt_oss_rotation, q, k, cos, sin)
+        assert all(map(torch.equal, actual, gpt_oss_rotation(q, k, cos, sin)))
+
+
 def test_a_rotation_by_sections_compiles_in_one_graph(device: str) -> None:
     attention = fused_attention("llama", device)
     q, k = (torch.randn(2, heads, 5, 18, device=device) for heads in (4, 2))

@@ -96,6 +96,23 @@ def test_every_bit_is_that_of_one_output(family: str, how: str, device: str) -> 
     assert_same(step(within, how, device), step(without, how, device))
 
 
+def test_adapters_of_the_other_16_bits_round_their_input_to_these_first(device: str) -> None:
+    model = peft.get_peft_model(
+        build("llama", seed=0, device=device),
+        peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    for name, one in model.named_parameters():
+        if "lora_" in name:
+            one.data = one.data.bfloat16()
+    logits = []
+    for readers in (False, True):
+        fused = copy.deepcopy(model)
+        assert not [row for row in fused_norm.apply_fused_norm(fused, readers=readers).readers or () if row.reason]
+        with torch.no_grad(), torch.autocast(device, torch.float16):
+            logits.append(fused(input_ids=tokens(device), use_cache=False).logits)
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("how", ["autocast", "adapters"])
 def test_what_is_recomputed_has_the_same_bits(how: str, device: str) -> None:
     without, within = pair("qwen3", how, device, recompute=True)

@@ -73,6 +73,20 @@ def casts_input(layer: Any) -> bool:
     return switched_on and any(one.weight.dtype == torch.float32 for one in layer.lora_A.values())
 
 
+def casts_input_to(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether the adapters of a LoRA layer read a float32 input in ``dtype`` or wider, under autocast to it.
+
+    Those of the other 16 bits round it to these first.
+    """
+    if not getattr(layer, "cast_input_dtype_enabled", True):
+        return True
+    return all(
+        layer.lora_A[name].weight.dtype in (torch.float32, dtype)
+        for name in layer.active_adapters
+        if name in layer.lora_A
+    )
+
+
 def scales_input(layer: Any) -> bool:
     """Return whether an active adapter of a LoRA layer may be scaled before its second product."""
     variants = layer.__dict__.get("lora_variant", ())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, keep_for_adapter, why_cast
+from .adapters import FusedAdapter, casts_input_to, keep_for_adapter, why_cast
 from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
 
 FURTHER = "fused_norm_further_outputs"
@@ -52,7 +52,8 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
         count += reads
     if count > MOST_READERS:
         return None
-    return count, torch.get_autocast_dtype(device) if is_cast and _are_cast(readers, tensors) else None
+    dtype = torch.get_autocast_dtype(device) if is_cast else None
+    return count, dtype if dtype is not None and _are_cast(readers, tensors, dtype) else None
 
 
 def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
@@ -82,13 +83,13 @@ def _is_unseen(module: nn.Module) -> bool:
     )
 
 
-def _are_cast(readers: Sequence[Any], tensors: Sequence[Any]) -> bool:
-    """Return whether a norm may be float32, and autocast casts it for all readers before they compute with it."""
+def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Return whether a norm may be float32, and all readers cast it to autocast's dtype and to no other before it."""
     if not any(one is not None and one.dtype == torch.float32 for one in tensors):
         return False
     for linear in readers:
         if type(linear) is not Linear:
-            if why_cast(linear) is not None:
+            if why_cast(linear) is not None or not casts_input_to(linear, dtype):
                 return False
             linear = linear.base_layer
         if type(linear.weight) not in (Parameter, Tensor):

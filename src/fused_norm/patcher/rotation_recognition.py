@@ -39,7 +39,7 @@ def of_each_element(angles: Tensor) -> Tensor:
 
 def of_one_half(angles: Tensor) -> Tensor:
     """[batch, tokens, width / 2], which both halves of a head share."""
-    return torch.cat((angles, angles), dim=-1)
+    return angles.repeat(*(1,) * (angles.dim() - 1), 2)  # torch.cat refuses 16 bits other than those of autocast
 
 
 def at_positions(angles: Tensor, positions: Any) -> Tensor:
