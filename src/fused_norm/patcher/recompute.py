@@ -133,7 +133,8 @@ class _Register:
             _explain(_OTHER_HOOKS)
             return results
         if saved is None:
-            saved = outputs[0].grad_fn.saved_tensors
+            node: Any = outputs[0].grad_fn
+            saved = node.saved_tensors
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if operator in self._readers:
@@ -328,7 +329,6 @@ class _Recomputed:
         if self._waiting[wanted] <= 0:
             self._made.pop(wanted, None)
         return found
-
 
     def _check(self) -> None:
         """Raise where what the forward has read is gone, or was written into."""
