@@ -14,9 +14,9 @@ STEPS = "[The table of steps](../README.md)"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the reports and charts of measured runs."""
+    """Add the reports, figures and charts of measured runs."""
     for path in sorted((ROOT / RESULTS).rglob("*")):
-        if path.suffix in (".png", ".txt"):
+        if path.suffix in (".json", ".png", ".txt"):
             place = path.relative_to(ROOT / RESULTS).as_posix()
             files.append(File.generated(config, f"results/{place}", abs_src_path=str(path)))
     return files
