@@ -56,8 +56,7 @@ class FuseOptions:
         residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
-        adapter: leave out the casts of PEFT's LoRA layers that autocast takes back, and apply their scale before their
-            second product where that is the same to the bit. None is on.
+        adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
         modules: which sites may be fused, by the path of the norm in the model, or of the attention, MLP or LoRA layer
             where a site has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or
             a function of path and module. None is all.
@@ -84,7 +83,7 @@ class FuseOptions:
     residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
-    adapter: bool | None = _switch("adapter", "casts and scale of LoRA layers, the same to the bit")
+    adapter: bool | None = _switch("adapter", "the adapter of a LoRA layer + the sum with its linear")
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
     readers: bool = True

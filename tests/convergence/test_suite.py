@@ -33,8 +33,8 @@ from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.convergence.verdict import Verdict
 from fused_norm.model_configs import FAMILIES
-from fused_norm.patcher.adapters import FusedAdapter
 
+from ..planted.faults import FAULTS
 from .plans import tiny_plan
 
 
@@ -112,10 +112,10 @@ def test_a_model_is_green_however_its_steps_run(execution):
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", LORA)
 @pytest.mark.parametrize("precision", ["mixed", "bf16"])
-def test_a_model_with_adapters_is_green_and_its_casts_are_left_out_where_nothing_is_dropped(execution, precision):
+def test_a_model_with_adapters_is_green_and_all_of_them_are_fused(execution, precision):
     (result,) = run_plan(tiny_plan([Comparison("llama", precision, execution)]), None, Silent())
     assert result.verdict.status == "green"
-    assert result.fused.sites["adapter"] == (0 if execution == "lora-dropout" else 7)
+    assert result.fused.sites["adapter"] == 7
     assert result.fused.sites["readers"] == 2
 
 
@@ -140,12 +140,8 @@ def test_kernels_that_do_not_run_are_noticed():
 
 
 @pytest.mark.slow
-def test_casts_of_adapters_that_are_not_left_out_are_noticed():
-    def casting(layer, x, dtype):
-        return x.to(dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedAdapter, "_cast_input_dtype", casting)
+def test_adapters_that_run_stock_code_are_noticed():
+    with FAULTS["adapter-fallback"].planted(torch.nn.Module()):
         (result,) = run_plan(tiny_plan([Comparison("llama", "mixed", "lora-alone")]), None, Silent())
     assert result.verdict.status == "invalid"
     assert "(adapter) and 6 other sites ran as stock code does" in result.verdict.reasons[0]

@@ -27,7 +27,7 @@ NOT_SAID = {
     "… …: …",
     "  … …  …",
     "its stock code",
-    "no cast under autocast",
+    "sum with the adapter",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
 }
 """Parts of messages and of the summary, and code: texts of three words or more that are no message by themselves."""

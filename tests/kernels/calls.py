@@ -109,6 +109,7 @@ def every_call(
     rotary = max(width // 4 * 2, 2)
     cos, sin = made(2, 2, rotary), made(2, 2, rotary)
     whole_cos, whole_sin = (made(2, 2, rotary if width % 2 else width) for _ in range(2))
+    first, second = made(4, width, usual=FP32), made(width, 4)
     return [
         Call("rms_norm", llama, (x, w), (None,)),
         Call("rms_norm", none, (r, None), ("static_persistent",)),
@@ -129,6 +130,7 @@ def every_call(
         Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, inner, whole_cos, whole_sin), (1, None)),
         Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)),
         Call("rope", None, (x, x[:, :1].contiguous(), whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
+        Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
     ]
 
 
@@ -136,5 +138,5 @@ def _id(index: int) -> str:
     return f"{every_call('cpu')[index].name}-{index}"
 
 
-CALLS = pytest.mark.parametrize("index", range(19), ids=_id)
+CALLS = pytest.mark.parametrize("index", range(20), ids=_id)
 NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15, 16, 17], ids=_id)

@@ -26,6 +26,7 @@ from fused_norm.kernels.fp8 import FORMATS
 from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.norms_for_readers import (
@@ -44,6 +45,7 @@ from fused_norm.kernels.triton.launch import launches
 from fused_norm.kernels.triton.norm_backward import MOST_READERS
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
+RANKS = (16, 64, 256)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SPILLED = {"sm_120": 56, "gfx942": 64}
 """Bytes that a lane may spill, where it is more than ``FEW``: in two norms of 128 columns, and in rows too wide to hold
@@ -144,6 +146,11 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
     for activation in ACTIVATIONS:  # all widths have the same kernels
         yield GLU, activation, both(GLU, x, x, activation)
         yield GLU, f"{activation} of halves", both(GLU, x, None, activation)
+    for rank in RANKS:
+        a, b = torch.empty(rank, 4096, dtype=dtype), torch.empty(1024, rank, dtype=dtype)
+        for rows in (64, 8192):  # tiles of few rows and of many
+            base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
+            yield LORA_ADD, f"rank {rank}, {rows} rows", both(LORA_ADD, base, x16, a, b, 0.5)
     for width in widths:
         several = [*rows_calls(width, dtype)]
         if width <= 256:

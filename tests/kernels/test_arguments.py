@@ -13,6 +13,7 @@ from fused_norm.kernels import (
     add_rms_norm,
     gated_rms_norm,
     glu,
+    lora_add,
     norm_add,
     norm_add_norm,
     qk_norm,
@@ -25,6 +26,7 @@ X = torch.ones(2, 3, 8)
 W = torch.ones(8)
 H = torch.ones(2, 3, 4, 8)
 C = torch.ones(1, 4, 8)
+A, B = torch.ones(2, 8), torch.ones(8, 2)
 
 BAD_NORMS = {
     "integer input": (lambda: rms_norm(X.int(), W), TypeError, "x must be .*, not torch.int32"),
@@ -164,6 +166,30 @@ BAD_GATED_NORMS = {
     ),
     "half a group": (lambda: gated_rms_norm(X, X, W, groups=0.5), TypeError, "groups must be an int, not float"),
 }
+BAD_ADAPTERS = {
+    "integer base": (lambda: lora_add(X.int(), X, A, B), TypeError, "base must be .*, not torch.int32"),
+    "integer x": (lambda: lora_add(X, X.int(), A, B), TypeError, "x must be .*, not torch.int32"),
+    "integer a": (lambda: lora_add(X, X, A.long(), B), TypeError, "a must be .*, not torch.int64"),
+    "boolean b": (lambda: lora_add(X, X, A, B.bool()), TypeError, "b must be .*, not torch.bool"),
+    "x elsewhere": (lambda: lora_add(X, X.to("meta"), A, B), ValueError, "x is on meta and base on cpu"),
+    "b elsewhere": (lambda: lora_add(X, X, A, B.to("meta")), ValueError, "b is on meta and base on cpu"),
+    "no dimension of base": (
+        lambda: lora_add(X[0, 0, 0], X, A, B),
+        ValueError,
+        "base must have at least one dimension",
+    ),
+    "no dimension of x": (lambda: lora_add(X, X[0, 0, 0], A, B), ValueError, "x must have at least one dimension"),
+    "other rows": (lambda: lora_add(X, X[:1], A, B), ValueError, r"shapes \[..., N\].*not \(2, 3, 8\), \(1, 3, 8\)"),
+    "flat rows": (lambda: lora_add(X, X.flatten(0, 1), A, B), ValueError, r"not \(2, 3, 8\), \(6, 8\), \(2, 8\)"),
+    "turned a": (lambda: lora_add(X, X, A.t(), B), ValueError, r"\[r, K\] and \[N, r\], not .*\(8, 2\), \(8, 2\)"),
+    "turned b": (lambda: lora_add(X, X, A, B.t()), ValueError, r"not .*\(2, 8\), \(2, 8\)"),
+    "other rank": (lambda: lora_add(X, X, A, B[:, :1]), ValueError, r"not .*\(2, 8\), \(8, 1\)"),
+    "narrow a": (lambda: lora_add(X, X, A[:, :7], B), ValueError, r"not .*\(2, 7\), \(8, 2\)"),
+    "narrow b": (lambda: lora_add(X, X, A, B[:7]), ValueError, r"not .*\(2, 8\), \(7, 2\)"),
+    "flat a": (lambda: lora_add(X, X, W, B), ValueError, r"not .*\(8,\), \(8, 2\)"),
+    "scale of a tensor": (lambda: lora_add(X, X, A, B, W[0]), TypeError, "scale must be .*, not Tensor"),
+    "scale that is a truth value": (lambda: lora_add(X, X, A, B, True), TypeError, "scale must be .*, not bool"),
+}
 BAD = {
     (name, case): call
     for name, cases in (
@@ -176,6 +202,7 @@ BAD = {
         ("rope", BAD_ROTATIONS),
         ("glu", BAD_GATES),
         ("gated_rms_norm", BAD_GATED_NORMS),
+        ("lora_add", BAD_ADAPTERS),
     )
     for case, call in cases.items()
 }
@@ -250,6 +277,7 @@ TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
     "norm_add_norm": (norm_add_norm, {"x": X, "residual": X, "inner_weight": W, "weight": W}),
     "gated_rms_norm": (gated_rms_norm, {"x": X, "gate": X, "weight": W}),
     "glu": (glu, {"gate": X, "up": X}),
+    "lora_add": (lora_add, {"base": X, "x": X, "a": A, "b": B}),
     "qk_norm": (qk_norm, {"q": H, "k": H, "q_weight": W, "k_weight": W}),
     "qk_norm_rope": (qk_norm_rope, {"q": H, "k": H, "q_weight": W, "k_weight": W, "cos": C, "sin": C}),
     "rope": (rope, {"q": H, "k": H, "cos": C, "sin": C}),

@@ -48,6 +48,10 @@ def weight(device: str, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(16, device=device).to(dtype)
 
 
+def factor(device: str, rank: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.randn(rank, 16, device=device).to(dtype)
+
+
 def heads(device: str, count: int) -> Tensor:
     return torch.randn(2, 3, count, 16, device=device).transpose(1, 2)
 
@@ -76,6 +80,10 @@ CASES: dict[str, tuple[str, Any, Make, int]] = {
     ),
     "rotation": ("rope", None, lambda d: (heads(d, 4), heads(d, 2), angles(d), angles(d), 1, False, None), 2),
     "rotation of one": ("rope", None, lambda d: (heads(d, 4), None, angles(d), angles(d), 1, True, None), 1),
+    "adapter": ("lora_add", None, lambda d: (rows(d), rows(d, BF16), factor(d, 4), factor(d, 4, BF16).t(), 0.5), 4),
+    "adapter of 16 bits": (
+        "lora_add", None, lambda d: (rows(d, BF16), rows(d, BF16), factor(d, 1), factor(d, 1).t().contiguous(), 1.0), 4,
+    ),
 }  # fmt: skip
 """By name: an operator, its norm, arguments, and how many of the first of them may want a gradient."""
 

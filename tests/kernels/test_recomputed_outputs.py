@@ -129,14 +129,15 @@ def test_a_norm_that_uses_another_rstd_than_it_keeps_is_not_recomputed(name: str
     assert observer.recomputes == [None]
 
 
-def test_sums_and_rotations_without_a_norm_are_not_recomputed(device: str) -> None:
+def test_sums_and_rotations_without_a_norm_and_adapters_are_not_recomputed(device: str) -> None:
     x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
     q, k, _, _, cos, sin, heads_dim, dtype = _heads(device)
     observer = Observer()
     with calls.by(observer):
         OPERATORS["norm_add"](LLAMA, x, residual, weight)
         OPERATORS["rope"](None, q, k, cos, sin, heads_dim, False, dtype)
-    assert observer.recomputes == [None, None]
+        OPERATORS["lora_add"](None, residual, x, made(device, 4, 40), made(device, 40, 4), 2.0)
+    assert observer.recomputes == [None, None, None]
 
 
 def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> None:

@@ -49,7 +49,7 @@ def _case(index: int, device: str) -> Case:
     return case if case.spec is None else case._replace(spec=replace(case.spec, eps=1e-3))
 
 
-CASES = pytest.mark.parametrize("index", range(21), ids=lambda index: f"{_case(index, 'cpu').name}-{index}")
+CASES = pytest.mark.parametrize("index", range(22), ids=lambda index: f"{_case(index, 'cpu').name}-{index}")
 
 
 def _assert_close(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float = 1e-4) -> None:

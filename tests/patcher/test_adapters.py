@@ -1,10 +1,10 @@
-"""LoRA layers whose inputs are not cast under autocast, and whose scale is applied early: nobody can tell."""
+"""LoRA layers that add their adapter's output in one kernel: PEFT's numbers, whatever is switched, and when."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,17 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 import fused_norm
+from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 
 from .models import step, tokens
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+BF16 = torch.bfloat16
 
 
-def adapted(device: str, family: str = "qwen3", model_dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
+def adapted(device: str, family: str = "qwen3", model_dtype: torch.dtype = BF16, **config: Any) -> Any:
     """A tiny model with adapters that are not zero, of float32, on five linears of each of its two layers."""
     torch.manual_seed(0)
     model = build(family, seed=0, device=device).to(model_dtype)
@@ -40,27 +43,31 @@ def layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
-def seen_by_adapters(model: nn.Module, run: Callable[[], Any]) -> list[torch.dtype]:
-    """The dtypes that the first products of adapters are given; a hook would have the layers cast."""
-    seen = []
-    linear = nn.Linear.forward
+class Calls:
+    """Notes what ``lora_add`` is called with."""
 
-    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        if self.out_features == 4:
-            seen.append(x.dtype)
-        return linear(self, x)
+    def __init__(self) -> None:
+        self.of_adapters: list[tuple[Any, ...]] = []
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Linear, "forward", forward)
+    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        if operator is LORA_ADD:
+            self.of_adapters.append(arguments)
+        return operator.results_of(spec, *arguments)
+
+
+def fused_calls(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """The arguments of every fused LoRA layer that runs."""
+    noted = Calls()
+    with calls.by(noted):
         run()
-    return seen
+    return noted.of_adapters
 
 
-def gradients_at_hidden_states(model: nn.Module, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def gradients_at_hidden_states(model: nn.Module, device: str, autocast: torch.dtype | None) -> list[Tensor]:
     """Logits, and gradients of every hidden state and of every adapter."""
     ids = tokens(device)
     model.zero_grad()
-    with torch.autocast(device, dtype):
+    with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
         output = model(input_ids=ids, labels=ids, use_cache=False, output_hidden_states=True)
     hidden = [one for one in output.hidden_states if one.requires_grad]
     found = torch.autograd.grad(
@@ -70,61 +77,46 @@ def gradients_at_hidden_states(model: nn.Module, device: str, dtype: torch.dtype
     return [output.logits.detach(), *found]
 
 
+def errors(found: Sequence[Tensor], true: Sequence[Tensor]) -> list[float]:
+    return [
+        float((one.double() - other).norm() / other.double().norm()) for one, other in zip(found, true, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float32])
-def test_every_bit_under_autocast_is_that_of_casting_layers(family: str, model_dtype: torch.dtype, device: str) -> None:
-    model = adapted(device, family, model_dtype)
-    casting, _ = fused_copy(model, adapter=False)
+def test_a_model_is_as_near_to_float32_as_with_stock_layers(family: str, device: str) -> None:
+    model = adapted(device, family, lora_alpha=7)
+    true = gradients_at_hidden_states(copy.deepcopy(model).float(), device, None)
+    stock, _ = fused_copy(model, adapter=False)
     fused, report = fused_copy(model)
     assert report.counts["adapter"] == len(layers(model)) >= 10
-    expected = gradients_at_hidden_states(casting, device, torch.bfloat16)
-    found = gradients_at_hidden_states(fused, device, torch.bfloat16)
-    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+    of_stock, of_fused = (errors(gradients_at_hidden_states(one, device, BF16), true) for one in (stock, fused))
+    assert sum(of_fused) <= 1.1 * sum(of_stock)
+    assert all(one <= 1.5 * other + 1e-2 for one, other in zip(of_fused, of_stock, strict=True))
 
 
-def test_adapters_get_16_bits_under_autocast_alone(device: str) -> None:
-    model, _ = fused_copy(adapted(device))
-    run = lambda: step(model, tokens(device))  # noqa: E731
-    assert set(seen_by_adapters(model, run)) == {torch.float32}
-    with torch.autocast(device, torch.bfloat16):
-        assert set(seen_by_adapters(model, run)) == {torch.bfloat16}
-        with fused_norm.disabled():
-            assert set(seen_by_adapters(model, run)) == {torch.float32}
-    with torch.autocast(device, torch.float16):  # a bf16 input is of another 16 bits
-        assert torch.float32 in seen_by_adapters(model, run)
+# ---- One layer, of numbers whose sums are exact, so that every bit tells ----
 
 
-def test_removing_gives_the_layers_their_class_and_casts_back(device: str) -> None:
-    model, _ = fused_copy(adapted(device))
-    assert not {type(layer) for layer in layers(model)} & {Linear}
-    fused_norm.remove_fused_norm(model)
-    assert {type(layer) for layer in layers(model)} == {Linear}
+def linear(width: int, columns: int) -> nn.Module:
+    return nn.Linear(width, columns, bias=False)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"use_dora": True}, "DoraLinearVariant may compute more with its input"),
-        ({"lora_dropout": 0.1}, "its dropout may draw other numbers for another dtype"),
-    ],
-    ids=["dora", "dropout"],
-)
-def test_adapters_that_could_tell_are_kept_with_the_reason(config: dict, reason: str, device: str) -> None:
-    model, report = fused_copy(adapted(device, **config))
-    assert {site.reason for site in report.kept if site.kind == "adapter"} == {reason}
-    assert {type(layer) is Linear for layer in layers(model)} == {"use_dora" in config}, "may read inputs of its own"
+def in_4_bits(width: int, columns: int) -> nn.Module:
+    return Linear4bit(width, columns, bias=False, compute_dtype=BF16, quant_type="nf4")
 
 
-def test_the_options_leave_adapters_out(device: str) -> None:
-    for options, reason in (({"adapter": False}, "switched off: adapter=False"), ({"modules": "*norm"}, None)):
-        _, report = fused_copy(adapted(device), **options)
-        assert {site.reason for site in report.kept if site.kind == "adapter"} == {reason or "not selected by modules"}
-    _, report = fused_copy(adapted(device), modules="*.q_proj", strict=False)
-    assert report.counts["adapter"] == 2
+def in_8_bits(width: int, columns: int) -> nn.Module:
+    return Linear8bitLt(width, columns, bias=False, has_fp16_weights=False)
 
 
-def with_hook_on_product(layer: Any) -> None:
-    layer.lora_A["default"].register_forward_hook(lambda *_: None)
+def with_integers(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.copy_(torch.randint(-1, 2, weight.shape))
+
+
+def with_hook(layer: Any, part: str = "lora_A") -> None:
+    getattr(layer, part)["default"].register_forward_hook(lambda *_: None)
 
 
 def with_dropout(layer: Any) -> None:
@@ -138,41 +130,120 @@ def with_another_product(layer: Any) -> None:
     layer.lora_A["default"].__class__ = Traced
 
 
-def with_dora(layer: Any) -> None:
-    layer.lora_variant["default"] = object()
+def with_another_scale(layer: Any) -> None:
+    layer.set_scale("default", 3)
 
 
-@pytest.mark.parametrize("change", [with_hook_on_product, with_dropout, with_another_product, with_dora])
-def test_what_changes_after_patching_is_seen_at_the_call(change: Callable[[Any], None], device: str) -> None:
+def in_16_bits(layer: Any) -> None:
+    layer.lora_A.to(BF16), layer.lora_B.to(BF16)
+
+
+LAYERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None, torch.dtype | None, bool]] = {
+    "scale of two": ({"lora_alpha": 8}, None, BF16, True),
+    "scale of three quarters": ({"lora_alpha": 3}, None, BF16, True),
+    "dropout": ({"lora_dropout": 0.5}, None, BF16, True),
+    "by the root of the rank": ({"lora_alpha": 8, "use_rslora": True}, None, BF16, True),
+    "float16": ({"lora_alpha": 8}, None, torch.float16, True),
+    "16-bit adapters": ({"lora_dropout": 0.5}, in_16_bits, BF16, True),
+    "16-bit adapters without autocast": ({"lora_alpha": 8}, in_16_bits, None, True),
+    "without autocast": ({"lora_alpha": 8}, None, None, False),
+    "with a bias": ({"lora_bias": True}, None, BF16, False),
+    "dora": ({"use_dora": True}, None, BF16, False),
+    "seen by a hook": ({}, with_hook, BF16, False),
+    "seen by a hook behind it": ({}, partial(with_hook, part="lora_B"), BF16, False),
+    "dropout later": ({}, with_dropout, BF16, True),
+    "another product": ({}, with_another_product, BF16, False),
+    "another scale": ({}, with_another_scale, BF16, True),
+}
+"""Options of the adapter, a change of the layer after it was patched, autocast's dtype, and whether it runs fused."""
+
+
+@pytest.mark.parametrize("make", [linear, in_4_bits, in_8_bits])
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
+    case: str, make: Callable[[int, int], nn.Module], device: str
+) -> None:
+    config, change, autocast, is_fused = LAYERS[case]
+    torch.manual_seed(0)
+    base = nn.Sequential(make(48, 80))
+    if make is linear:
+        with_integers(base[0].weight)
+    base.to(device, BF16)
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = make is in_4_bits, make is in_8_bits  # which PEFT asks for
+    stock = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0"], **config)).train()
+    for part in ("lora_A", "lora_B"):
+        with_integers(getattr(stock.base_model.model[0], part)["default"].weight)
+    fused = copy.deepcopy(stock)
+    report = fused_norm.apply_fused_norm(fused, strict=False)
+    x = torch.randint(-1, 2, (3, 7, 48)).to(device, BF16)
+    dy = torch.randint(-1, 2, (3, 7, 80)).to(device, torch.float32)
+    found = []
+    for model in (stock, fused):
+        if change is not None:
+            change(model.base_model.model[0])
+        x = x.detach().requires_grad_()
+        weights = [one for one in model.parameters() if one.requires_grad]
+
+        def run(model: Any = model, x: Tensor = x, weights: Any = weights) -> None:
+            torch.manual_seed(1)
+            with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
+                y = model(x)
+            found.append([y, *torch.autograd.grad(y, [x, *weights], dy.to(y.dtype))])
+
+        # PEFT has another formula for quantised linears without autocast; under fp16's some of them return bf16.
+        is_taken = make is linear or autocast == BF16
+        count = len(fused_calls(run))
+        assert count == (model is fused and is_fused and is_taken) or (autocast == torch.float16 and make is not linear)
+    assert [torch.equal(one, other) for one, other in zip(*found, strict=True)] == [True] * len(found[0])
+    assert [site.reason is None for site in (*report.fused, *report.kept)] == [
+        is_fused or change is not None or autocast is None
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "DoraLinearVariant may compute more with its input"),
+        ({"lora_bias": True}, "its adapter has a bias"),
+    ],
+    ids=["dora", "bias"],
+)
+def test_adapters_that_compute_more_are_kept_with_the_reason(config: dict, reason: str, device: str) -> None:
+    model, report = fused_copy(adapted(device, **config))
+    assert {site.reason for site in report.kept if site.kind == "adapter"} == {reason}
+    assert {type(layer) for layer in layers(model)} == {Linear}
+
+
+def test_the_options_leave_adapters_out(device: str) -> None:
+    for options, reason in (({"adapter": False}, "switched off: adapter=False"), ({"modules": "*norm"}, None)):
+        _, report = fused_copy(adapted(device), **options)
+        assert {site.reason for site in report.kept if site.kind == "adapter"} == {reason or "not selected by modules"}
+    _, report = fused_copy(adapted(device), modules="*.q_proj", strict=False)
+    assert report.counts["adapter"] == 2
+
+
+def test_removing_gives_the_layers_their_class_back(device: str) -> None:
     model, _ = fused_copy(adapted(device))
-    layer = layers(model)[0]
-    x = torch.ones(3, layer.in_features, dtype=torch.bfloat16, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        assert layer._cast_input_dtype(x, torch.float32) is x
-        change(layer)
-        assert layer._cast_input_dtype(x, torch.float32).dtype == torch.float32
+    assert not {type(layer) for layer in layers(model)} & {Linear}
+    fused_norm.remove_fused_norm(model)
+    assert {type(layer) for layer in layers(model)} == {Linear}
 
 
-def test_dropout_that_is_not_active_at_the_call_lets_the_input_be(device: str) -> None:
+def test_layers_run_fused_under_autocast_and_not_while_all_is_disabled(device: str) -> None:
     model, _ = fused_copy(adapted(device))
-    layer = layers(model)[0]
-    with_dropout(layer)
-    layer.eval()
-    x = torch.ones(3, layer.in_features, dtype=torch.bfloat16, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        assert layer._cast_input_dtype(x, torch.float32) is x
+    run = lambda: step(model, tokens(device))  # noqa: E731
+    assert not fused_calls(run), "adapters in float32 make products in float32"
+    with torch.autocast(device, BF16):
+        assert {arguments[1].dtype for arguments in fused_calls(run)} == {BF16}
+        with fused_norm.disabled():
+            assert not fused_calls(run)
 
 
-def test_layers_without_such_a_cast_have_no_row(device: str) -> None:
-    for change in ("switch", "dtype"):
-        model = adapted(device)
-        for layer in layers(model):
-            if change == "switch":
-                layer.cast_input_dtype_enabled = False
-            else:
-                layer.to(torch.bfloat16)
-        _, report = fused_copy(model)
-        assert not [site for site in (*report.fused, *report.kept) if site.kind == "adapter"]
+def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = fused_copy(adapted(device))
+    monkeypatch.setattr(Linear, "forward", lambda layer, x, *args, **kwargs: layer.base_layer(x))
+    with torch.autocast(device, BF16):
+        assert not fused_calls(lambda: model(input_ids=tokens(device)))
 
 
 def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) -> None:
@@ -182,91 +253,30 @@ def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) 
     assert not {type(layer) for layer in layers(fused)} & {Linear}
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
 
-    def logits(model: Any) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+    def logits(model: Any) -> Tensor:
+        with torch.no_grad(), torch.autocast(device, BF16):
             return model(input_ids=tokens(device), use_cache=False).logits
 
     def add(model: Any) -> None:
         torch.manual_seed(5)
         model.add_adapter("other", lora)
 
-    changes: list[Callable[[Any], Any]] = [
-        add,
-        lambda model: model.set_adapter("other"),
-        lambda model: model.base_model.set_adapter(["default", "other"]),
-        lambda model: model.base_model.disable_adapter_layers(),
-        lambda model: model.base_model.enable_adapter_layers(),
-        lambda model: model.merge_adapter(),
-        lambda model: model.unmerge_adapter(),
+    changes: list[tuple[Callable[[Any], Any], int]] = [
+        (add, 10),
+        (lambda model: model.set_adapter("other"), 2),
+        (lambda model: model.base_model.set_adapter(["default", "other"]), 0),
+        (lambda model: model.base_model.disable_adapter_layers(), 0),
+        (lambda model: model.base_model.enable_adapter_layers(), 0),
+        (lambda model: model.base_model.set_adapter("default"), 10),
+        (lambda model: model.merge_adapter(), 0),
+        (lambda model: model.unmerge_adapter(), 10),
     ]
     reference, _ = fused_copy(stock, adapter=False)
-    for change in changes:
+    for change, count in changes:
         for model in (reference, fused):
             change(model)
-        assert torch.equal(logits(fused), logits(reference))
+        assert len(fused_calls(lambda: logits(fused))) == count
+        (distance,) = errors([logits(fused)], [logits(reference)])
+        assert distance < 5e-3
     assert fused.state_dict().keys() == reference.state_dict().keys()
     assert not [module for module in fused.merge_and_unload().modules() if isinstance(module, Linear)]
-
-
-def with_hook_on_second(layer: Any) -> None:
-    layer.lora_B["default"].register_forward_hook(lambda *_: None)
-
-
-SCALES: dict[str, tuple[dict[str, Any], Callable[[Any], None] | None, torch.dtype | None, float | None]] = {
-    "two": ({"lora_alpha": 8}, None, torch.bfloat16, 2.0),
-    "one": ({"lora_alpha": 4}, None, torch.bfloat16, 1.0),
-    "a quarter, with dropout": ({"lora_alpha": 1, "lora_dropout": 0.3}, None, torch.bfloat16, 0.25),
-    "in float32": ({"lora_alpha": 8}, None, None, 2.0),
-    "by the root of the rank": ({"lora_alpha": 8, "use_rslora": True}, None, torch.bfloat16, 4.0),
-    "three": ({"lora_alpha": 12}, None, torch.bfloat16, None),
-    "in float16": ({"lora_alpha": 8}, None, torch.float16, None),
-    "with a bias": ({"lora_alpha": 8, "lora_bias": True}, None, torch.bfloat16, None),
-    "seen by a hook": ({"lora_alpha": 8}, with_hook_on_second, torch.bfloat16, None),
-}
-"""Options of the adapter, a change of the layer, autocast's dtype, and the scale of what the second product reads."""
-
-
-def in_4_bits(width: int, columns: int) -> nn.Module:
-    return Linear4bit(width, columns, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-
-
-def in_8_bits(width: int, columns: int) -> nn.Module:
-    return Linear8bitLt(width, columns, bias=False, has_fp16_weights=False)
-
-
-@pytest.mark.parametrize("make", [partial(nn.Linear, bias=False), in_4_bits, in_8_bits])
-@pytest.mark.parametrize("case", SCALES)
-def test_a_power_of_two_scales_the_smaller_product_and_changes_no_bit(
-    case: str, make: Callable[[int, int], nn.Module], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, change, autocast, scale = SCALES[case]
-    base = nn.Sequential(make(48, 80).to(device, torch.bfloat16 if autocast else torch.float32))
-    base.is_loaded_in_4bit, base.is_loaded_in_8bit = make is in_4_bits, make is in_8_bits  # which PEFT asks for
-    read: list[Tensor] = []
-    linear = nn.functional.linear
-
-    def noted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight is layer.lora_B["default"].weight:
-            read.append(x)
-        return linear(x, weight, bias)
-
-    monkeypatch.setattr(nn.functional, "linear", noted)
-    torch.manual_seed(0)
-    stock = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, **config))
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused, strict=False)
-    found = []
-    for model in (stock, fused):
-        layer = model.base_model.model[0]
-        if change is not None:
-            change(layer)
-        torch.manual_seed(1)
-        x = torch.randn(7, 48, device=device, dtype=torch.bfloat16 if autocast else torch.float32, requires_grad=True)
-        with torch.autocast(device, autocast, enabled=autocast is not None):
-            y = model(x)
-        weights = [one for one in model.parameters() if one.requires_grad]
-        found.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *weights])])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    stock_reads, fused_reads = read
-    assert torch.equal(fused_reads, stock_reads * (scale or 1.0))
-    assert layer.scaling["default"] == scale or scale is None

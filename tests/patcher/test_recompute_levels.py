@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import fused_norm
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
@@ -42,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "autocast": {"dtype": torch.float32, "autocast": True},
     "lora": {"dtype": BF16, "autocast": True, "lora": LORA},
     "lora with dropout": {"dtype": BF16, "autocast": True, "lora": DROPOUT},
-    "lora without autocast": {"dtype": BF16, "lora": DROPOUT},
+    "lora without autocast": {"dtype": BF16, "lora": DROPOUT, "adapter_dtype": BF16},
 }
 QUICK = ("bfloat16", "autocast", "lora with dropout")
 
@@ -55,14 +56,22 @@ def stock_qwen2(dtype: torch.dtype, device: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads)).to(device, dtype).train()
 
 
-def stock(model_type: str, device: str, *, dtype: torch.dtype = torch.float32, lora: Any = None) -> nn.Module:
+def stock(
+    model_type: str,
+    device: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    lora: Any = None,
+    adapter_dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     if model_type == "qwen2":
         model = stock_qwen2(dtype, device)
     else:
         model = build(model_type, seed=0, device=device, dtype=dtype)
     if lora is not None:
         torch.manual_seed(1)
-        model = peft.get_peft_model(model, peft.LoraConfig(**lora))
+        cast = adapter_dtype == torch.float32
+        model = peft.get_peft_model(model, peft.LoraConfig(**lora), autocast_adapter_dtype=cast)
     return model.train()
 
 
@@ -120,14 +129,16 @@ def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
         assert_same(results[0], found)
     none, norms, mlp, attention = kept
     layers, adapters = model.config.num_hidden_layers, options.get("lora") is not None
-    frozen_biases = model_type == "qwen2" and adapters
-    assert counts == [0, 0, *((1 + adapters) * layers * linears for linears in (2, 2 if frozen_biases else LINEARS))]
+    assert counts[:3] == [0, 0, 2 * layers]
+    if device == "cpu":  # some attention of a GPU keeps copies of what it reads
+        frozen_biases = model_type == "qwen2" and adapters
+        assert counts[3] == layers * (2 if frozen_biases else LINEARS)
+        assert attention < mlp or frozen_biases
     item = 4 if options["dtype"] == torch.float32 and not autocast else 2
     width = 2 * model.config.intermediate_size
     rows = tokens(batch=2, length=6).numel()
     assert norms - mlp == rows * width * item * layers
     assert none > norms or way.startswith("lora")  # whose dropped inputs are kept
-    assert attention < mlp or frozen_biases
 
 
 class Halves(torch.autograd.Function):
@@ -216,7 +227,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
     "a bias": (partial(with_bias, trained=True), True),
     "a frozen bias": (partial(with_bias, trained=False), False),
     "an opaque linear": (lambda up: setattr(up, "__class__", Opaque), False),
-    "a hook with a number": (lambda up: up.register_forward_hook(times_three), True),
+    "a hook with a number": (lambda up: up.register_forward_hook(times_three), False),
     "a hook in place": (lambda up: up.register_forward_hook(written_into), False),
     "a hook with a function": (lambda up: up.register_forward_hook(exponential), False),
 }
@@ -341,17 +352,20 @@ def with_the_weight_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor
     return result
 
 
-def with_a_factor_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    factor = y.new_tensor(0.3)
-    result = nn.functional.linear(y, weight) * factor
-    factor.fill_(3)
-    return result
+def adapted(y: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+    x = y.to(BF16)
+    return LORA_ADD(None, nn.functional.linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
 
 
-def summed_in_place(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    result = nn.functional.linear(y.to(BF16), weight.to(BF16))
-    result += nn.functional.linear(y, other)
-    return (result * 0.3).float()
+def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+    own = b.detach().clone()
+    result = adapted(y, weight, own)
+    own.mul_(3)
+    return result.float()
+
+
+def summed_by_another(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return nn.functional.linear(y, weight) + nn.functional.linear(y, other)
 
 
 def cast_twice(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
@@ -366,8 +380,9 @@ def under_hooks_of_its_own(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
 GRAPHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
     "a cast was written into": (with_a_cast_written_into, 1),
     "a weight was written into": (with_the_weight_written_into, 1),
-    "a factor was written into": (with_a_factor_written_into, 1),
-    "a sum in place has the dtype of its first": (summed_in_place, 3),
+    "the sum of a LoRA layer": (lambda y, weight, b: adapted(y, weight, b).float(), 2),
+    "an adapter was written into": (with_an_adapter_written_into, 1),
+    "a sum by PyTorch": (summed_by_another, 1),
     "a cast of a cast": (cast_twice, 2),
     "other hooks have saved its operands": (under_hooks_of_its_own, 1),
     "another's product in 4 bits": (lambda y, weight, _: MatMul4Bit.apply(y, weight.detach()), 1),

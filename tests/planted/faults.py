@@ -13,13 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
 from fused_norm.kernels.norms_for_readers import (
@@ -32,7 +33,9 @@ from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
 from fused_norm.patcher import fused_block, linear_inputs
+from fused_norm.patcher.adapters import FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import Casting
 
 from .planting import (
@@ -40,9 +43,7 @@ from .planting import (
     Backward,
     Forward,
     Planting,
-    dropped_without_cast,
     falls_back,
-    in_adapters,
     in_backward,
     in_compiled_backward,
     in_forward,
@@ -54,12 +55,14 @@ from .planting import (
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
-_EVERY = (*_NORMED, ROPE, GLU)
+_IN_MODELS = (*_NORMED, ROPE, GLU)
+_EVERY = (*_IN_MODELS, LORA_ADD)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
-_WITH_BACKWARD = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)  # norm_add has that of rms_norm
-_EVERY_BACKWARD = (*_WITH_BACKWARD, ROPE, GLU)
+# norm_add has the backward of rms_norm.
+_WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, LORA_ADD)
+_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU)
 _FOR_READERS = (RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
@@ -76,8 +79,9 @@ class Fault:
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            ``readers`` for a step of one whose norms know their readers, another execution of the suite, or ``fp8`` for
-            calls of operators that write FP8 codes, which no model makes by itself.
+            ``readers`` for a step of one whose norms know their readers, another execution of the suite, that of calls
+            of adapters among them, or ``fp8`` for calls of operators that write FP8 codes, which no model makes by
+            itself.
     """
 
     name: str
@@ -220,7 +224,7 @@ def _no_residual(call: Forward) -> Sequence[Tensor | None]:
 def _writes_over_its_branch(call: Forward) -> Sequence[Tensor | None]:
     results = call.results()
     with torch.no_grad():
-        call.arguments[0].detach().mul_(0.5)
+        call.operator.by_name(call.arguments).get("x", call.arguments[0]).detach().mul_(0.5)
     return results
 
 
@@ -296,6 +300,41 @@ def _too_large_in_a_backward(call: Forward) -> Sequence[Tensor | None]:
     return _too_large(call) if torch._C._current_graph_task_id() != -1 else call.results()
 
 
+def _factors_cut_off(call: Forward) -> Sequence[Tensor | None]:
+    base, x, a, b, scale = call.arguments
+    cut = [one if one.dtype == x.dtype else _cut_off(one).to(x.dtype) for one in (a, b)]
+    return call.results(arguments=(base, x, *cut, scale))
+
+
+def _input_cut_off(call: Forward) -> Sequence[Tensor | None]:
+    base, x, *others = call.arguments
+    return [call.results(arguments=(base, _half_nearer_zero(x), *others))[0], *call.results()[1:]]
+
+
+def _products_unrounded(call: Forward) -> Sequence[Tensor | None]:
+    base, x, a, b, scale = call.arguments
+    right, *kept = call.results()
+    assert right is not None
+    exact = call.results(arguments=(base, x.float(), a.to(x.dtype), b.to(x.dtype), scale))[0]
+    assert exact is not None
+    return [exact.to(right.dtype), *kept]
+
+
+def _scaled_twice(call: Forward) -> Sequence[Tensor | None]:
+    *tensors, scale = call.arguments
+    return call.results(arguments=(*tensors, scale * scale))
+
+
+def _last_of_the_rank_lost(call: Forward) -> Sequence[Tensor | None]:
+    base, x, a, b, scale = call.arguments
+    return call.results(arguments=(base, x, torch.cat((a[:-1], 0 * a[-1:])), b, scale))
+
+
+def _adapter_without_base(call: Forward) -> Sequence[Tensor | None]:
+    base, *others = call.arguments
+    return call.results(arguments=(torch.zeros_like(base), *others))
+
+
 def _trains_one_sequence(x: Tensor) -> bool:
     return len(x) == 1 and torch.is_grad_enabled()
 
@@ -353,6 +392,18 @@ def _narrow_gradient_of_stream(call: Backward) -> Sequence[Tensor | None]:
 def _dx_where_the_weight_is_frozen(call: Backward) -> Sequence[Tensor | None]:
     weights = [need for name, need in zip(call.operator.gradients, call.call.needed, strict=True) if name in WEIGHTS]
     return call.edited(lambda dx: dx if any(weights) else dx * 0.99, *_INPUTS)
+
+
+def _scale_left_out(call: Backward) -> Sequence[Tensor | None]:
+    """dh lacks the scale, and so do the gradients that are made of it."""
+    *_, db = call.right(call.spec, call.call)
+    return *call.right(call.spec, call.call._replace(facts=(1.0,)))[:-1], db
+
+
+def _rows_of_a_neighbour(call: Backward) -> Sequence[Tensor | None]:
+    """db of every row's gradient and the row before it between the products."""
+    *others, h = call.call.saved
+    return call.right(call.spec, call.call._replace(saved=(*others, h.roll(1, -2))))
 
 
 def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Sequence[Tensor | None]]:
@@ -464,18 +515,25 @@ def _cut_off(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
-def _cut_off_to_16_bits(layer: Any, x: Tensor, right: Tensor) -> Tensor:
-    """Numbers as they are if fp32 is cut off to 16 bits and not rounded; gradients are as they were."""
-    cut = (_cut_off if right.dtype == torch.float32 else _half_nearer_zero)(right.detach())
-    return right + (cut - right).detach()
+def _no_gradient_of_base(right: Any, memory: Any, *arguments: Any) -> Any:
+    return None, *right(*arguments)[1:]
 
 
-def _scaled_before(layer: Any, x: Tensor, right: Tensor) -> Tensor:
-    return right * layer.scaling["default"]
+def _not_cast(right: Any, memory: Any, layer: Any, x: Tensor, dtype: torch.dtype) -> Any:
+    return x
 
 
-def _cast_all_the_same(layer: Any, x: Tensor, right: Tensor) -> Tensor:
-    return x.float()
+def _nothing_dropped(right: Any, memory: Any, dropout: nn.Dropout, x: Tensor) -> Any:
+    return right(dropout, x) if is_disabled() else x
+
+
+def _dropped_as_in_the_first(right: Any, memory: dict[str, Tensor], dropout: nn.Dropout, x: Tensor) -> Any:
+    if is_disabled():
+        return right(dropout, x)
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        state = memory.setdefault("state", torch.get_rng_state())
+        torch.set_rng_state(state)
+        return right(dropout, x)
 
 
 _IN_SUMS: tuple[tuple[Any, ...], ...] = (
@@ -499,10 +557,26 @@ _AMONG_READERS: tuple[tuple[Any, ...], ...] = (
 """Faults in who reads what: the name, what is wrong, the function and its owner, and what is called instead."""
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
-    ("cut", "the input is cut off, not rounded", "lora", in_adapters(_cut_off_to_16_bits)),
-    ("scale", "the scaling is applied twice", "lora-alone", in_adapters(_scaled_before)),
-    ("cast", "the input is cast, and the report says that it is not", "lora-alone", in_adapters(_cast_all_the_same)),
-    ("dropout", "the input is not cast although some of it is dropped", "lora-dropout", dropped_without_cast),
+    (
+        "dbase",
+        "the linear's output has no gradient",
+        "lora",
+        replaced_by(LORA_ADD, "gradients_by", _no_gradient_of_base),
+    ),
+    ("fallback", "runs stock code in silence", "lora-alone", falls_back(LORA_ADD)),
+    (
+        "dropout-cast",
+        "the input is not cast although some of it is dropped",
+        "lora-dropout",
+        replaced_by(FusedAdapter, "_cast_for_adapter", _not_cast),
+    ),
+    ("dropout-none", "nothing is dropped", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),
+    (
+        "dropout-same",
+        "what is dropped is the same in all adapters",
+        "lora-dropout",
+        replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first),
+    ),
     (
         "shared",
         "an adapter reads another one's output of a norm",
@@ -535,12 +609,20 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("packed", "all sequences are rotated by the first one's angles", _ROTATED, _rotated_as_the_first_sequence),
     ("end", "the end is lost where sizes are multiples of 1024", (GLU,), _without_its_end),
     ("even", "the last of an even number of rows is lost", _EVERY, _last_of_an_even_number_lost),
+    ("factors", "a and b are cut off, not rounded", (LORA_ADD,), _factors_cut_off, "the adapter is in 16 bits"),
+    ("cut", "the input is cut off, not rounded", (LORA_ADD,), _input_cut_off),
+    ("products", "the products are not rounded", (LORA_ADD,), _products_unrounded),
+    ("scale", "the scale is applied twice", (LORA_ADD,), _scaled_twice),
+    ("rank", "the last of the rank is lost", (LORA_ADD,), _last_of_the_rank_lost),
+    ("base", "the linear's output is left out", (LORA_ADD,), _adapter_without_base),
     ("copy", "the copy in 16 bits is cut off, not rounded", _FOR_READERS, _copy_cut_off, "nothing is copied"),
 )
 """Forms of faults in forwards: the name, what is wrong, the operators, the wrong forward, and why it may be hidden."""
 
 _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("back", "the gradient is rotated on instead of back", (ROPE,), _turned_on),
+    ("dh", "the gradient between the products lacks the scale", (LORA_ADD,), _scale_left_out),
+    ("shifted", "the gradient of b is of other rows", (LORA_ADD,), _rows_of_a_neighbour),
     ("dgate", "the gradient of the gate is .3 % too large", (GLU,), _times(1.003, "dgate")),
     ("square", "a slope without its square term", (GLU,), _slope_without_its_square, "no GELU by tanh"),
     ("swapped", "the gradients of gate and up are swapped", (GLU,), _gradients_swapped),
@@ -549,15 +631,15 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     (
         "dr-stream",
         "the gradient of an fp32 stream is rounded to bf16",
-        _WITH_BACKWARD[:3],
+        _WITH_WEIGHTS[:3],
         _narrow_gradient_of_stream,
         "no stream is in fp32",
     ),
-    ("dw-size", "the gradient of a weight is 1 % too large", _WITH_BACKWARD, _times(1.01, *WEIGHTS)),
-    ("dw", "the gradient of a weight is zero", _WITH_BACKWARD, _times(0.0, *WEIGHTS)),
-    ("dw-tile", "dw lacks the last eight rows", _WITH_BACKWARD, _without_rows(lambda rows: 8)),
-    ("dw-share", "dw lacks a quarter of the rows", _WITH_BACKWARD, _without_rows(lambda rows: rows // 4)),
-    ("frozen", "dx is wrong where the weight is frozen", _WITH_BACKWARD, _dx_where_the_weight_is_frozen),
+    ("dw-size", "the gradient of a weight is 1 % too large", _WITH_WEIGHTS, _times(1.01, *WEIGHTS)),
+    ("dw", "the gradient of a weight is zero", _WITH_WEIGHTS, _times(0.0, *WEIGHTS)),
+    ("dw-tile", "dw lacks the last eight rows", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),
+    ("dw-share", "dw lacks a quarter of the rows", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),
+    ("frozen", "dx is wrong where the weight is frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),
     ("dropped", "the gradient of the first reader is missing", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),
     ("doubled", "that of the last reader counts twice", _FOR_READERS, _of_readers(lambda dys: (2 * dys[0], *dys[1:]))),
     ("ds", "the gradient of the residual is missing", _FOR_READERS, _residual_times(0.0)),
@@ -570,7 +652,8 @@ def _faults() -> Iterator[Fault]:
     for planting, forms in ((in_forward, _IN_FORWARDS), (in_backward, _IN_BACKWARDS)):
         for name, what, operators, wrong, *hidden in forms:
             for operator in operators:
-                yield Fault(f"{operator.name}-{name}", what, planting(operator, wrong), *hidden)
+                where = "lora" if operator is LORA_ADD else "eager"
+                yield Fault(f"{operator.name}-{name}", what, planting(operator, wrong), *hidden, where=where)
 
     for name, what, wrong in (
         ("columns", "codes have the scales of columns, not of rows", _scales_of_columns),
@@ -582,7 +665,7 @@ def _faults() -> Iterator[Fault]:
     for operator in (RMS_NORM, ADD_RMS_NORM):
         what = "the gradient of a weight is 1 % too large in compiled code"
         yield Fault(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), where="compile")
-    for operator in _EVERY:
+    for operator in _IN_MODELS:
         what = "y is .3 % too large in a checkpoint's second run"
         planted = in_forward(operator, _too_large_in_a_backward)
         yield Fault(f"{operator.name}-checkpointed", what, planted, where="checkpointing")
@@ -597,7 +680,7 @@ def _faults() -> Iterator[Fault]:
     what = "outputs of linears are .3 % too large where they are recomputed"
     yield Fault("recomputed-linears", what, linears_recomputed_wrong, where="recompute")
     yield Fault("recomputed-never", "nothing is recomputed, in silence", never_recomputes, where="recompute")
-    one_row = falls_back(*_EVERY, where=_trains_one_sequence)
+    one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
     for name, what, planted in (
         ("fallback-rotated", "runs its parts in silence", falls_back(QK_NORM, ROPE, GLU)),
         ("fallback-sandwich", "runs its parts in silence", falls_back(NORM_ADD_NORM)),

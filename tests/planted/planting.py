@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,10 +21,7 @@ from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
 from fused_norm.patcher import adapters, fused_block, fused_norm_module, recompute_linears
-from fused_norm.patcher.adapters import FusedAdapter, is_lora_layer
 from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.fused_classes import fused_adapter_class
-from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import NormSpec
 
 Results = tuple[Tensor | None, ...]
@@ -33,7 +29,7 @@ Results = tuple[Tensor | None, ...]
 Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault"]]
 """Puts a fault in its place in a model for the length of a ``with``."""
 
-WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight")
+WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight", "da", "db")
 """The gradients of weights, by their names in ``Operator.gradients``."""
 
 
@@ -208,6 +204,7 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
         with (
             mock.patch.object(fused_block, "run_fused", declines),
             mock.patch.object(fused_norm_module, "run_fused", declines),
+            mock.patch.object(adapters, "run_fused", declines),
         ):
             yield state
 
@@ -269,7 +266,10 @@ def left_stock(model: nn.Module) -> Iterator[PlantedFault]:
 
 
 def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
-    """Plant a fault in a function of blocks: ``wrong`` gets the right one, and what it remembers, before arguments."""
+    """Plant a fault in a function of modules or of an operator.
+
+    ``wrong`` gets the right one, and what it remembers, before arguments.
+    """
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -280,51 +280,11 @@ def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
             state.calls, state.share = state.calls + 1, 1.0
             return wrong(right, state.memory, *arguments, **named)
 
-        with mock.patch.object(owner, name, called):
+        is_operator = isinstance(owner, Operator)
+        with replaced_in(owner, **{name: called}) if is_operator else mock.patch.object(owner, name, called):
             yield state
 
     return planted
-
-
-def in_adapters(wrong: Callable[[Any, Tensor, Tensor], Tensor]) -> Planting:
-    """Plant a fault in what adapters are given: ``wrong`` makes it of the LoRA layer, its input and the right one."""
-
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), FusedAdapter._cast_input_dtype
-
-        def cast(layer: FusedAdapter, x: Tensor, dtype: torch.dtype) -> Tensor:
-            expected: Tensor = right(layer, x, dtype)
-            if is_disabled():
-                return expected
-            found = wrong(layer, x, expected)
-            state.count([(expected, found)])
-            return found
-
-        with mock.patch.object(FusedAdapter, "_cast_input_dtype", cast):
-            yield state
-
-    return planted
-
-
-@contextlib.contextmanager
-def dropped_without_cast(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant LoRA layers that leave the cast of their input out, whatever follows it; with dropout they are stock."""
-    state = PlantedFault()
-    layers: list[Any] = [module for module in model.modules() if is_lora_layer(module)]
-    classes = [type(layer) for layer in layers]
-
-    def no_reason(layer: nn.Module, *, training: bool = False) -> None:
-        state.calls, state.share = state.calls + 1, 1.0
-
-    for layer, origin in zip(layers, classes, strict=True):
-        layer.__class__ = fused_adapter_class(getattr(origin, "fused_norm_origin", origin))
-    try:
-        with mock.patch.object(adapters, "why_cast", no_reason):
-            yield state
-    finally:
-        for layer, origin in zip(layers, classes, strict=True):
-            layer.__class__ = origin
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, Unwatched, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
 from fused_norm.convergence.verdict import BY_NAME
+from fused_norm.kernels.lora_add import LORA_ADD
 
 from .faults import FAULTS, ROUNDINGS, Fault
 from .planting import PlantedFault
@@ -97,7 +98,7 @@ class _Probes:
     def records(self, fault: Fault, state: PlantedFault) -> Iterator[CallRecord]:
         """The records of a model with this fault, the cheapest one first; ``state`` counts what it has changed."""
         precision = PRECISIONS[self._trainer.comparison.precision]
-        if fault.where == "eager":
+        if fault.where == "eager" or fault.operator == LORA_ADD.name:
             for half in (False, True) if precision.weights == "bfloat16" else (False,):
                 model, calls = self._calls(half)
                 record = CallRecord()

@@ -7,6 +7,7 @@ from fused_norm import apply_fused_norm
 from fused_norm.kernels import glu, rope
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
+from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
 from fused_norm.patcher import (
@@ -61,7 +62,7 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
     modules = adapters, fused_block, fused_norm_module, linear_inputs, recompute, recompute_linears
-    owners = (*OPERATORS.values(), *modules, FusedAdapter, FusedBlock, Recompute)
+    owners = (*OPERATORS.values(), *modules, FusedAdapter, FusedBlock, Recompute, torch.nn.Dropout)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):
         assert (name == "left-stock") == ([dict(vars(owner)) for owner in owners] == before)
@@ -87,11 +88,13 @@ def test_every_operator_has_every_fault_that_it_can_have():
             assert {f"{operator.name}-{fault}" for fault in OF_CODES} <= set(FAULTS)
             continue
         mine = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
-        assert {"size", "last-row", "nan", "no-grad", "shape", "in-place", "even", "checkpointed"} <= mine
+        assert {"size", "last-row", "nan", "no-grad", "shape", "in-place", "even"} <= mine
+        assert operator is LORA_ADD or "checkpointed" in mine  # no model is checkpointed with adapters
         assert not operator.has_norm or {"casting", "centering", "eps"} <= mine
         if type(operator).backward is not Operator.backward:
             assert {"dx-size", "dx-cut", "ds-in-place"} <= mine
-            assert not operator.has_norm or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
+            has_weights = operator.has_norm or operator is LORA_ADD
+            assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
 
 
 OF_READERS = ("dropped", "doubled", "order", "early", "late", "ds", "ds-twice", "copy")

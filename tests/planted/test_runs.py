@@ -55,11 +55,11 @@ def test_no_fault_is_missed(family, precision):
         ("llama", "recomputed-size", "caught"),
         ("llama", "recomputed-linears", "caught"),
         ("llama", "recomputed-never", "caught"),
-        ("llama", "adapter-cut", "caught"),
-        ("llama", "adapter-scale", "caught"),
-        ("llama", "adapter-cast", "caught"),
-        ("llama", "adapter-dropout", "caught"),
         ("llama", "adapter-shared", "caught"),
+        ("llama", "adapter-fallback", "caught"),
+        ("llama", "adapter-dropout-cast", "caught"),
+        ("llama", "adapter-dropout-none", "caught"),
+        ("llama", "adapter-dropout-same", "caught"),
     ],
 )
 def test_a_fault_of_one_execution_alone_is_caught_where_it_is_run(family, fault, outcome):
@@ -81,3 +81,12 @@ def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_
     everywhere = {"dropped", "doubled", "ds", "ds-twice", "readers-input", "readers-neighbour", "readers-detached"}
     assert caught - everywhere == ({"early", "copy"} if precision == "mixed" else {"order", "late", "ds-joined"})
     assert caught >= everywhere
+
+
+@pytest.mark.slow
+def test_no_fault_of_adapters_is_missed():
+    names = [name for name, fault in FAULTS.items() if fault.where == "lora"]
+    comparison = Comparison("llama", "mixed", "lora")
+    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
+    assert sound.outcome == "sound"
+    assert {result.fault: result.outcome for result in results} == dict.fromkeys(names, "caught")

@@ -154,10 +154,12 @@ class _Made:
                 weight.requires_grad_(False)
                 stack.callback(weight.requires_grad_)
             stack.enter_context(torch.set_grad_enabled(differentiated))
-            stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=mixed))
+            # Autocast would keep its cast of an argument, which is a leaf here and none in the model.
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False))
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
             outputs = returned(call.method(*given.args, **given.kwargs))
+            self._has_products = "lora_add" in call.operators
             self._dtypes = [one.dtype for one in (*tensors_in(given.arguments), *outputs)]
             # Stock code returns one norm, which each reader reads, and autocast casts.
             readers = 1 + len(call.dtypes) - len(outputs)
@@ -183,8 +185,9 @@ class _Made:
         self.changed = max(self.changed, share_changed(given, call.arguments), *spoilt)
 
     def rounding_of(self, name: str) -> float:
-        """The last place of a gradient; a weight's is summed from numbers in the coarsest dtype of the call."""
-        dtypes = [self.gradients[name].dtype, *(self._dtypes if name.endswith(".weight") else ())]
+        """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
+        is_sum = name.endswith(".weight") or self._has_products
+        dtypes = [self.gradients[name].dtype, *(self._dtypes if is_sum else ())]
         return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
 

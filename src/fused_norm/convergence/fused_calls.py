@@ -45,8 +45,8 @@ _BLOCK_METHODS = (
     *sorted(_METHODS_OF["rope"] | _METHODS_OF["mlp"] | _METHODS_OF[ReadingBlock.kind]),
 )
 
-_NO_CAST = "no cast"
-"""Stands among operators for a LoRA layer's input that is not cast where autocast would take the cast back."""
+_IN_FLOAT32 = "float32"
+"""Stands among operators for a LoRA layer that multiplies in float32, which is left to PyTorch."""
 
 _OWN_INPUTS = "own inputs"
 """Stands among operators for linears each of which has an input of its own, or one without a gradient."""
@@ -58,7 +58,7 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "sandwich": frozenset({"norm_add", "norm_add_norm"}),
     "rope": frozenset({"qk_norm_rope", "rope"}),
     "mlp": frozenset({"glu"}),
-    "adapter": frozenset({_NO_CAST}),
+    "adapter": frozenset({"lora_add", _IN_FLOAT32}),
     ReadingBlock.kind: frozenset({_OWN_INPUTS}),
 }
 """The operators that make a site of each kind fused."""
@@ -111,11 +111,9 @@ def watched_calls(paths: Mapping[int, str], *, with_tensors: bool = True) -> Ite
     ``with_tensors``: their arguments and gradients, too.
     """
     watch = _Watch(paths, with_tensors)
-    methods: list[tuple[type, str]] = [(norm, "forward") for norm in (FusedNorm, FusedGatedNorm)]
+    methods: list[tuple[type, str]] = [(one, "forward") for one in (FusedNorm, FusedGatedNorm, FusedAdapter)]
     methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
-    methods += [(adapter, "forward") for adapter in FusedAdapter.__subclasses__()]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(FusedAdapter, "_cast_input_dtype", watch.casts()))
         stack.enter_context(operator_calls.by(watch))
         for owner, name in methods:
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
@@ -164,25 +162,14 @@ class _Watch:
             self.calls.append(call)
             if not computes(call) and (len(outputs) == len(set(map(id, outputs))) or not outputs[0].requires_grad):
                 call.operators.append(_OWN_INPUTS)
+            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(*positional[:2]):
+                call.operators.append(_IN_FLOAT32)
             if self._with_tensors:
                 call.changed = share_changed(given, kept)
                 _keep_gradients(call, returned(outputs))
             return outputs
 
         return watch
-
-    def casts(self) -> Callable[..., Any]:
-        """A method of LoRA layers that casts as they do, and is noted where it leaves out what autocast takes back."""
-        cast = FusedAdapter._cast_input_dtype
-
-        def casting(layer: FusedAdapter, x: Tensor, dtype: torch.dtype) -> Tensor:
-            found: Tensor = cast(layer, x, dtype)
-            taken_back = found.dtype != x.dtype and torch.is_autocast_enabled(x.device.type)
-            if self._outermost is not None and not taken_back:
-                self._outermost.operators.append(_NO_CAST)
-            return found
-
-        return casting
 
     def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
         if self._outermost is not None:
@@ -253,6 +240,11 @@ def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
         elif isinstance(one, FusedAdapter):
             layer: Any = one
             yield from (*layer.lora_A.values(), *layer.lora_B.values())
+
+
+def _multiplies_in_float32(layer: Any, x: Tensor) -> bool:
+    weights = layer.lora_A.parameters()
+    return not torch.is_autocast_enabled(x.device.type) and any(one.dtype == torch.float32 for one in weights)
 
 
 def _emptied(tensor: Tensor) -> Tensor:

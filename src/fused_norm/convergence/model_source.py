@@ -108,7 +108,9 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
         # peft asks transformers for properties by the names that release 5.23 warns of.
         warnings.simplefilter("ignore", FutureWarning)
         # Both factors random: the usual zeros would leave the other factor without a gradient in the first step.
-        get_peft_model(model, config)  # what it returns is a wrapper of the model, which is changed
+        is_float32 = PRECISIONS[comparison.precision].weights == "float32"
+        # What it returns is a wrapper of the model, which is changed.
+        get_peft_model(model, config, autocast_adapter_dtype=is_float32)
     for parameter in vectors if comparison.execution not in FROZEN_NORMS else ():
         parameter.requires_grad_(True)
     frozen = getattr(torch, PRECISIONS[comparison.precision].frozen)

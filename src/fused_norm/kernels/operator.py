@@ -119,6 +119,8 @@ class Operator(ABC):
     """The tensors that must have the shape of the first one."""
     other_rules: ClassVar[tuple[str, ...]] = ()
     """The tensors that ``wrong`` looks at, and nobody before it."""
+    takes_dtensors: ClassVar[bool] = True
+    """Of DTensors that are cut between rows each device can compute its part."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     saved: ClassVar[str]
@@ -154,6 +156,7 @@ class Operator(ABC):
             )
         OPERATORS[self.name] = self
         self.function, programmed = _function_of_arguments(self), _function_of_program(self)
+        self._nodes = tuple([one._backward_cls for one in (self.function, programmed)])
         self.programs = Programs()
         self.programs_as_stock = Programs()
         """The programs of calls that a patched module has checked: kernels may do them in place of its stock code."""
@@ -228,6 +231,15 @@ class Operator(ABC):
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
+    def has_made(self, node: Any) -> bool:
+        """Return whether a node of the autograd graph is that of a call of this operator."""
+        return isinstance(node, self._nodes)
+
+    def facts_of(self, node: Any) -> Facts:
+        """``facts`` of the call that has made a node."""
+        facts: Facts = node.program.facts[1] if hasattr(node, "program") else node.spec_and_facts[1]
+        return facts
+
     def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         """``gradients`` by one of the ways to them; None where not needed."""
         return route(self, spec, call)
@@ -297,7 +309,7 @@ class Operator(ABC):
             return Refusal(reason)
         if _is_unwatched(tensors):
             reason = self._inference_tensor(tensors)
-        elif self.not_differentiable:
+        elif self.not_differentiable or not self.takes_dtensors:
             reason = "it has no form for DTensors" if any(is_sharded(one) for one in tensors) else None
         else:
             rows = [one for one, is_shared in zip(tensors, self._is_shared, strict=True) if not is_shared]

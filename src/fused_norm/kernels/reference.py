@@ -276,3 +276,16 @@ def _uncast(spec: NormSpec, x: Tensor, weight: Tensor | None, inverse_root: Call
 def _round_in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = value.to(dtype).to(value.dtype)
     return torch.where(rounded.isinf(), value, rounded)
+
+
+def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return base + (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() * scale
+
+
+def lora_add_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor | None, ...]:
+    """The gradients of base, which is dy and left out, of x, a and b."""
+    rows, first, second = x.flatten(0, -2), a.to(x.dtype), b.to(x.dtype)
+    du = dy.to(x.dtype).reshape(len(rows), dy.shape[-1]) * scale
+    dh = du @ second
+    da, db = dh.t() @ rows, du.t() @ (rows @ first.t())
+    return None, (dh @ first).view(x.shape), da.to(a.dtype), db.to(b.dtype)

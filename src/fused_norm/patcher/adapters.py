@@ -1,22 +1,20 @@
-"""LoRA layers whose adapter reads its input without the cast that autocast takes back, or an input of its own.
+"""LoRA layers of PEFT that add their adapter's output to that of the linear in one kernel.
 
-PEFT's LoRA layer casts its input to the dtype of its adapter, float32 beside a 16-bit model. Under autocast the
-adapter's first product casts it back at once, so it gets the same numbers without either cast.
-
-It multiplies what the adapter's second product returns, as wide as the layer, by a scale. That is a power of two most
-of the time, and then what the second product reads, as wide as the rank, is multiplied instead.
+PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, which autocast takes back in
+front of the adapter's first product. It multiplies the output of the second product by a scale, and adds that to what
+the linear returns. Here the linear, quantised or not, and the dropout are called as PEFT calls them.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
+from ..kernels.lora_add import LORA_ADD
+from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled, run_fused
 
 _FOR_ADAPTER = "fused_norm_for_adapter"
 """The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
@@ -27,18 +25,46 @@ class FusedAdapter(nn.Module):
 
     fused_norm_origin: ClassVar[Any]
     fused_norm_origin_forward: ClassVar[Any]
+    fused_norm_is_quantised: ClassVar[bool]
 
-    def fused_norm_scaled(self, second: Any, x: Any, scale: Any) -> Any:
-        """``second(x) * scale``; of the smaller x, the product of x and the scale, where that gives the same bits."""
-        if not _may_scale_input(second, x, scale):
-            return second(x) * scale
-        return second(x if scale == 1 else x * scale)
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """What PEFT's layer returns, [..., N] for x [..., K]."""
+        layer: Any = self
+        if (
+            torch.compiler.is_compiling()
+            or is_disabled()
+            or type(x) is not Tensor
+            or args
+            or kwargs
+            or not has_origin_forward(type(self))
+            or why_stock(layer) is not None
+        ):
+            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
+        device = "cuda" if x.is_cuda else x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if dtype is None and self.fused_norm_is_quantised:
+            return self.fused_norm_origin.forward(self, x)
+        (name,), parts = layer.active_adapters, layer._modules
+        first, second, dropout = (parts[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+        a, b, scale = first.weight, second.weight, layer.scaling[name]
+        base = parts["base_layer"](x)
+        x = vars(x).pop(_FOR_ADAPTER, x)
+        if not _is_taken_back(x, a, dtype) or may_drop(dropout, dropout.training):
+            x = self._cast_for_adapter(x, a.dtype)
+        x = dropout(x)
+        x = x if dtype is None else x.to(dtype)
+        y = reason = None
+        if dtype is not None or a.dtype == b.dtype == x.dtype:
+            y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
+        if y is not None:
+            return y
+        explain(self.fused_norm_origin, reason)
+        y = base + second(first(x)) * scale
+        return y if self.fused_norm_is_quantised else y.to(base.dtype)
 
-    def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
-        """``x`` in ``dtype``; in its own where autocast takes that cast back and nothing else sees its result."""
-        if type(x) is Tensor and not torch.compiler.is_compiling():
-            x = vars(x).pop(_FOR_ADAPTER, x)
-        if _is_taken_back(x, dtype) and has_origin_forward(type(self)) and why_cast(self) is None:
+    def _cast_for_adapter(self, x: Tensor, dtype: torch.dtype) -> Any:
+        """``x`` as PEFT gives it to dropout: around a quantised linear it is not cast under CUDA's autocast."""
+        if self.fused_norm_is_quantised and torch.is_autocast_enabled():
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
 
@@ -52,93 +78,69 @@ def is_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     origin = _origin_of(module)
-    # Older ones cast in their forward.
-    return layers is not None and origin is layers.Linear and hasattr(origin, "_cast_input_dtype")
+    # Older ones cast in their forward, and have no variants.
+    return layers is not None and origin is layers.Linear and _is_recent(module)
 
 
 def is_quantised_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("peft.tuners.lora.bnb")
     origin = _origin_of(module)
-    return any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+    found = any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+    return found and _is_recent(module)
 
 
 def _origin_of(module: nn.Module) -> Any:
     return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
 
 
-def casts_input(layer: Any) -> bool:
-    """Return whether a LoRA layer casts 16-bit inputs: PEFT's own switch is on, and an adapter is of float32."""
-    switched_on = getattr(layer, "cast_input_dtype_enabled", True)
-    return switched_on and any(one.weight.dtype == torch.float32 for one in layer.lora_A.values())
+def _is_recent(layer: nn.Module) -> bool:
+    return hasattr(layer, "_cast_input_dtype") and "lora_variant" in vars(layer)
 
 
-def casts_input_to(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether the adapters of a LoRA layer read a float32 input in ``dtype`` or wider, under autocast to it.
-
-    Those of the other 16 bits round it to these first.
-    """
-    if not getattr(layer, "cast_input_dtype_enabled", True):
-        return True
-    return all(
-        layer.lora_A[name].weight.dtype in (torch.float32, dtype)
-        for name in layer.active_adapters
-        if name in layer.lora_A
-    )
-
-
-def scales_input(layer: Any) -> bool:
-    """Return whether an active adapter of a LoRA layer may be scaled before its second product."""
-    variants = layer.__dict__.get("lora_variant", ())
-    plain = [name for name in layer.active_adapters if name in layer.lora_B and name not in variants]
-    return any(_may_be_scaled(layer.lora_B[name], layer.scaling[name]) for name in plain)
-
-
-def why_cast(layer: Any, *, training: bool = False) -> str | None:
-    """The reason why a LoRA layer has to cast its input; None where no active adapter could tell.
-
-    ``training``: judge its dropout as if the layer were in training mode.
-    """
-    parts = layer._modules
-    for name in layer.active_adapters:
-        first = parts["lora_A"]._modules.get(name)
-        if first is None:
-            continue
-        if name in layer.__dict__.get("lora_variant", ()):
-            return f"{type(layer.lora_variant[name]).__name__} may compute more with its input"
-        dropout = parts["lora_dropout"]._modules[name]
-        if type(first) is not nn.Linear or type(dropout) not in (nn.Identity, nn.Dropout):
-            return f"its adapter has a {type(first).__name__} behind a {type(dropout).__name__}"
-        if any("forward" in vars(one) or has_hooks(one) for one in (first, dropout)):
-            return "other code sees the input of its adapter"
-        if isinstance(dropout, nn.Dropout) and dropout.p > 0 and (training or dropout.training):
-            return "its dropout may draw other numbers for another dtype"
+def why_stock(layer: Any) -> str | None:
+    """The reason why a LoRA layer, as it is now, has to run PEFT's forward; None where it has not."""
+    own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
+    if own["_disable_adapters"] or own["merged_adapters"]:
+        return "its adapter is merged, or switched off"
+    if len(active) != 1:
+        return f"it has {len(active)} active adapters"
+    (name,) = active
+    if name in own["lora_variant"]:
+        return f"{type(own['lora_variant'][name]).__name__} may compute more with its input"
+    for part in ("lora_A", "lora_B"):
+        product = parts[part]._modules.get(name)
+        if type(product) is not nn.Linear:
+            return "its active adapter has no products" if product is None else f"its adapter has a {_name_of(product)}"
+        if product.bias is not None:
+            return "its adapter has a bias"
+        if "forward" in vars(product) or has_hooks(product):
+            return "other code sees the products of its adapter"
     return None
 
 
-def _may_scale_input(second: Any, x: Any, scale: Any) -> bool:
-    """Return whether a linear gives the bits of its product times the scale, and the same gradients, for a scaled x.
+def reads_in(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether a LoRA layer's adapter reads a float32 input in ``dtype``, and in no other before, under autocast.
 
-    A power of two changes exponents alone, and every rounding stays. float16 has few exponents.
+    One of the other 16 bits has it rounded to those first, and dropout may draw other numbers for another dtype.
     """
-    if type(x) is not Tensor or is_disabled() or torch.compiler.is_compiling() or not _may_be_scaled(second, scale):
-        return False
-    device = "cuda" if x.is_cuda else x.device.type
-    computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return {x.dtype, computed_in} <= {torch.bfloat16, torch.float32}
+    (name,) = layer.active_adapters
+    weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
+    is_cast = getattr(layer, "cast_input_dtype_enabled", True)
+    return not may_drop(dropout, dropout.training) and (not is_cast or weight.dtype in (torch.float32, dtype))
 
 
-def _may_be_scaled(second: Any, scale: Any) -> bool:
-    if type(second) is not nn.Linear or second._parameters["bias"] is not None:
+def may_drop(dropout: nn.Module, training: bool) -> bool:
+    """Return whether a LoRA layer's dropout does anything to its input, in training mode or not."""
+    if type(dropout) is nn.Identity:
         return False
-    if "forward" in second.__dict__ or has_hooks(second):
-        return False
-    return type(scale) in (float, int) and abs(math.frexp(scale)[0]) == 0.5 and 2**-16 <= abs(scale) <= 2**16
+    return type(dropout) is not nn.Dropout or (training and dropout.p > 0)
 
 
-def _is_taken_back(x: Any, dtype: torch.dtype) -> bool:
-    """Return whether autocast would cast ``x``, cast to ``dtype``, back in front of a product."""
-    if dtype != torch.float32 or not isinstance(x, Tensor) or is_disabled() or torch.compiler.is_compiling():
-        return False
-    device = x.device.type
-    return torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
+def _is_taken_back(x: Tensor, a: Tensor, dtype: torch.dtype | None) -> bool:
+    """Return whether autocast to ``dtype`` would take back a cast of ``x`` to the dtype of ``a``."""
+    return x.dtype == dtype and a.dtype == torch.float32
+
+
+def _name_of(module: nn.Module) -> str:
+    return type(module).__name__

@@ -58,9 +58,7 @@ def apply_fused_norm(
         residual: fuse a residual add with the norm after it in the layer; None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it; None is on.
-        adapter: leave out the casts of PEFT's LoRA layers, from a 16-bit input to an adapter in float32, that autocast
-            takes back in front of the adapter's first product, and apply a scale that is a power of two in front of the
-            second one; None is on.
+        adapter: fuse what PEFT's LoRA layers add to their linear, the adapter's products, scale and sum; None is on.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
         casting: ``{"*.q_norm": "gemma"}``: norms at paths of that pattern round as that casting does, not as their own
             code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,

@@ -19,7 +19,6 @@ from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
 from .losses import FusedLoss, training_forward
 from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
-from .patterns.scales import scaled_by_own_method
 from .recompute import call_recomputing
 from .rewrite import Rewrite
 
@@ -84,11 +83,8 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
 def fused_adapter_class(origin: Any) -> type[nn.Module]:
     """The fused class for LoRA layers of class ``origin``."""
     made_by = (fused_adapter_class,)
-    if known := _known(origin, made_by):
-        return known
-    rewritten = scaled_by_own_method(origin)
-    members = {} if rewritten is None else {"forward": _unless_replaced(origin, rewritten)}
-    return _derive(FusedAdapter, origin, made_by, **members)
+    is_quantised = origin.__module__.endswith(".bnb")
+    return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by, fused_norm_is_quantised=is_quantised)
 
 
 def _unless_replaced(origin: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, casts_input_to, keep_for_adapter, why_cast
+from .adapters import FusedAdapter, keep_for_adapter, reads_in, why_stock
 from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
 
 FURTHER = "fused_norm_further_outputs"
@@ -65,10 +65,8 @@ def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
         return 1 if _is_unseen(linear) else 0
     if not isinstance(linear, adapter) or not _is_unseen(linear):
         return 0
-    layer: Any = linear
-    base, active = layer._modules.get("base_layer"), layer.active_adapters
-    alone = type(base) is Linear and _is_unseen(base) and len(active) == 1
-    return 2 if alone and active[0] not in layer.lora_variant else 0
+    base = linear._modules.get("base_layer")
+    return 2 if type(base) is Linear and _is_unseen(base) and why_stock(linear) is None else 0
 
 
 def _is_unseen(module: nn.Module) -> bool:
@@ -89,7 +87,7 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
         return False
     for linear in readers:
         if type(linear) is not Linear:
-            if why_cast(linear) is not None or not casts_input_to(linear, dtype):
+            if not reads_in(linear, dtype):
                 return False
             linear = linear.base_layer
         if type(linear.weight) not in (Parameter, Tensor):

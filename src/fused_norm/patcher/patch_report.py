@@ -46,7 +46,7 @@ class Site:
     def what(self) -> str:
         """The norm or activation that runs at a fused site, in words."""
         if self.kind == "adapter":
-            return "no cast under autocast"
+            return "sum with the adapter"
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "no norm"

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.glu import GLU
+from ..kernels.lora_add import LORA_ADD
 from ..kernels.operator import Operator, Recompute, Spec, calls
 from ..kernels.qk_norm import QK_NORM
 from ..kernels.recomputed_norm import RECOMPUTED_NORM
@@ -113,6 +114,8 @@ class _Register:
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
+        if operator is LORA_ADD:  # saved as a linear saves what it reads, and recomputed as one
+            return operator.results_of(spec, *arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack
         saved: list[Tensor] | None = None

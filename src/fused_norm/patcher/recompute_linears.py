@@ -1,10 +1,10 @@
 """Outputs of the linears behind a norm, read off the autograd graph so that a backward can compute them again.
 
 What made such a tensor is told by the nodes behind it: a product of matrices, with a bias or without, or with a weight
-of 4 bits by bitsandbytes; for a LoRA layer the sum of two products, one of them times a number; casts and copies. They
-end at an output of a norm, which is recomputed itself, and at tensors that the nodes keep anyway: weights, and what a
-LoRA layer's second product reads, behind its dropout. So no module is asked or called, and no random number drawn. An
-output of anything else is kept, also that of a linear with a bias that is not trained, which no node keeps.
+of 4 bits by bitsandbytes; the sum of it and a LoRA adapter's output; casts. They end at an output of a norm, which is
+recomputed itself, and at tensors that the nodes keep anyway: weights, and what an adapter's second product reads,
+behind its dropout. So no module is asked or called, and no random number drawn. An output of anything else is kept,
+also that of a linear with a bias that is not trained, which no node keeps.
 
 The same library call with operands of the same shapes and memory orders makes the same bits.
 """
@@ -12,10 +12,13 @@ The same library call with operands of the same shapes and memory orders makes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..kernels.lora_add import LORA_ADD
 
 CAST = "ToCopyBackward0"
 
@@ -168,33 +171,20 @@ class LinearOutputs:
             return None
         return Matrix(Expression(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
 
-    def _sum(self, node: Any) -> Matrix | None:
-        one, other = (self._behind(edge) for edge in node.next_functions)
-        if one is None or other is None or node._saved_alpha != 1 or one[1:3] != other[1:3]:
+    def _sum_with_adapter(self, node: Any) -> Matrix | None:
+        """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
+        found = self._behind(node.next_functions[0]) if LORA_ADD.has_made(node) else None
+        *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
+        if found is None or b is None or h is None:
             return None
-        # In place it is rounded to the dtype of the first.
-        recipe = Expression(_sum_in, node._input_metadata[0].dtype, one.recipe, other.recipe)
-        return Matrix(recipe, one.rows, one.columns, one.is_of_norm or other.is_of_norm)
-
-    def _times_number(self, node: Any) -> Matrix | None:
-        edge, (other, _) = node.next_functions
-        raw = node._raw_saved_other
-        if other is not None:
-            return None
-        factor = raw.data if isinstance(raw.data, Tensor) else _kept(raw)  # no hook sees a Python number
-        found = self._behind(edge) if factor is not None and factor.dim() == 0 else None
-        if found is None or factor is None:
-            return None
-        return found._replace(recipe=Expression(torch.mul, found.recipe, factor))
+        recipe = Expression(partial(_added, scale=LORA_ADD.facts_of(node)[0]), found.recipe, h.flatten(0, -2), b)
+        return found._replace(recipe=recipe)
 
     def _cast(self, node: Any) -> Matrix | None:
         found, made = self._behind(node.next_functions[0]), node._input_metadata[0]
         if found is None:
             return None
         return found._replace(recipe=Expression(Tensor.to, found.recipe, made.device, made.dtype))
-
-    def _copy(self, node: Any) -> Matrix | None:
-        return self._behind(node.next_functions[0])
 
     def _behind(self, edge: Any) -> Matrix | None:
         node, _ = _behind_views(edge)
@@ -203,10 +193,8 @@ class LinearOutputs:
     _READ: ClassVar[dict[str, Callable[..., Matrix | None]]] = {
         "MmBackward0": _product,
         "AddmmBackward0": _product_with_bias,
-        "AddBackward0": _sum,
-        "MulBackward0": _times_number,
+        "LoraAddBackward": _sum_with_adapter,
         CAST: _cast,
-        "CloneBackward0": _copy,
         "MatMul4BitBackward": _product_in_4_bits,
     }
 
@@ -215,8 +203,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias.to(weight.dtype), x, weight)
 
 
-def _sum_in(dtype: torch.dtype, one: Tensor, other: Tensor) -> Tensor:
-    return torch.add(one, other).to(dtype)
+def _added(base: Tensor, h: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    return LORA_ADD.output_of(base, h, b, scale)
 
 
 def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:

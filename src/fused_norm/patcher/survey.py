@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import casts_input, is_lora_layer, is_quantised_lora_layer, scales_input, why_cast
+from .adapters import is_lora_layer, is_quantised_lora_layer, why_stock
 from .block import SurveyedModel, why_left_out
 from .block_survey import change_block, decide_block, may_rotate_or_gate
 from .class_swap import (
@@ -26,7 +26,6 @@ from .class_swap import (
 )
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
-from .linear_inputs import reads_of
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import ReadingBlock, Site
 from .patterns.heads import QK_NAME
@@ -92,8 +91,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         rows += found
         changes += change
     for path, layer in adapters.items():
-        found, change = _survey_adapter(path, layer, options)
-        rows += found
+        row, change = _survey_adapter(path, layer, options)
+        rows.append(row)
         changes += change
     return rows, changes, [block.reading for block in known.blocks.values() if block.reading is not None]
 
@@ -127,21 +126,16 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     return site, change_to(norm, fused)
 
 
-def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
-    origin, is_quantised = stock_class(layer), is_quantised_lora_layer(layer)
+def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
+    origin = stock_class(layer)
     site = Site(path, "adapter", origin.__name__)
     if owner := foreign_forward(layer) or class_forward_replaced(origin):
-        row, change = site.kept_for(owner, "overridden"), []
-    elif unwanted := why_left_out("adapter", path, layer, options):
-        row, change = site.kept_for(unwanted, "option"), change_to(layer, origin)
-    else:
-        reason = why_cast(layer, training=True)
-        row = site if reason is None else site.kept_for(reason)
-        reads = options.readers and reads_of(layer, adapter=type(layer))  # its adapter may read an input of its own
-        is_fused = scales_input(layer) or (not is_quantised and (reason is None or reads))
-        change = change_to(layer, fused_adapter_class(origin) if is_fused else origin)
-    # Around a quantised linear PEFT itself leaves the casts out.
-    return [] if is_quantised or not casts_input(layer) else [row], change
+        return site.kept_for(owner, "overridden"), []
+    if unwanted := why_left_out("adapter", path, layer, options):
+        return site.kept_for(unwanted, "option"), change_to(layer, origin)
+    if reason := why_stock(layer):
+        return site.kept_for(reason), change_to(layer, origin)
+    return site, change_to(layer, fused_adapter_class(origin))
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:

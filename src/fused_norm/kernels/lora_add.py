@@ -1,0 +1,130 @@
+"""The output of a linear and that of its LoRA adapter, added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import Refusal, other_dtype, wrong_rows, wrong_scale, wrong_tensor
+from .operator import BackwardCall, Operator, Route, Spec
+from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
+from .triton.memory import promoted
+
+
+class LoraAdd(Operator):
+    """``lora_add`` as an operator, which has no norm."""
+
+    name = "lora_add"
+    has_norm = False
+    tensors = "Tensor base, Tensor x, Tensor a, Tensor b"
+    options = "float scale"
+    outputs = ("y",)
+    other_rules = ("x", "a", "b")
+    takes_dtensors = False
+    kept = ("h",)
+    saved = "Tensor x, Tensor a, Tensor b, Tensor h"
+    facts = options
+    gradients = ("dbase", "dx", "da", "db")
+
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        base, x, a, b, scale = arguments
+        for name, one in (("x", x), ("a", a), ("b", b)):
+            refusal = wrong_tensor(name, one, ("base", base))
+            if refusal is not None:
+                return refusal
+        return wrong_rows("x", x) or wrong_scale(scale) or _wrong_shapes(base, x, a, b)
+
+    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        _, x, a, *_ = tensors = arguments[:-1]
+        if not all(one.numel() for one in tensors):
+            return Refusal("")
+        if x.dtype == torch.float32:
+            return Refusal("x is torch.float32, products of which are left to PyTorch")
+        if not 1 <= len(a) <= HIGHEST_RANK:
+            return Refusal(f"a rank of {len(a)} is not among 1 to {HIGHEST_RANK}")
+        return None
+
+    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+        base, x, *_ = arguments
+        if base.dtype not in (x.dtype, torch.float32):
+            return other_dtype("x", "base", x, base)
+        return None if base.is_contiguous() else "base is not contiguous"
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.lora_add(*arguments)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        base, x, a, b, scale = arguments
+        h = x.new_empty((*x.shape[:-1], len(a)))
+        if launch:
+            launch_narrow(x, a, a.stride()[::-1], h)
+        return self.output_of(base, h, b, scale, launch=launch), h if training else None
+
+    def output_of(self, base: Tensor, h: Tensor, b: Tensor, scale: float, *, launch: bool = True) -> Tensor:
+        """The output for rows of h = x @ a^T."""
+        y = base.new_empty(base.shape, dtype=promoted(base.dtype, h.dtype))
+        if launch:
+            launch_widen(h, b, b.stride()[::-1], base, y, scale)
+        return y
+
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (need_dbase, *others) = call.incoming, call.needed
+        found = route(self, spec, call) if any(others) else (None,) * len(call.needed)
+        return (dy if need_dbase else None, *found[1:])
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, a, b, h), (scale,) = call.incoming, call.saved, call.facts
+        _, need_dx, need_da, need_db = call.needed
+        dh = h.new_empty(h.shape)
+        dx = x.new_empty(x.shape) if need_dx else None
+        da, db = a.new_empty(a.shape), b.new_empty(b.shape)
+        if launch:
+            launch_narrow(dy, b, b.stride(), dh, scale)
+            if dx is not None:
+                launch_widen(dh, a, a.stride(), None, dx)
+            if need_da or need_db:
+                launch_weights(dy, h, db, x, dh, da, scale)
+        return None, dx, da if need_da else None, db if need_db else None
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, a, b, _) = call.incoming, call.saved
+        return reference.lora_add_backward(dy, x, a, b, *call.facts)
+
+
+LORA_ADD = LoraAdd()
+
+
+def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Refusal | None:
+    same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
+    if same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
+        return None
+    shapes = ", ".join(str(tuple(one.shape)) for one in (base, x, a, b))
+    return Refusal(f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError)
+
+
+def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """The output of a linear with that of its LoRA adapter (Hu et al. 2021, arXiv 2106.09685) added to it.
+
+    ``y = base + (x @ a^T @ b^T) * scale``. Products are made in x's dtype, to which a and b are rounded first, and each
+    of the two, what the scale makes of them, and the sum is rounded, as PEFT's layers round them. The backward keeps x,
+    a, b and the r numbers of each row between the products.
+
+    Args:
+        base: [..., N], float32, bfloat16 or float16, any strides; what the linear has returned for x.
+        x: [..., K], base's rows, bfloat16 or float16; float32 and float64 are computed by the PyTorch reference, and so
+            are DTensors.
+        a: [r, K], float32 or x's dtype, r up to 256; beyond, the PyTorch reference computes.
+        b: [N, r].
+        scale: a Python number.
+
+    Returns:
+        y, [..., N], contiguous, of the dtype that base and x promote to. It shares no memory with base.
+
+    Raises:
+        TypeError: for anything but dense tensors of floating point, and a scale that is no Python number.
+        ValueError: for shapes and devices that do not go together.
+    """
+    return LORA_ADD.checked(None, base, x, a, b, scale)

@@ -1,0 +1,232 @@
+"""A LoRA adapter in Triton, forward and backward: kernels and their launchers.
+
+An adapter takes rows of K elements to rows of r, ``h = x @ a^T``, and those to rows of N, ``h @ b^T``. Products are of
+numbers in h's dtype, to which wider ones are rounded first, and are summed in fp32 and rounded to it. All that is
+written is contiguous. ``dy``, ``dx``, ``dh``, ``da`` and ``db`` are gradients. R is r, or the next size above it that
+tiles can have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plans import next_power_of_2
+from .language import interpreted, round_to, rows_of
+from .launch import launch
+from .memory import is_long, same_rows
+
+HIGHEST_RANK = 256
+"""The rank up to which tiles fit into registers and shared memory."""
+
+_FEW_ROWS = 4096
+"""Up to so many rows a tile has fewer of them, so that more programs run at once."""
+
+_MOST_SHARES, _PROGRAMS = 16, 1024
+"""Parts at most that rows are cut into for the gradients of weights, and programs to aim at: wide layers have enough
+without, and a share is as large as the gradient."""
+
+_SUMMED = 256
+"""Elements of those that one program sums over all parts."""
+
+Strides = tuple[int, ...]
+
+
+@triton.jit
+def _load(memory, row, col, live, scale, dtype: tl.constexpr):
+    """A tile rounded to ``dtype``, then times the scale and rounded again, to be multiplied with another tile."""
+    ptr, row_stride, col_stride = memory
+    value = tl.load(ptr + row[:, None] * row_stride + col[None, :] * col_stride, mask=live, other=0.0)
+    value = _operand(value, dtype)
+    if scale is not None:
+        value = _operand(value.to(tl.float32) * scale, dtype)
+    return value
+
+
+@triton.jit
+def _operand(value, dtype: tl.constexpr):
+    """Values rounded to ``dtype`` as ``tl.dot`` takes them; Triton's interpreter multiplies no bf16."""
+    if interpreted:
+        return round_to(value.to(tl.float32), dtype)
+    return value.to(dtype)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _narrow_kernel(
+    x_ptr,  # [M, K]
+    w_ptr,  # [K, r], by its strides
+    h_ptr,  # [M, r]
+    M,
+    K, r, x_stride, w_row_stride, w_col_stride,
+    scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """``h = round(x * scale) @ w``."""
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    row = rows_of(tl.program_id(0), ROWS, LONG)
+    rank = tl.arange(0, R)
+    h = tl.zeros([ROWS, R], tl.float32)
+    for start in range(0, K, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = _load((x_ptr, x_stride, 1), row, col, (row < M)[:, None] & (col < K)[None, :], scale, dtype)
+        live = (col < K)[:, None] & (rank < r)[None, :]
+        h = tl.dot(x, _load((w_ptr, w_row_stride, w_col_stride), col, rank, live, None, dtype), h)
+    tl.store(
+        h_ptr + row[:, None] * r + rank[None, :], round_to(h, dtype), mask=(row < M)[:, None] & (rank < r)[None, :]
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _widen_kernel(
+    h_ptr,  # [M, r]
+    w_ptr,  # [r, N], by its strides
+    base_ptr,  # [M, N] or None
+    y_ptr,  # [M, N]
+    M,
+    N, r, w_row_stride, w_col_stride, base_stride,
+    scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """``y = base + (h @ w) * scale``, each of the three rounded."""
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    row = rows_of(tl.program_id(0), ROWS, LONG)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, R)
+    live = (row < M)[:, None] & (col < N)[None, :]
+    h = _load((h_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
+    w = _load((w_ptr, w_row_stride, w_col_stride), rank, col, (rank < r)[:, None] & (col < N)[None, :], None, dtype)
+    y = round_to(tl.dot(h, w), dtype)
+    if scale is not None:
+        y = round_to(y * scale, dtype)
+    if base_ptr is not None:
+        y += tl.load(base_ptr + row[:, None] * base_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["M", "share"])
+def _shares_kernel(
+    dy_ptr,  # [M, N]
+    h_ptr,  # [M, r]
+    db_ptr,  # [programs, N, r] fp32: shares
+    x_ptr,  # [M, K]
+    dh_ptr,  # [M, r]
+    da_ptr,  # [programs, K, r] fp32: shares
+    M, share,
+    N, K, r, dy_stride, x_stride,
+    scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Shares of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
+    start = tl.program_id(0) * share
+    block, blocks = tl.program_id(1), tl.cdiv(N, BLOCK)
+    if block < blocks:
+        _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, LONG)
+    else:
+        _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, LONG)
+
+
+@triton.jit
+def _share(
+    wide_ptr, narrow_ptr, share_ptr, start, share, block, M, N, r, stride, scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = narrow_ptr.dtype.element_ty
+    col = block * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, R)
+    total = tl.zeros([BLOCK, R], tl.float32)
+    for first in range(start, tl.minimum(start + share, M), ROWS):
+        row = rows_of(first // ROWS, ROWS, LONG)
+        wide = _load((wide_ptr, stride, 1), row, col, (row < M)[:, None] & (col < N)[None, :], scale, dtype)
+        narrow = _load((narrow_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
+        total = tl.dot(tl.trans(wide), narrow, total)
+    at = share_ptr + tl.program_id(0) * N * r + col[:, None] * r + rank[None, :]
+    tl.store(at, total, mask=(col < N)[:, None] & (rank < r)[None, :])
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _sum_kernel(
+    db_shares_ptr,  # [programs, N, r] fp32
+    da_shares_ptr,  # [programs, K, r] fp32
+    h_ptr,  # of the dtype that products are rounded to
+    db_ptr,  # [N, r]
+    da_ptr,  # [r, K]
+    programs,
+    N, K, r,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, blocks = tl.program_id(0), tl.cdiv(N * r, BLOCK)
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    if block < blocks:
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        total = _sum(db_shares_ptr, at, N * r, programs, BLOCK)
+        tl.store(db_ptr + at, round_to(round_to(total, dtype), db_ptr.dtype.element_ty), mask=at < N * r)
+    else:
+        at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
+        total = _sum(da_shares_ptr, at, K * r, programs, BLOCK)
+        place = at % r * K + at // r
+        tl.store(da_ptr + place, round_to(round_to(total, dtype), da_ptr.dtype.element_ty), mask=at < K * r)
+
+
+@triton.jit
+def _sum(shares_ptr, at, size, programs, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for program in range(programs):
+        total += tl.load(shares_ptr + program * size + at, mask=at < size, other=0.0)
+    return total
+
+
+def launch_narrow(x: Tensor, w: Tensor, strides: Strides, h: Tensor, scale: float = 1) -> None:
+    """Write ``h`` [..., r]: ``x`` [..., K] times the scale, and that times ``w`` [K, r] of these strides."""
+    (_, arranged), (_, stride) = same_rows(h, x)
+    (rows, rank), width = _rows_of(h), x.shape[-1]
+    tile = _ranks(rank) | {"ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged)}
+    tile["BLOCK"] = min(128, max(16, 2048 // tile["R"]))
+    numbers = rows, width, rank, stride, *strides, _factor(scale)
+    launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h), numbers, tile, warps=4)
+
+
+def launch_widen(h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y: Tensor, scale: float = 1) -> None:
+    """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, times the scale, and ``base``."""
+    (_, arranged), (_, base_stride) = same_rows(h, base)
+    (rows, rank), width = _rows_of(h), y.shape[-1]
+    tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y)}
+    numbers = rows, width, rank, *strides, base_stride, _factor(scale)
+    grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
+    launch(_widen_kernel, grid, (h, w, arranged, y), numbers, tile, warps=4)
+
+
+def launch_weights(dy: Tensor, h: Tensor, db: Tensor, x: Tensor, dh: Tensor, da: Tensor, scale: float) -> None:
+    """Write ``db`` [N, r], of dy times the scale and h, and ``da`` [r, K], of dh and x; both contiguous."""
+    (_, dy_rows, x_rows), (_, dy_stride, x_stride) = same_rows(h, dy, x)
+    (rows, rank), width, inputs = _rows_of(h), len(db), x.shape[-1]
+    tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows)}
+    tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
+    blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
+    parts = max(1, min(_MOST_SHARES, _PROGRAMS // max(1, blocks)))
+    share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
+    programs = -(-rows // share)
+    shares = [one.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)]
+    numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
+    launch(_shares_kernel, (programs, blocks), (dy_rows, h, shares[0], x_rows, dh, shares[1]), numbers, tile, warps=4)
+    grid = -(-db.numel() // _SUMMED) + -(-da.numel() // _SUMMED), 1
+    launch(_sum_kernel, grid, (*shares, h, db, da), (programs, width, inputs, rank), {"BLOCK": _SUMMED}, warps=4)
+
+
+def _rows_of(h: Tensor) -> tuple[int, int]:
+    return h.numel() // h.shape[-1], h.shape[-1]
+
+
+def _is_long(*tensors: Tensor | None) -> bool:
+    return is_long([one for one in tensors if one is not None])
+
+
+def _ranks(rank: int) -> dict[str, Any]:
+    return {"R": max(16, next_power_of_2(rank))}
+
+
+def _factor(scale: float) -> float | None:
+    return None if scale == 1 else float(scale)

@@ -1,0 +1,388 @@
+"""lora_add: outputs and gradients, held against its formula rounding by rounding, the reference and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_norm.kernels import lora_add, reference
+from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.triton import lora_kernels
+from fused_norm.kernels.triton.launch import Launch
+
+from .numerics import BF16, FAR, FP16, FP32, Tensors, drawn, far_apart, floor, run, slow
+
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")
+"""What is rounded to x's dtype before it is used or stored in its own."""
+SMALL = ((5, 3), 40, 24, 4)
+"""Rows, K, N and the rank of a small call."""
+
+
+def by(function: Callable[..., Tensor], scale: float) -> Function:
+    """``lora_add`` or its reference at one scale."""
+    return lambda base, x, a, b: function(base, x, a, b, scale)
+
+
+def inputs(
+    device: str,
+    rows: Sequence[int],
+    k: int,
+    n: int,
+    rank: int,
+    *,
+    x: torch.dtype = BF16,
+    base: torch.dtype = BF16,
+    weights: torch.dtype = FP32,
+) -> Tensors:
+    """Normally distributed tensors of a call, and the gradient of y."""
+    return drawn(
+        device,
+        base=((*rows, n), base, 1.0),
+        x=((*rows, k), x, 1.0),
+        a=((rank, k), weights, k**-0.5),
+        b=((n, rank), weights, 1.0),
+        dy=((*rows, n), torch.promote_types(base, x), 1.0),
+    )
+
+
+def integers(given: Tensors) -> Tensors:
+    """-1, 0 and 1 in the place of all values, so that every sum is exact and its order is no matter."""
+    return given.mapped(lambda one: (2 * one / one.abs().max()).round().clamp(-1, 1))
+
+
+def formula(given: Tensors, scale: float, without: str = "") -> Tensors:
+    """y and the gradients in float64, with every rounding but the one that is named ``without``."""
+    dtype, (base, x, dy) = given.x.dtype, (given.base.double(), given.x.double(), given.dy.double())
+
+    def rounded(name: str, value: Tensor) -> Tensor:
+        return value if name == without else value.to(dtype).double()
+
+    a, b = given.a.to(dtype).double(), given.b.to(dtype).double()
+    h = rounded("h", x @ a.t())
+    y = base + rounded("scaled", rounded("u", h @ b.t()) * scale)
+    du = rounded("du", rounded("dy", dy) * scale)
+    dh = rounded("dh", du @ b)
+    da, db = (left.flatten(0, -2).t() @ right.flatten(0, -2) for left, right in ((dh, x), (du, h)))
+    return Tensors(
+        y=y.to(given.dy.dtype),
+        dbase=given.dy.to(given.base.dtype),
+        dx=(dh @ a).to(dtype),
+        da=rounded("da", da).to(given.a.dtype),
+        db=rounded("db", db).to(given.b.dtype),
+    )
+
+
+def assert_equal(ours: Tensors, expected: Tensors) -> None:
+    """Bit for bit; ``ours`` may have fewer gradients."""
+    for name, value in ours.present().items():
+        other = getattr(expected, name)
+        assert (value.dtype, value.shape) == (other.dtype, other.shape), name
+        assert torch.equal(value, other), name
+
+
+SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
+    ((1,), 1, 1, 1),
+    ((17,), 33, 70, 4),
+    ((70,), 140, 129, 8),
+    ((2, 9), 130, 65, 16),
+    ((3, 2, 11), 48, 31, 24),
+    ((65,), 64, 200, 64),
+    *slow(((33,), 40, 66, 128), ((2, 20), 70, 30, 256)),
+]
+DTYPES = [
+    {"x": x, "base": base, "weights": weights} for x in (BF16, FP16) for base in (FP32, x) for weights in (FP32, x)
+]
+
+
+@pytest.mark.parametrize("scale", [0.7, *slow(1, 2, -1)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
+    shape: tuple[tuple[int, ...], int, int, int], scale: float, device: str
+) -> None:
+    given = integers(inputs(device, *shape))
+    ours = run(by(lora_add, scale), given)
+    assert_equal(ours, formula(given, scale))
+    assert_equal(ours, run(by(reference.lora_add, scale), given))
+
+
+@pytest.mark.parametrize("scale", [1, 0.7, *slow(2, -1)])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: "-".join(str(one)[6:] for one in dtypes.values()))
+def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
+    dtypes: dict[str, torch.dtype], scale: float, device: str
+) -> None:
+    given = integers(inputs(device, *SMALL, **dtypes))
+    assert_equal(run(by(lora_add, scale), given), formula(given, scale))
+
+
+def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_kernels, "_FEW_ROWS", 8)
+    monkeypatch.setattr(lora_kernels, "_MOST_SHARES", 2)
+    given = integers(inputs(device, (300,), 40, 24, 8))
+    assert_equal(run(by(lora_add, 2), given), formula(given, 2))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+@pytest.mark.parametrize("base", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("weights", [BF16, FP32], ids=str)
+def test_errors_are_those_of_the_reference(weights: torch.dtype, base: torch.dtype, scale: float, device: str) -> None:
+    given = inputs(device, (70,), 96, 80, 16, base=base, weights=weights)
+    truth = run(by(reference.lora_add, scale), given.mapped(Tensor.double))
+    ours, theirs = (run(by(one, scale), given) for one in (lora_add, reference.lora_add))
+    for name, value in ours.present().items():
+        exact, other = getattr(truth, name), getattr(theirs, name)
+        error, allowed = ((one.double() - exact).norm() for one in (value, other))
+        assert error <= 1.1 * allowed + floor(FP32) * exact.norm(), name
+
+
+def apart(ours: Tensors, expected: Tensors) -> float:
+    """The share of elements that differ by more than sums in another order do, in the result that has most of them."""
+    shares = []
+    for name, value in ours.present().items():
+        other = getattr(expected, name).double()
+        shares.append(((value.double() - other).abs() > 1e-5 * other.abs() + 1e-6).double().mean().item())
+    return max(shares)
+
+
+def test_every_rounding_of_the_formula_is_made(device: str) -> None:
+    given = inputs(device, (6,), 48, 64, 8, base=FP32)
+    ours = run(by(lora_add, 0.7), given)
+    assert apart(ours, formula(given, 0.7)) < 0.02
+    for name in ROUNDED:
+        assert apart(ours, formula(given, 0.7, without=name)) > 0.1, name
+
+
+def test_a_16_bit_sum_is_rounded_behind_the_product(device: str) -> None:
+    given = inputs(device, (40,), 48, 64, 8)
+    ours = run(by(lora_add, 0.7), given)
+    assert apart(ours, formula(given, 0.7)) < 0.02
+    for name in ("h", "u", "scaled"):
+        assert apart(ours, formula(given, 0.7, without=name)) > 0.05, name
+
+
+WANTED = {
+    "base": (),
+    "x": ("narrow", "widen"),
+    "base x": ("narrow", "widen"),
+    "a": ("narrow", "shares", "sum"),
+    "b": ("narrow", "shares", "sum"),
+    "a b": ("narrow", "shares", "sum"),
+    "base x a b": ("narrow", "widen", "shares", "sum"),
+}
+"""By the arguments that want a gradient: the kernels of the backward."""
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_gradients_are_those_that_are_wanted(wanted: str, launched: Callable[[], list[str]], device: str) -> None:
+    given = inputs(device, *SMALL)
+    whole = run(by(lora_add, 0.7), given)
+    launched()
+    some = run(by(lora_add, 0.7), given, tuple({"base", "x", "a", "b"} - {*wanted.split()}))
+    assert some.present().keys() == {"y", *(f"d{name}" for name in wanted.split())}
+    assert_equal(some, whole)
+    assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in WANTED[wanted])]
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted(device: str) -> None:
+    given = inputs(device, *SMALL)
+    plain = lora_add(given.base, given.x, given.a, given.b, 2)
+    with torch.no_grad():
+        given = given.mapped(lambda one: one.requires_grad_())
+        y = lora_add(given.base, given.x, given.a, given.b, 2)
+    assert not y.requires_grad
+    assert not plain.requires_grad
+    assert torch.equal(y, plain)
+
+
+def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
+    given = inputs(device, *SMALL)
+    leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
+    dbase, *_ = torch.autograd.grad(lora_add(*leaves, 0.7), leaves, given.dy)
+    assert dbase.data_ptr() == given.dy.data_ptr()
+
+
+def test_base_may_be_of_another_16_bit_dtype(device: str) -> None:
+    given = integers(inputs(device, *SMALL, x=FP16, base=BF16))
+    ours = run(by(lora_add, 0.7), given)
+    assert (ours.y.dtype, ours.dbase.dtype) == (FP32, BF16)
+    assert_equal(ours, formula(given, 0.7))
+
+
+def test_x_the_weights_and_the_rows_between_the_products_are_kept(device: str) -> None:
+    given = inputs(device, *SMALL)
+    leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        lora_add(*leaves)
+    assert [one.data_ptr() for one in kept[:3]] == [one.data_ptr() for one in leaves[1:]]
+    assert [(tuple(one.shape), one.dtype) for one in kept[3:]] == [((5, 3, 4), BF16)]
+
+
+@pytest.mark.parametrize("name", ["x", "a", "b"])
+def test_a_tensor_that_is_kept_must_not_change_before_the_backward(name: str, device: str) -> None:
+    given = inputs(device, *SMALL)
+    leaves = given.mapped(lambda one: one.clone().requires_grad_())
+    y = lora_add(leaves.base, leaves.x, leaves.a, leaves.b)
+    with torch.no_grad():
+        leaves.base.zero_()
+        vars(leaves)[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(given.dy)
+
+
+LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "turned rows": {name: lambda one: one.transpose(0, 1).contiguous().transpose(0, 1) for name in ("base", "x", "dy")},
+    "turned x": {"x": lambda one: one.transpose(0, 1).contiguous().transpose(0, 1)},
+    "turned base": {"base": lambda one: one.transpose(0, 1).contiguous().transpose(0, 1)},
+    "columns first": {name: lambda one: one.mT.contiguous().mT for name in ("base", "x", "dy")},
+    "wide rows": {name: lambda one: torch.cat((one, one), -1)[..., : one.shape[-1]] for name in ("base", "x", "dy")},
+    "turned weights": {name: lambda one: one.t().contiguous().t() for name in ("a", "b")},
+    "every other number": {name: lambda one: one.repeat_interleave(2, -1)[..., ::2] for name in ("a", "b")},
+    "every other row": {name: lambda one: one.repeat_interleave(2, 0)[::2] for name in ("a", "b")},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
+    given = inputs(device, *SMALL)
+    spread = given.but(**{name: turn(getattr(given, name)) for name, turn in LAYOUTS[layout].items()})
+    assert not any(getattr(spread, name).is_contiguous() for name in LAYOUTS[layout])
+    found = run(by(lora_add, 0.7), spread)
+    assert_equal(found, run(by(lora_add, 0.7), given))
+    assert all(one.is_contiguous() for name, one in found.present().items() if name != "dbase")
+
+
+def test_the_gradient_of_a_sum_is_one_number_for_all(device: str) -> None:
+    given = inputs(device, *SMALL)
+    ones = torch.ones_like(given.dy)
+    found = run(by(lora_add, 0.7), given.but(dy=ones[:1, :1, :1].expand(ones.shape)))
+    assert_equal(found, run(by(lora_add, 0.7), given.but(dy=ones)))
+
+
+@pytest.mark.parametrize("rows", [(0,), (3, 0)], ids=str)
+def test_without_rows_weights_have_gradients_of_zeros(rows: tuple[int, ...], device: str) -> None:
+    found = run(by(lora_add, 0.7), inputs(device, rows, 40, 24, 4))
+    assert found.y.shape == (*rows, 24)
+    assert found.dx.shape == (*rows, 40)
+    assert found.da.count_nonzero() == found.db.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 24), (40, 0), (0, 0)])
+def test_without_columns_the_rest_is_as_by_the_formula(k: int, n: int, device: str) -> None:
+    given = inputs(device, (6,), 40, n, 4)
+    given = given.but(x=given.x[:, :k], a=given.a[:, :k])
+    assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
+
+
+@pytest.mark.parametrize("name", ["base", "x", "dy"])
+def test_rows_lie_further_apart_than_32_bits_reach(name: str, launches: list[Launch], device: str) -> None:
+    if device != "cpu":
+        pytest.skip("a GPU's memory is not made of untouched pages")
+    given = inputs(device, (3,), 40, 24, 4)
+    expected = run(by(lora_add, 0.7), given)
+    launches.clear()
+    assert_equal(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
+    assert {one.constants["LONG"] for one in launches if FAR in one.numbers} == {True}
+
+
+BEYOND = {
+    "x of float32": ({"x": FP32, "base": FP32}, 4),
+    "x of float32 and base of bfloat16": ({"x": FP32}, 4),
+    "float64": ({"x": torch.float64, "base": torch.float64, "weights": torch.float64}, 4),
+    "weights of float64": ({"weights": torch.float64}, 4),
+    "a rank of 257": ({}, 257),
+    "a rank of 0": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: list[Launch], device: str) -> None:
+    dtypes, rank = BEYOND[case]
+    given = inputs(device, (5, 3), 40, 24, rank, **dtypes)
+    ours, expected = (run(by(one, 0.7), given) for one in (lora_add, reference.lora_add))
+    assert_equal(ours, expected)
+    assert not launches
+
+
+def test_the_highest_rank_is_for_kernels(launches: list[Launch], device: str) -> None:
+    given = integers(inputs(device, (3,), 20, 17, lora_kernels.HIGHEST_RANK))
+    assert_equal(run(by(lora_add, 2), given), formula(given, 2))
+    assert launches
+
+
+def test_the_same_call_gives_the_same_bits_again(device: str) -> None:
+    given = inputs(device, (300,), 40, 24, 8)
+    first = run(by(lora_add, 0.7), given)
+    for _ in range(2):
+        assert_equal(run(by(lora_add, 0.7), given), first)
+
+
+def test_the_shape_of_a_batch_is_no_matter(device: str) -> None:
+    given = inputs(device, (2, 3, 5), 40, 24, 4)
+    flat = given.but(**{name: getattr(given, name).flatten(0, 2) for name in ("base", "x", "dy")})
+    found, expected = (run(by(lora_add, 0.7), one) for one in (given, flat))
+    for name, value in found.present().items():
+        assert torch.equal(value.reshape(getattr(expected, name).shape), getattr(expected, name))
+
+
+def near(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert (one.double() - other.double()).norm() <= 0.02 * other.double().norm()
+
+
+def test_gradients_are_differentiated_by_the_reference(device: str) -> None:
+    given = inputs(device, *SMALL, weights=BF16)
+
+    def found(function: Function) -> tuple[Tensor, ...]:
+        leaves = [one.detach().requires_grad_() for one in (given.base, given.x, given.a, given.b)]
+        y = function(*leaves)
+        first = torch.autograd.grad(y.float().square().sum(), leaves, create_graph=True)
+        return *first, *torch.autograd.grad(sum(one.float().sin().sum() for one in first), leaves)
+
+    near(found(by(lora_add, 0.7)), found(by(reference.lora_add, 0.7)))
+
+
+def test_gradients_come_in_batches(device: str) -> None:
+    given = inputs(device, *SMALL)
+    leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
+    y = lora_add(*leaves, 0.7)
+    several = torch.stack((given.dy, given.dy.cos()))
+    batched = torch.autograd.grad(y, leaves, several, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in several]
+    near(batched, [torch.stack(both) for both in zip(*apart, strict=True)])
+
+
+@pytest.mark.usefixtures("large_graphs")
+@pytest.mark.parametrize("frozen", [(), ("a", "b"), ("base",)], ids=str)
+def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: str) -> None:
+    torch._dynamo.reset()
+    given = inputs(device, *SMALL)
+    compiled = torch.compile(by(lora_add, 0.7), fullgraph=True, backend="aot_eager", dynamic=True)
+
+    def traced(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return compiled(base, x, a, b)
+
+    assert_equal(run(traced, given, frozen), run(by(lora_add, 0.7), given, frozen))
+
+
+@pytest.mark.parametrize("base", [BF16, FP32], ids=str)
+def test_meta_tensors_tell_shapes_and_dtypes(base: torch.dtype, device: str) -> None:
+    given = inputs(device, *SMALL, base=base)
+    real = run(by(lora_add, 0.7), given).present()
+    for name, one in run(by(lora_add, 0.7), given.mapped(lambda one: one.to("meta"))).present().items():
+        assert one.is_meta
+        assert (one.shape, one.dtype, one.stride()) == (real[name].shape, real[name].dtype, real[name].stride())
+
+
+def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:
+    given = inputs(device, *SMALL)
+    x, a, b = given.x, given.a, given.b
+    assert LORA_ADD.unlike_stock(None, given.base, x, a, b, 1.0) is None
+    assert LORA_ADD.unlike_stock(None, given.base.float(), x, a, b, 1.0) is None
+    assert "float16" in str(LORA_ADD.unlike_stock(None, given.base.half(), x, a, b, 1.0))
+    turned = given.base.transpose(0, 1).contiguous().transpose(0, 1)
+    assert LORA_ADD.unlike_stock(None, turned, x, a, b, 1.0) == "base is not contiguous"
