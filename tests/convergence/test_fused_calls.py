@@ -8,7 +8,7 @@ import torch
 from fused_norm import apply_fused_norm, disabled
 from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.distances import share_different
+from fused_norm.convergence.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.fused_calls import FusedCall, paths_of, sites_not_seen, watch_next_forward
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.step_probe import probe_bits
@@ -101,6 +101,14 @@ def test_products_of_an_input_that_a_norm_has_left_in_float32_differ_by_rounding
     compare(record, model, layers, mixed=True)
     assert max(record.gradients.values()) < 0.1
     assert max(record.slopes.values()) < 1
+
+
+def test_rows_that_one_rounding_may_have_turned_do_not_count_and_more_of_them_do():
+    right = torch.ones(2, 33, 8, dtype=torch.bfloat16)
+    few, many = right.clone(), right.clone()
+    few[0, :5], many[0, :6] = 2, 2
+    assert share_apart(few, right) > share_apart(few, right, rows_left_out=TURNED_ROWS) == 0.0
+    assert share_apart(many, right, rows_left_out=TURNED_ROWS) > 0.01
 
 
 def test_an_adapter_that_drops_and_does_not_cast_is_seen(adapted):

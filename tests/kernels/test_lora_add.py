@@ -270,9 +270,9 @@ def test_without_rows_weights_have_gradients_of_zeros(rows: tuple[int, ...], dev
     assert found.da.count_nonzero() == found.db.count_nonzero() == 0
 
 
-@pytest.mark.parametrize(("k", "n"), [(0, 24), (40, 0), (0, 0)])
-def test_without_columns_the_rest_is_as_by_the_formula(k: int, n: int, device: str) -> None:
-    given = inputs(device, (6,), 40, n, 4)
+@pytest.mark.parametrize(("k", "n", "rank"), [(0, 24, 4), (40, 0, 4), (0, 0, 4), (40, 24, 0)])
+def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int, rank: int, device: str) -> None:
+    given = inputs(device, (6,), 40, n, rank)
     given = given.but(x=given.x[:, :k], a=given.a[:, :k])
     assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
 

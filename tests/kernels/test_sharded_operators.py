@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_norm import kernels
+from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import calls
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
@@ -165,6 +166,19 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
     elsewhere = DTensor.from_local(whole.detach(), init_device_mesh(device, (1, 2)), [Replicate()] * 2, run_check=False)
     assert placement_obstacle((alike, elsewhere), (w,)) == "its DTensors are on several meshes"
     assert RMS_NORM.refuses(LLAMA, cut, w, None) == ("the input is placed as Shard(dim=2)", None)
+
+
+def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
+    x, base = (one.detach().bfloat16() for one in tensors_for("xx", device))
+    factor = torch.randn(3, WIDTH, device=device)
+    wholes, placements = (base, x, factor, factor.t()), (Shard(1), Shard(1), Replicate(), Replicate())
+    parts = [part_of(*one) for one in zip(wholes, placements, strict=True)]
+    given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
+    assert LORA_ADD.refuses(None, *given, 0.5) == ("it has no form for DTensors", None)
+    with calls.by(called := Called()):
+        y = kernels.lora_add(*given, 0.5)
+    assert not len(called)
+    assert torch.equal(y.to_local(), LORA_ADD.reference(None, *parts, 0.5))
 
 
 def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(mesh: DeviceMesh, device: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patcher import disabled
-from .distances import distance, share_apart, share_different, share_far_in_worst_row, slope_error
+from .distances import TURNED_ROWS, distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from .fused_calls import (
     FusedCall,
     computes,
@@ -47,7 +47,7 @@ class CallRecord:
 
     Attributes:
         outputs: share of the numbers returned that are not the stock modules': that are another number in 16 bits, or
-            two roundings off in fp32.
+            two roundings off in fp32. Of a LoRA layer's the rows do not count that one rounding may have turned.
         rows: share of the numbers in the worst row that are far off, by ``FAR`` of the largest in the row; all of them
             where NaN is in other places.
         gradients: distance from the stock modules' gradients over the size of those, in last places of the coarsest
@@ -111,7 +111,8 @@ def compare(
             with disabled():
                 stock = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             pairs = list(zip(fused.outputs, stock.outputs, strict=True))
-            found.outputs[name] = max(share_apart(*pair) for pair in pairs)
+            left_out = TURNED_ROWS if _has_products(call) else 0.0
+            found.outputs[name] = max(share_apart(*pair, rows_left_out=left_out) for pair in pairs)
             found.rows[name] = max(share_far_in_worst_row(*pair) for pair in pairs)
             found.changes[name] = max(found.changes.get(name, 0.0), fused.changed)
             for argument, one in fused.gradients.items():
@@ -159,7 +160,7 @@ class _Made:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
             outputs = returned(call.method(*given.args, **given.kwargs))
-            self._has_products = "lora_add" in call.operators
+            self._has_products = _has_products(call)
             self._dtypes = [one.dtype for one in (*tensors_in(given.arguments), *outputs)]
             # Stock code returns one norm, which each reader reads, and autocast casts.
             readers = 1 + len(call.dtypes) - len(outputs)
@@ -189,6 +190,11 @@ class _Made:
         is_sum = name.endswith(".weight") or self._has_products
         dtypes = [self.gradients[name].dtype, *(self._dtypes if is_sum else ())]
         return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+
+
+def _has_products(call: FusedCall) -> bool:
+    """Return whether a call multiplies matrices, and sums in another order than stock code does."""
+    return "lora_add" in call.operators
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:

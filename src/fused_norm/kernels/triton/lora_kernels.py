@@ -206,7 +206,7 @@ def launch_weights(dy: Tensor, h: Tensor, db: Tensor, x: Tensor, dh: Tensor, da:
     tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
-    parts = max(1, min(_MOST_SHARES, _PROGRAMS // max(1, blocks)))
+    parts = max(1, min(_MOST_SHARES, _PROGRAMS // blocks))
     share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
     programs = -(-rows // share)
     shares = [one.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)]
@@ -217,7 +217,7 @@ def launch_weights(dy: Tensor, h: Tensor, db: Tensor, x: Tensor, dh: Tensor, da:
 
 
 def _rows_of(h: Tensor) -> tuple[int, int]:
-    return h.numel() // h.shape[-1], h.shape[-1]
+    return h.shape[:-1].numel(), h.shape[-1]
 
 
 def _is_long(*tensors: Tensor | None) -> bool:
