@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,6 +16,9 @@ import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
 from fused_norm.kernels.lora_add import LORA_ADD
@@ -21,6 +26,7 @@ from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 
 from .models import step, tokens
+from .ranks import on_two_ranks
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BF16 = torch.bfloat16
@@ -244,6 +250,70 @@ def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeyp
     monkeypatch.setattr(Linear, "forward", lambda layer, x, *args, **kwargs: layer.base_layer(x))
     with torch.autocast(device, BF16):
         assert not fused_calls(lambda: model(input_ids=tokens(device)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_have_the_bits_of_others(reentrant: bool, dropout: float, device: str) -> None:
+    model, _ = fused_copy(adapted(device, lora_dropout=dropout).train())
+    model.enable_input_require_grads()
+    weights, found = [one for one in model.parameters() if one.requires_grad], []
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        torch.manual_seed(3)
+        with torch.autocast(device, BF16):
+            loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
+        assert bool(fused_calls(loss.backward)) == is_checkpointed
+        found.append([loss.detach(), *(one.grad for one in weights)])
+    assert [torch.equal(one, other) for one, other in zip(*found, strict=True)] == [True] * (1 + len(weights))
+
+
+WRAPPED = ("ddp", "fsdp2", "fsdp2, patched later")
+
+
+def wrapped_losses(rank: int, ranks: int) -> dict[tuple[str, bool], tuple[list[float], int]]:
+    """The losses of some steps on this rank's tokens, and how many LoRA layers ran fused."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    found = {}
+    for way, is_fused in itertools.product(WRAPPED, (False, True)):
+        model: Any = adapted("cpu", model_dtype=torch.float32).train()
+        if "later" not in way:
+            fused_norm.apply_fused_norm(model, adapter=is_fused)
+        if way == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            for module in (*model.base_model.model.model.layers, model):
+                fully_shard(module, mesh=mesh)
+        if "later" in way:
+            fused_norm.apply_fused_norm(model, adapter=is_fused)
+        weights = [one for one in model.parameters() if one.requires_grad]
+        optimizer, losses = torch.optim.AdamW(weights, lr=1e-2), []
+        ids = torch.randint(0, 256, (1, 8), generator=torch.Generator().manual_seed(rank))
+
+        def run(model: Any = model, ids: Any = ids, optimizer: Any = optimizer, losses: Any = losses) -> None:
+            for _ in range(3):
+                with torch.autocast("cpu", BF16):
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+
+        count = len(fused_calls(run))
+        found[way, is_fused] = losses, count
+    return found
+
+
+@pytest.mark.slow
+def test_adapters_train_on_two_ranks(tmp_path: Path) -> None:
+    for found in on_two_ranks(wrapped_losses, tmp_path):
+        for way in WRAPPED:
+            (stock, none), (fused, count) = found[way, False], found[way, True]
+            assert (none, count) == (0, 3 * 10)
+            assert stock[-1] < stock[0]
+            assert fused == pytest.approx(stock, rel=5e-3), way
 
 
 def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) -> None:
