@@ -59,11 +59,13 @@ class FusedAdapter(nn.Module):
         if y is not None:
             return y
         explain(self.fused_norm_origin, reason)
-        y = base + second(first(x)) * scale
-        return y if self.fused_norm_is_quantised else y.to(base.dtype)
+        added = second(first(x)) * scale
+        if not self.fused_norm_is_quantised:
+            return (base + added).to(base.dtype)
+        return base + (added if torch.is_autocast_enabled() else added.to(base.dtype))
 
     def _cast_for_adapter(self, x: Tensor, dtype: torch.dtype) -> Any:
-        """``x`` as PEFT gives it to dropout: around a quantised linear it is not cast under CUDA's autocast."""
+        """``x`` as PEFT gives it to dropout: around a quantised linear PEFT casts nothing under CUDA's autocast."""
         if self.fused_norm_is_quantised and torch.is_autocast_enabled():
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
