@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +60,12 @@ def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], 
         losses: of the runs ``stock`` and ``fused``, step by step.
         cells: of the table of steps.
     """
-    svg = as_svg(partial(_figure, losses, cells), "first screen", size=10, ink=_LIGHT)
+    return for_light_and_dark(partial(_figure, losses, cells), "first screen")
+
+
+def for_light_and_dark(make: Callable[[], Figure], name: str) -> str:
+    """A figure as SVG whose ink is that of light or dark pages; ``name`` tells its ids from those of others."""
+    svg = as_svg(make, name, size=10, ink=_LIGHT)
     svg = svg.replace(_LIGHT, f"var(--ink, {_LIGHT})")
     return svg.replace("<defs>", f"{_DARK_STYLE}\n <defs>", 1)
 
