@@ -74,7 +74,7 @@ def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[D
 
 def fused(launch: Launch) -> bool:
     """Products may be added without being rounded."""
-    return bool(launch.options.get("enable_fp_fusion", True))
+    return bool(launch.options["enable_fp_fusion"])
 
 
 def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(device: str) -> None:

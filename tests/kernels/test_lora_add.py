@@ -168,7 +168,7 @@ WANTED = {
     "x": ("narrow", "widen"),
     "base x": ("narrow", "widen"),
     "a": ("narrow", "shares", "sum"),
-    "b": ("narrow", "shares", "sum"),
+    "b": ("shares", "sum"),
     "a b": ("narrow", "shares", "sum"),
     "base x a b": ("narrow", "widen", "shares", "sum"),
 }

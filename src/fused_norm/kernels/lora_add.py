@@ -78,16 +78,18 @@ class LoraAdd(Operator):
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, h), (scale,) = call.incoming, call.saved, call.facts
         _, need_dx, need_da, need_db = call.needed
-        dh = h.new_empty(h.shape)
+        dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
-        da, db = a.new_empty(a.shape), b.new_empty(b.shape)
+        da, db = a.new_empty(a.shape) if need_da else None, b.new_empty(b.shape) if need_db else None
         if launch:
-            launch_narrow(dy, b, b.stride(), dh, scale)
-            if dx is not None:
+            if dh is not None:
+                launch_narrow(dy, b, b.stride(), dh, scale)
+            if dh is not None and dx is not None:
                 launch_widen(dh, a, a.stride(), None, dx)
             if need_da or need_db:
-                launch_weights(dy, h, db, x, dh, da, scale)
-        return None, dx, da if need_da else None, db if need_db else None
+                of_a = (dh, x, da) if need_da else (None, None, None)
+                launch_weights(h, dy if need_db else None, db, *of_a, scale)
+        return None, dx, da, db
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, _) = call.incoming, call.saved

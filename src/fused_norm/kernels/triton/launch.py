@@ -81,9 +81,7 @@ def launch(
         overlaps: the kernel may begin before the launch in front of it has ended, and waits for it itself
             (``await_previous``).
     """
-    options: dict[str, Any] = {"num_warps": warps}
-    if not fuse:
-        options["enable_fp_fusion"] = False
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
     if overlaps:
         options["launch_pdl"] = True
     one = Launch(kernel, grid, tensors, numbers, constants, options)

@@ -109,12 +109,12 @@ def _widen_kernel(
 
 @triton.jit(do_not_specialize=["M", "share"])
 def _shares_kernel(
-    dy_ptr,  # [M, N]
     h_ptr,  # [M, r]
-    db_ptr,  # [programs, N, r] fp32: shares
-    x_ptr,  # [M, K]
-    dh_ptr,  # [M, r]
-    da_ptr,  # [programs, K, r] fp32: shares
+    dy_ptr,  # [M, N] or None
+    db_ptr,  # [programs, N, r] fp32: shares; None where dy is, and N is 0 then
+    dh_ptr,  # [M, r] or None
+    x_ptr,  # [M, K] or None, as dh
+    da_ptr,  # [programs, K, r] fp32: shares; None where x is, and K is 0 then
     M, share,
     N, K, r, dy_stride, x_stride,
     scale,
@@ -124,9 +124,11 @@ def _shares_kernel(
     start = tl.program_id(0) * share
     block, blocks = tl.program_id(1), tl.cdiv(N, BLOCK)
     if block < blocks:
-        _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, LONG)
+        if db_ptr is not None:
+            _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, LONG)
     else:
-        _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, LONG)
+        if da_ptr is not None:
+            _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, LONG)
 
 
 @triton.jit
@@ -149,11 +151,11 @@ def _share(
 
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
-    db_shares_ptr,  # [programs, N, r] fp32
-    da_shares_ptr,  # [programs, K, r] fp32
     h_ptr,  # of the dtype that products are rounded to
-    db_ptr,  # [N, r]
-    da_ptr,  # [r, K]
+    db_shares_ptr,  # [programs, N, r] fp32, or None
+    db_ptr,  # [N, r], or None
+    da_shares_ptr,  # [programs, K, r] fp32, or None
+    da_ptr,  # [r, K], or None
     programs,
     N, K, r,
     BLOCK: tl.constexpr,
@@ -161,14 +163,16 @@ def _sum_kernel(
     block, blocks = tl.program_id(0), tl.cdiv(N * r, BLOCK)
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     if block < blocks:
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        total = _sum(db_shares_ptr, at, N * r, programs, BLOCK)
-        tl.store(db_ptr + at, round_to(round_to(total, dtype), db_ptr.dtype.element_ty), mask=at < N * r)
+        if db_ptr is not None:
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            total = _sum(db_shares_ptr, at, N * r, programs, BLOCK)
+            tl.store(db_ptr + at, round_to(round_to(total, dtype), db_ptr.dtype.element_ty), mask=at < N * r)
     else:
-        at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
-        total = _sum(da_shares_ptr, at, K * r, programs, BLOCK)
-        place = at % r * K + at // r
-        tl.store(da_ptr + place, round_to(round_to(total, dtype), da_ptr.dtype.element_ty), mask=at < K * r)
+        if da_ptr is not None:
+            at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
+            total = _sum(da_shares_ptr, at, K * r, programs, BLOCK)
+            place = at % r * K + at // r
+            tl.store(da_ptr + place, round_to(round_to(total, dtype), da_ptr.dtype.element_ty), mask=at < K * r)
 
 
 @triton.jit
@@ -199,21 +203,27 @@ def launch_widen(h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y:
     launch(_widen_kernel, grid, (h, w, arranged, y), numbers, tile, warps=4)
 
 
-def launch_weights(dy: Tensor, h: Tensor, db: Tensor, x: Tensor, dh: Tensor, da: Tensor, scale: float) -> None:
-    """Write ``db`` [N, r], of dy times the scale and h, and ``da`` [r, K], of dh and x; both contiguous."""
+def launch_weights(
+    h: Tensor, dy: Tensor | None, db: Tensor | None, dh: Tensor | None, x: Tensor | None, da: Tensor | None, scale: float
+) -> None:
+    """Write ``db`` [N, r], of dy times the scale and h, or ``da`` [r, K], of dh and x, or both; they are contiguous."""
     (_, dy_rows, x_rows), (_, dy_stride, x_stride) = same_rows(h, dy, x)
-    (rows, rank), width, inputs = _rows_of(h), len(db), x.shape[-1]
+    rows, rank = _rows_of(h)
+    width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
     tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
     parts = max(1, min(_MOST_SHARES, _PROGRAMS // blocks))
     share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
     programs = -(-rows // share)
-    shares = [one.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)]
+    db_shares, da_shares = (
+        None if one is None else h.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)
+    )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
-    launch(_shares_kernel, (programs, blocks), (dy_rows, h, shares[0], x_rows, dh, shares[1]), numbers, tile, warps=4)
-    grid = -(-db.numel() // _SUMMED) + -(-da.numel() // _SUMMED), 1
-    launch(_sum_kernel, grid, (*shares, h, db, da), (programs, width, inputs, rank), {"BLOCK": _SUMMED}, warps=4)
+    launch(_shares_kernel, (programs, blocks), (h, dy_rows, db_shares, dh, x_rows, da_shares), numbers, tile, warps=4)
+    grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
+    tensors = h, db_shares, db, da_shares, da
+    launch(_sum_kernel, grid, tensors, (programs, width, inputs, rank), {"BLOCK": _SUMMED}, warps=4)
 
 
 def _rows_of(h: Tensor) -> tuple[int, int]:
