@@ -87,8 +87,7 @@ class LoraAdd(Operator):
             if dh is not None and dx is not None:
                 launch_widen(dh, a, a.stride(), None, dx)
             if need_da or need_db:
-                of_a = (dh, x, da) if need_da else (None, None, None)
-                launch_weights(h, dy if need_db else None, db, *of_a, scale)
+                launch_weights(h, (dy, db), (x, dh, da), scale)
         return None, dx, da, db
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:

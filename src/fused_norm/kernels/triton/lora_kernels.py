@@ -204,10 +204,19 @@ def launch_widen(h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y:
 
 
 def launch_weights(
-    h: Tensor, dy: Tensor | None, db: Tensor | None, dh: Tensor | None, x: Tensor | None, da: Tensor | None, scale: float
+    h: Tensor, of_b: tuple[Tensor, Tensor | None], of_a: tuple[Tensor, Tensor | None, Tensor | None], scale: float
 ) -> None:
-    """Write ``db`` [N, r], of dy times the scale and h, or ``da`` [r, K], of dh and x, or both; they are contiguous."""
-    (_, dy_rows, x_rows), (_, dy_stride, x_stride) = same_rows(h, dy, x)
+    """Write gradients of weights, both or one of them, which are contiguous.
+
+    Args:
+        h: [..., r].
+        of_b: dy [..., N], and db [N, r], of it times the scale and h, or None.
+        of_a: x [..., K], and dh [..., r] and da [r, K], of both, or None for these.
+        scale: that of the adapter.
+    """
+    (dy, db), (x, dh, da) = of_b, of_a
+    arranged, (_, dy_stride, x_stride) = same_rows(h, None if db is None else dy, None if da is None else x)
+    _, dy_rows, x_rows = arranged
     rows, rank = _rows_of(h)
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
     tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows)}
@@ -220,10 +229,17 @@ def launch_weights(
         None if one is None else h.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
-    launch(_shares_kernel, (programs, blocks), (h, dy_rows, db_shares, dh, x_rows, da_shares), numbers, tile, warps=4)
+    tensors = h, dy_rows, db_shares, None if da is None else dh, x_rows, da_shares
+    launch(_shares_kernel, (programs, blocks), tensors, numbers, tile, warps=4)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
-    tensors = h, db_shares, db, da_shares, da
-    launch(_sum_kernel, grid, tensors, (programs, width, inputs, rank), {"BLOCK": _SUMMED}, warps=4)
+    launch(
+        _sum_kernel,
+        grid,
+        (h, db_shares, db, da_shares, da),
+        (programs, width, inputs, rank),
+        {"BLOCK": _SUMMED},
+        warps=4,
+    )
 
 
 def _rows_of(h: Tensor) -> tuple[int, int]:
