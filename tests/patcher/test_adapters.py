@@ -24,6 +24,7 @@ import fused_norm
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
+from fused_norm.patcher import fused_norm_module
 
 from .models import step, tokens
 from .ranks import on_two_ranks
@@ -243,6 +244,23 @@ def test_layers_run_fused_under_autocast_and_not_while_all_is_disabled(device: s
         assert {arguments[1].dtype for arguments in fused_calls(run)} == {BF16}
         with fused_norm.disabled():
             assert not fused_calls(run)
+
+
+def test_layers_that_come_after_the_patch_are_logged_and_fused_by_another_one(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    model = build("qwen3", seed=0, device=device).to(BF16)
+    fused_norm.apply_fused_norm(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False))
+    run = lambda: step(model, tokens(device))  # noqa: E731
+    with torch.autocast(device, BF16), caplog.at_level("WARNING", logger="fused_norm"):
+        assert not fused_calls(run)
+        logged = [one for one in caplog.messages if "come since the model was patched" in one]
+        assert [one.partition(":")[0] for one in logged] == [
+            f"Qwen3{block} runs LoRA layers as PEFT has them" for block in ("Attention", "MLP")
+        ]
+        assert fused_norm.apply_fused_norm(model).counts["adapter"] == len(fused_calls(run)) == 10
 
 
 def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"modules": 3}, TypeError, "modules must be"),
         ({"modules": ["a", 3]}, TypeError, "modules must be"),
         ({"modules": []}, TypeError, "modules must be"),
-        ({"modules": "model.layer.*"}, FusedNormError, "'model.layer.*' selects none of the 9 norms"),
+        ({"modules": "model.layer.*"}, FusedNormError, "LoRA layer; one of their paths is model.layers.0"),
         ({"modules": lambda path, module: False}, FusedNormError, "nothing to fuse"),
         ({"modules": lambda path, module: "no"}, TypeError, "modules must return True or False, not 'no'"),
     ],

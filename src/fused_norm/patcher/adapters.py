@@ -1,4 +1,4 @@
-"""LoRA layers of PEFT that add their adapter's output to that of the linear in one kernel.
+"""LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels.
 
 PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, which autocast takes back in
 front of the adapter's first product. It multiplies the output of the second product by a scale, and adds that to what
@@ -18,6 +18,9 @@ from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabl
 
 _FOR_ADAPTER = "fused_norm_for_adapter"
 """The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
+
+
+_PEFTS = "PEFT's code"
 
 
 class FusedAdapter(nn.Module):
@@ -43,6 +46,7 @@ class FusedAdapter(nn.Module):
         device = "cuda" if x.is_cuda else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if dtype is None and self.fused_norm_is_quantised:
+            explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
             return self.fused_norm_origin.forward(self, x)
         (name,), parts = layer.active_adapters, layer._modules
         first, second, dropout = (parts[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
@@ -58,7 +62,7 @@ class FusedAdapter(nn.Module):
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
         if y is not None:
             return y
-        explain(self.fused_norm_origin, reason)
+        explain(self.fused_norm_origin, reason, _PEFTS)
         added = second(first(x)) * scale
         if not self.fused_norm_is_quantised:
             return (base + added).to(base.dtype)
@@ -92,6 +96,11 @@ def is_quantised_lora_layer(module: nn.Module) -> bool:
     return found and _is_recent(module)
 
 
+def name_of(cls: type) -> str:
+    """The name of a class for messages: that of a LoRA layer as PEFT prints it."""
+    return f"lora.{cls.__name__}" if cls.__module__.startswith("peft.tuners.lora.") else cls.__name__
+
+
 def _origin_of(module: nn.Module) -> Any:
     return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
 
@@ -113,7 +122,11 @@ def why_stock(layer: Any) -> str | None:
     for part in ("lora_A", "lora_B"):
         product = parts[part]._modules.get(name)
         if type(product) is not nn.Linear:
-            return "its active adapter has no products" if product is None else f"its adapter has a {_name_of(product)}"
+            return (
+                "its active adapter has no products"
+                if product is None
+                else f"its adapter has a {name_of(type(product))}"
+            )
         if product.bias is not None:
             return "its adapter has a bias"
         if "forward" in vars(product) or has_hooks(product):
@@ -142,7 +155,3 @@ def may_drop(dropout: nn.Module, training: bool) -> bool:
 def _is_taken_back(x: Tensor, a: Tensor, dtype: torch.dtype | None) -> bool:
     """Return whether autocast to ``dtype`` would take back a cast of ``x`` to the dtype of ``a``."""
     return x.dtype == dtype and a.dtype == torch.float32
-
-
-def _name_of(module: nn.Module) -> str:
-    return type(module).__name__

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, keep_for_adapter, reads_in, why_stock
-from .fused_norm_module import has_hooks, has_origin_forward, is_disabled
+from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock
+from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled
 
 FURTHER = "fused_norm_further_outputs"
 """The attribute of a norm's result with the outputs for all readers but the first."""
@@ -24,6 +24,8 @@ Wanted = tuple[int, torch.dtype | None]
 """What is asked of a norm: a number of outputs, and the dtype that all their readers cast them to, or None."""
 
 ONE_OUTPUT: Wanted = 1, None
+
+_SINCE = "they have come since the model was patched; apply_fused_norm once more, with the same options, fuses them"
 
 
 def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
@@ -48,6 +50,8 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
     for linear in readers:
         reads = reads_of(linear)
         if not reads:
+            if is_lora_layer(linear) and not isinstance(linear, FusedAdapter):
+                explain(fused.fused_norm_origin, _SINCE, "LoRA layers as PEFT has them")
             return None
         count += reads
     if count > MOST_READERS:

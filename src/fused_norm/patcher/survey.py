@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import is_lora_layer, is_quantised_lora_layer, why_stock
+from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_stock
 from .block import SurveyedModel, why_left_out
 from .block_survey import change_block, decide_block, may_rotate_or_gate
 from .class_swap import (
@@ -63,7 +63,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         named = replace(options, modules=pattern)
         if not any(named.selects(path, module) for path, module in (norms | blocks | adapters).items()):
             raise FusedNormError(
-                f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention or MLP"
+                f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP or LoRA layer;"
+                f" one of their paths is {next(iter(norms | blocks), None)}"
             )
     for pattern in options.casting or ():
         if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
@@ -128,7 +129,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 
 def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
     origin = stock_class(layer)
-    site = Site(path, "adapter", origin.__name__)
+    site = Site(path, "adapter", name_of(origin))
     if owner := foreign_forward(layer) or class_forward_replaced(origin):
         return site.kept_for(owner, "overridden"), []
     if unwanted := why_left_out("adapter", path, layer, options):

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...kernels.triton.norm_backward import MOST_READERS
+from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, Definition, edits_in_place, flow_of
 from ..rewrite import Rewrite
@@ -88,7 +89,7 @@ class Inputs:
             count = block.reads_of(name)
             if not count:
                 return (
-                    f"{name} is no plain linear but a {type(block.member(name)).__name__}, or other code sees its input"
+                    f"{name} is no plain linear but a {name_of(type(block.member(name)))}, or other code sees its input"
                 )
             total += count
         return f"its linears read {total} tensors, more than {MOST_READERS}" if total > MOST_READERS else None
