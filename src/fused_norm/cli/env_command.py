@@ -16,7 +16,9 @@ from .common import UsageError, positive
 if TYPE_CHECKING:
     import torch
 
-_PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets")
+_PACKAGES = (
+    "torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "liger-kernel", "datasets",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
