@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from .first_screen import COLOURS, for_light_and_dark
+from .first_screen import COLOURS, ROOT, for_light_and_dark
 
-ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "results" / "h200-recompute" / "time_and_memory.json"
 
 MODELS = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen3-4B")

@@ -31,7 +31,10 @@ class FusedAdapter(nn.Module):
     fused_norm_is_quantised: ClassVar[bool]
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """What PEFT's layer returns, [..., N] for x [..., K]."""
+        """Run the linear and add its adapter's output, by kernels where they compute what PEFT's layer does.
+
+        ``x`` is [..., K], the result [..., N].
+        """
         layer: Any = self
         if (
             torch.compiler.is_compiling()
@@ -53,7 +56,8 @@ class FusedAdapter(nn.Module):
         a, b, scale = first.weight, second.weight, layer.scaling[name]
         base = parts["base_layer"](x)
         x = vars(x).pop(_FOR_ADAPTER, x)
-        if not _is_taken_back(x, a, dtype) or may_drop(dropout, dropout.training):
+        is_taken_back = x.dtype == dtype and a.dtype == torch.float32
+        if not is_taken_back or may_drop(dropout):
             x = self._cast_for_adapter(x, a.dtype)
         x = dropout(x)
         x = x if dtype is None else x.to(dtype)
@@ -142,16 +146,11 @@ def reads_in(layer: Any, dtype: torch.dtype) -> bool:
     (name,) = layer.active_adapters
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
     is_cast = getattr(layer, "cast_input_dtype_enabled", True)
-    return not may_drop(dropout, dropout.training) and (not is_cast or weight.dtype in (torch.float32, dtype))
+    return not may_drop(dropout) and (not is_cast or weight.dtype in (torch.float32, dtype))
 
 
-def may_drop(dropout: nn.Module, training: bool) -> bool:
-    """Return whether a LoRA layer's dropout does anything to its input, in training mode or not."""
+def may_drop(dropout: nn.Module) -> bool:
+    """Return whether a LoRA layer's dropout may do anything to its input now."""
     if type(dropout) is nn.Identity:
         return False
-    return type(dropout) is not nn.Dropout or (training and dropout.p > 0)
-
-
-def _is_taken_back(x: Tensor, a: Tensor, dtype: torch.dtype | None) -> bool:
-    """Return whether autocast to ``dtype`` would take back a cast of ``x`` to the dtype of ``a``."""
-    return x.dtype == dtype and a.dtype == torch.float32
+    return type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0)

@@ -173,7 +173,9 @@ class LinearOutputs:
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
-        found = self._behind(node.next_functions[0]) if LORA_ADD.has_made(node) else None
+        if not LORA_ADD.has_made(node):
+            return None
+        found = self._behind(node.next_functions[0])
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
         if found is None or b is None or h is None:
             return None
