@@ -536,6 +536,13 @@ def test_run_covers_threads_that_the_script_starts(script, capsys):
     assert SUMMARY in capsys.readouterr().err
 
 
+def test_run_fuses_adapters_that_the_script_puts_into_its_model(script, capsys):
+    lora = "peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj']))"
+    assert main(["run", str(script(f"import peft{LOAD}{lora}\n"))]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fused-norm: ")]
+    assert [(SUMMARY in line, "2 adapter" in line) for line in told] == [(True, False), (True, True)]
+
+
 def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):
     own = tmp_path / "own"
     script("print('their own sitecustomize')", "own/sitecustomize.py")

@@ -13,6 +13,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import (
     AutoModel,
@@ -34,7 +35,7 @@ SITES = sites("qwen3")
 
 
 def descriptors() -> list[object]:
-    return [vars(PreTrainedModel)[name] for name in HOOKED]
+    return [*(vars(PreTrainedModel)[name] for name in HOOKED), vars(BaseTuner)["inject_adapter"]]
 
 
 def fused_sites(model: nn.Module) -> int:
@@ -198,11 +199,50 @@ def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter, tokens):
         named_by_the_adapter = AutoModelForCausalLM.from_pretrained(adapter)
         auto_peft = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
         around_a_base = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
-    assert [report.counts | {"adapter": 0} for report in reports] == [SITES] * 3
-    assert [report.counts["adapter"] for report in reports] == [4, 0, 0]
+    assert [report.counts | {"adapter": 0} for report in reports] == [SITES] * 5
+    assert [report.counts["adapter"] for report in reports] == [4, 0, 4, 0, 4], "in a load, and twice behind one"
     for model in (named_by_the_adapter, auto_peft, around_a_base):
         torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
         assert fused_sites(model) > 0
+
+
+LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        pytest.param(lambda model: peft.get_peft_model(model, LORA), id="get_peft_model"),
+        pytest.param(lambda model: peft.inject_adapter_in_model(LORA, model), id="inject_adapter_in_model"),
+        pytest.param(lambda model: model.add_adapter(LORA), id="add_adapter"),
+    ],
+)
+def test_adapters_that_come_inside_on_load_are_fused(checkpoint, put):
+    with fused_norm.on_load(qk=False) as reports:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        put(model)
+    assert [report.counts.get("adapter", 0) for report in reports] == [0, 4]
+    assert [report.counts["qk"] for report in reports] == [0, 0], "with the same options"
+
+
+def test_a_second_adapter_inside_on_load_leaves_layers_with_one_active(checkpoint):
+    with fused_norm.on_load() as reports:
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), LORA)
+        model.add_adapter("second", LORA)
+    assert [report.counts["adapter"] for report in reports] == [0, 4, 4]
+
+
+def test_adapters_of_models_that_a_block_has_not_patched_stay_pefts(checkpoint):
+    with fused_norm.on_load() as reports:
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+        del reports[:]
+        model = peft.get_peft_model(Qwen3ForCausalLM(tiny_config("qwen3")), LORA)
+    assert not reports
+    assert fused_sites(model) == 0
+    with fused_norm.on_load() as reports:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = peft.get_peft_model(model, LORA)
+    assert [report.counts["adapter"] for report in reports] == [0], "the block has ended"
 
 
 class PairConfig(PretrainedConfig):
@@ -253,9 +293,9 @@ def test_the_hook_goes_away_after_an_exception(tmp_path):
     before = descriptors()
     seen = []
     with pytest.raises(OSError, match="safetensors"), fused_norm.on_load():  # noqa: PT012
-        seen += descriptors()
+        seen += descriptors()[: len(HOOKED)]
         Qwen3ForCausalLM.from_pretrained(tmp_path, config=tiny_config("qwen3"))
-    assert all(now is not then for now, then in zip(seen, before, strict=True))
+    assert all(now is not then for now, then in zip(seen, before[: len(HOOKED)], strict=True))
     assert all(now is then for now, then in zip(descriptors(), before, strict=True))
 
 

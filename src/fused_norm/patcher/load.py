@@ -2,18 +2,23 @@
 
 AutoModel, pipelines, adapters and the classes themselves all end in ``PreTrainedModel.from_pretrained`` or
 ``PreTrainedModel._from_config``, so these two are wrapped while a block is open and put back when the last one closes.
+So is ``BaseTuner.inject_adapter``, in which all ways end by which PEFT puts adapters into a model that is loaded.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from ..options import FuseOptions
 from .apply import apply_fused_norm
@@ -56,8 +61,9 @@ def on_load(
 
     Covered are ``from_pretrained`` and ``from_config`` of AutoModel and of model classes, and whatever calls them. A
     model made by calling its class is not; call ``apply_fused_norm`` on it. A model that builds others on its way is
-    patched once, as a whole, when it is complete. Blocks nest: the options of the innermost one hold, and its reports
-    are in the lists of the outer ones too.
+    patched once, as a whole, when it is complete. Where PEFT puts adapters into it later, and was imported when the
+    model was loaded, it is patched once more, with the same options. Blocks nest: the options of the innermost one
+    hold, and its reports are in the lists of the outer ones too.
 
     Args:
         everywhere: cover every thread of the process, not only the context (thread, or asyncio task) of the block. A
@@ -66,7 +72,7 @@ def on_load(
         **options: the options of ``apply_fused_norm``. Strict by default: a model with nothing to fuse raises.
 
     Yields:
-        A list that receives the report of each model, in the order in which they are built.
+        A list that receives the report of each model, in the order in which they are patched.
 
     Raises:
         TypeError: an unknown option.
@@ -109,6 +115,13 @@ class _Scope:
         finally:
             _building.reset(token)
         model = result[0] if isinstance(result, tuple) else result
+        self.patch(model)
+        _patched_by[model] = self
+        _hooks.wrap_peft()
+        return result
+
+    def patch(self, model: nn.Module) -> None:
+        """Patch a model, and tell all blocks that are open around."""
         report = apply_fused_norm(model, **vars(self.options))
         scope: _Scope | None = self
         while scope is not None:
@@ -117,11 +130,11 @@ class _Scope:
                 if scope.notify is not None:
                     scope.notify(report)
             scope = scope.parent
-        return result
 
 
 _innermost: ContextVar[_Scope | None] = ContextVar("fused_norm_scope", default=None)
 _building: ContextVar[bool] = ContextVar("fused_norm_building", default=False)
+_patched_by: WeakKeyDictionary[nn.Module, _Scope] = WeakKeyDictionary()
 
 
 def _current_scope() -> _Scope | None:
@@ -133,12 +146,12 @@ def _current_scope() -> _Scope | None:
 
 
 class _Hooks:
-    """The wrappers on ``PreTrainedModel``: there while at least one block is open in any thread."""
+    """The wrappers on methods of others: there while at least one block is open in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._scopes: list[_Scope] = []
-        self._installed: dict[str, tuple[Any, Any]] = {}
+        self._installed: dict[tuple[type, str], tuple[Any, Any]] = {}
 
     def process_scope(self) -> _Scope | None:
         with self._lock:
@@ -151,26 +164,35 @@ class _Hooks:
         with self._lock:
             if not self._scopes:
                 for name in _HOOKED:
-                    original = vars(PreTrainedModel)[name]
-                    self._installed[name] = (original, _hooked(original))
-                for name, (_, ours) in self._installed.items():
-                    setattr(PreTrainedModel, name, ours)
+                    self._wrap(PreTrainedModel, name, _patching_what_it_returns)
             self._scopes.append(scope)
 
-    def release(self, scope: _Scope) -> None:
-        from transformers import PreTrainedModel
+    def wrap_peft(self) -> None:
+        """Wrap PEFT's method too, if PEFT is imported, which this package leaves to others."""
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        with self._lock:
+            if tuners is not None and self._scopes and (tuners.BaseTuner, "inject_adapter") not in self._installed:
+                self._wrap(tuners.BaseTuner, "inject_adapter", _patching_what_it_changes)
 
+    def _wrap(self, owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        ours = wrapper(original)
+        self._installed[owner, name] = original, ours
+        setattr(owner, name, ours)
+
+    def release(self, scope: _Scope) -> None:
         with self._lock:
             self._scopes.remove(scope)
             if self._scopes:
                 return
-            for name, (original, ours) in self._installed.items():
-                if vars(PreTrainedModel).get(name) is ours:
-                    setattr(PreTrainedModel, name, original)
+            for (owner, name), (original, ours) in self._installed.items():
+                if vars(owner).get(name) is ours:
+                    setattr(owner, name, original)
                 else:
                     logger.warning(
-                        "PreTrainedModel.%s was replaced inside fused_norm.on_load() and is left as it is; "
+                        "%s.%s was replaced inside fused_norm.on_load() and is left as it is; "
                         "the hook under it does nothing any more",
+                        owner.__name__,
                         name,
                     )
             self._installed.clear()
@@ -179,8 +201,8 @@ class _Hooks:
 _hooks = _Hooks()
 
 
-def _hooked(original: Any) -> classmethod[Any, Any, Any]:
-    """A classmethod like ``original`` that patches what it returns when a block is open here."""
+def _patching_what_it_returns(original: Any) -> classmethod[Any, Any, Any]:
+    """A classmethod like ``original`` that patches the model that it returns when a block is open here."""
 
     @functools.wraps(getattr(original, "__func__", original))
     def build(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +211,23 @@ def _hooked(original: Any) -> classmethod[Any, Any, Any]:
         return load() if scope is None else scope.build(load)
 
     return classmethod(build)
+
+
+def _patching_what_it_changes(original: Any) -> Any:
+    """A method of a PEFT tuner like ``original`` that patches its model once more, if a block that is open has before.
+
+    One that is called while a model is loaded leaves it to the load.
+    """
+
+    @functools.wraps(original)
+    def inject(tuner: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(tuner, model, *args, **kwargs)
+        scope = _patched_by.get(model)
+        if scope is not None and scope.open and not _building.get():
+            scope.patch(model)
+        return result
+
+    return inject
 
 
 def _as_options(options: FuseOptions | Mapping[str, Any] | None) -> FuseOptions:
