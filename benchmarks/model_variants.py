@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -201,6 +202,16 @@ def _compiled_by_layer(eager: Variant, mode: str | None = None) -> Variant:
     return variant
 
 
+def _compiled_in_less_memory(budget: float) -> Variant:
+    """A variant with the decoder layers compiled, of what they would keep for their backward this share at most."""
+
+    def variant(step: BenchmarkedModel) -> Patched:
+        patched = _compiled_by_layer(_stock)(step)
+        return replace(patched, running=partial(functorch_config.patch, activation_memory_budget=budget))
+
+    return variant
+
+
 def _compiled(eager: Variant) -> Variant:
     def variant(step: BenchmarkedModel) -> Patched:
         patched = eager(step)
@@ -253,6 +264,7 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
 
 
 _OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "readers", "adapter")
+_MEMORY_BUDGETS = (0.7, 0.4, 0.1)
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _FLOAT8_STEPS: Mapping[str, Variant] = {
     "": _stock,
@@ -274,6 +286,7 @@ VARIANTS: Mapping[str, Variant] = {
     "fused-recompute-mlp": _fused_recompute("mlp"),
     "fused-recompute-attention": _fused_recompute("attention"),
     "compile-layers-max": _compiled_by_layer(_stock, _MAX_AUTOTUNE),
+    **{f"compile-layers-budget-{budget}": _compiled_in_less_memory(budget) for budget in _MEMORY_BUDGETS},
     "compile": _compiled(_stock),
     "fused-compile": _compiled(_fused),
     "liger-norms": replaced_norms(_liger_norm),
