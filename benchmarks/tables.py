@@ -32,7 +32,7 @@ def describe(results: Results) -> str:
     host = results.of("host")
     if host:
         table = pivot(host, lambda result, _: f"{1e6 * result.seconds:.1f}" if result.seconds else result.verdict)
-        parts.append(f"Host time, microseconds a call, forward without grad / forward and backward\n{table}")
+        parts.append(f"Host time, microseconds a call, forward without grad / forward and backward\n{aligned(table)}")
     steps = results.of("models")
     if steps:
         parts.append(f"Steps, time and peak memory; * as below\n{aligned(_ways(steps, '*{}'))}")
@@ -56,8 +56,8 @@ def describe(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def pivot(rows: Sequence[Result], text: Text, columns: Mapping[str, Text] | None = None) -> str:
-    """A table with a line for each case and a column for each provider; forward and backward share a cell.
+def pivot(rows: Sequence[Result], text: Text, columns: Mapping[str, Text] | None = None) -> list[list[str]]:
+    """The cells of a line for each case, with a column for each provider; forward and backward share a cell.
 
     Args:
         rows: of one part and dtype. Cases stand in their order, those of an operator together.
@@ -78,7 +78,7 @@ def pivot(rows: Sequence[Result], text: Text, columns: Mapping[str, Text] | None
             line.append(_pair(text(row, rivals) for rivals in kinds.values() for row in rivals if row.by == name))
         line += [_pair(column(rivals[0], rivals) for rivals in kinds.values()) for column in columns.values()]
         lines.append(line)
-    return aligned(lines)
+    return lines
 
 
 def _bandwidth_line(results: Results, copy: float) -> str:
@@ -102,21 +102,21 @@ def _operator_tables(results: Results, dtype: str, copy: float) -> list[str]:
         return _fraction(bandwidth / copy) if bandwidth else ""
 
     kernels = [row for row in results.of("kernels") if row.dtype == dtype]
-    table = pivot(kernels, _speed(copy), {"copy": of_copy, "fused/best peer": _lead})
+    table = aligned(pivot(kernels, speed(copy), {"copy": of_copy, "fused/best peer": _lead}))
     parts = [
         f"Fraction of the fastest copy's bandwidth, forward / backward, {dtype}; microseconds where a copy takes less "
         f"than three; * is the fastest; copy: of the same bytes; last: how many times as fast\n{table}"
     ]
     if any(row.extra_bytes is not None for row in kernels):
-        table = pivot(kernels, lambda row, _: "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}")
+        extra = pivot(kernels, lambda row, _: "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}")
         parts.append(
             f"Memory, {dtype}: MiB at the peak of a forward without gradients / of a forward with its backward, beyond "
-            f"inputs, outputs and gradients\n{table}"
+            f"inputs, outputs and gradients\n{aligned(extra)}"
         )
     return parts
 
 
-def _speed(copy: float) -> Text:
+def speed(copy: float) -> Text:
     """The share of a copy's bandwidth that a result has, or its microseconds where it is small."""
 
     def text(result: Result, rivals: Sequence[Result]) -> str:
@@ -173,13 +173,23 @@ def _step_table(steps: Sequence[Result]) -> str | None:
     )
 
 
-def steps_in_markdown(results: Results) -> str | None:
-    """The table of steps for a page; None without steps."""
+def steps_in_markdown(results: Results, variants: Sequence[str] | None = None) -> str | None:
+    """The table of steps for a page; None without steps.
+
+    Args:
+        results: of a run.
+        variants: those that have columns, in order, among which the fastest is marked; None for all.
+    """
     steps = results.of("models")
-    if not steps:
-        return None
-    header, *lines = _ways(steps, "**{}**")
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
+    if variants is not None:
+        steps = [step for variant in variants for step in steps if step.by == variant]
+    return in_markdown(_ways(steps, "**{}**")) if steps else None
+
+
+def in_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first being the header, as a table whose numbers stand to the right."""
+    header, *lines = rows
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines))
 
 
 def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:

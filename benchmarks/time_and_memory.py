@@ -5,44 +5,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from matplotlib.figure import Figure
 
-from .first_screen import COLOURS, ROOT, for_light_and_dark
+from .first_screen import COLOURS, for_light_and_dark
+from .pages import LEVELS, LEVELS_OF, ROOT, milliseconds_and_gibibytes, step_of, stored_run
+from .results import Results
 
-RUN = ROOT / "benchmarks" / "results" / "h200-recompute" / "time_and_memory.json"
-
-MODELS = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen3-4B")
+MODELS = ("Qwen3-0.6B", "Llama-3.2-1B")
 
 LINES: Mapping[str, tuple[str, Sequence[str]]] = {
-    "compiled layers: whole, activation_memory_budget 0.7 to 0.1, checkpointing": (
+    "compiled layers: whole, activation_memory_budget 0.7, 0.4 and 0.1, checkpointing": (
         "compiled",
-        ("compiled", *(f"compiled, budget 0.{tenth}" for tenth in (7, 5, 3, 1)), "compiled, checkpointing"),
+        [name for name in LEVELS if name.startswith("compiled")],
     ),
     "ours: recompute False, True, mlp, attention, checkpointing": (
         "ours",
-        ("fused", "recompute", "mlp", "attention", "fused, checkpointing"),
+        [name for name, (variant, _) in LEVELS.items() if variant.startswith("fused")],
     ),
 }
-"""What is joined by a line, from most to least memory: what it is, its colour in ``COLOURS``, and rows of a model."""
-
-Rows = Mapping[str, tuple[float, float]]
-"""Milliseconds and GiB, by the names of a model and of what ran."""
+"""What a line joins, from most to least memory: what it is, its colour in ``COLOURS``, and names in ``LEVELS``."""
 
 
-def draw(rows: Rows) -> str:
+def draw(run: Results) -> str:
     """The chart as SVG, for light and dark pages."""
-    return for_light_and_dark(partial(_figure, rows), "time and memory")
+    return for_light_and_dark(partial(_figure, run), "time and memory")
 
 
-def _figure(rows: Rows) -> Figure:
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+def _figure(run: Results) -> Figure:
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
         for label, (colour, names) in LINES.items():
-            times, memory = zip(*(rows[f"{model} {name}"] for name in names), strict=True)
+            levels = [LEVELS[name] for name in names]
+            steps = [step_of(run, LEVELS_OF[model].format(word), variant) for variant, word in levels]
+            times, memory = zip(*(map(float, milliseconds_and_gibibytes(step)) for step in steps), strict=True)
             axes.plot(memory, times, "o-", color=COLOURS[colour], markersize=4, label=label)
         axes.set_title(model, fontsize=10)
         axes.set_xlabel("GiB at the peak")
@@ -54,11 +52,5 @@ def _figure(rows: Rows) -> Figure:
     return figure
 
 
-def stored_rows() -> Rows:
-    """The rows of the stored run."""
-    rows: Rows = json.loads(RUN.read_text(encoding="utf-8"))["rows"]
-    return rows
-
-
 if __name__ == "__main__":
-    (ROOT / "docs" / "time_and_memory.svg").write_text(draw(stored_rows()), encoding="utf-8")
+    (ROOT / "docs" / "time_and_memory.svg").write_text(draw(stored_run()), encoding="utf-8")

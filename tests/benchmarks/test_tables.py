@@ -176,7 +176,7 @@ def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_other
 def test_steps_have_a_line_each_and_variants_a_column_of_time_and_one_of_memory(results):
     assert tables.steps_in_markdown(results).splitlines() == [
         "| step | stock ms | GiB | fused ms | GiB | liger ms | GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| Qwen3-0.6B 4x4096 | 295.6 | 32.0 | **200.0** | 20.0 | - |  |",
         "| Qwen3-0.6B generate 1x32 | wrong |  |  |  |  |  |",
     ]

@@ -1,0 +1,160 @@
+"""The tables that pages show of the stored run: ``python -m benchmarks.pages`` writes them into README and docs.
+
+A table stands between two marks in its page, ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .results import Result, Results
+from .tables import in_markdown, pivot, speed, steps_in_markdown
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
+
+STEPS = {
+    "full fine-tuning, Qwen3-0.6B": "Qwen3-0.6B loss 4x4096",
+    "full fine-tuning, Llama-3.2-1B": "Llama-3.2-1B loss 4x4096",
+    "full fine-tuning, gemma-3-1b-pt": "gemma-3-1b-pt loss 4x4096",
+    "LoRA, Qwen3-0.6B": "Qwen3-0.6B lora 4x4096",
+    "LoRA, Llama-3.2-1B": "Llama-3.2-1B lora 4x4096",
+    "LoRA, gemma-3-1b-pt": "gemma-3-1b-pt lora 4x4096",
+    "LoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing 4x4096",
+    "QLoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing 4x4096",
+    "bf16 autocast, Qwen3-0.6B": "Qwen3-0.6B autocast 4x4096",
+    "bf16 autocast, Llama-3.2-1B": "Llama-3.2-1B autocast 4x4096",
+    "autocast, checkpointing, Qwen3-0.6B": "Qwen3-0.6B autocast checkpointing 4x4096",
+    "checkpointing, Qwen3-0.6B": "Qwen3-0.6B checkpointing 4x4096",
+    "checkpointing, Llama-3.2-1B": "Llama-3.2-1B checkpointing 4x4096",
+    "bf16, Qwen3-0.6B": "Qwen3-0.6B 4x4096",
+    "bf16, Llama-3.2-1B": "Llama-3.2-1B 4x4096",
+    "bf16, gemma-3-1b-pt": "gemma-3-1b-pt 4x4096",
+}
+"""The README's names for rows of the run, in its order."""
+
+VARIANTS = {"stock": "stock", "Liger": "liger", "compiled": "compile-layers", "ours": "fused"}
+"""The README's names for variants."""
+
+LEVELS = {
+    "`recompute=False`": ("fused", ""),
+    "`recompute=True`": ("fused-recompute", ""),
+    '`recompute="mlp"`': ("fused-recompute-mlp", ""),
+    '`recompute="attention"`': ("fused-recompute-attention", ""),
+    "fused, checkpointing": ("fused", "checkpointing "),
+    "compiled": ("compile-layers", ""),
+    "compiled, budget 0.7": ("compile-layers-budget-0.7", ""),
+    "compiled, budget 0.4": ("compile-layers-budget-0.4", ""),
+    "compiled, budget 0.1": ("compile-layers-budget-0.1", ""),
+    "compiled, checkpointing": ("compile-layers", "checkpointing "),
+    "stock": ("stock", ""),
+    "stock, checkpointing": ("stock", "checkpointing "),
+}
+"""Ways to take less memory: the variant, and the word in the name of its step."""
+
+LEVELS_OF = {
+    "Qwen3-0.6B": "Qwen3-0.6B {}4x4096",
+    "its LoRA": "Qwen3-0.6B lora {}4x4096",
+    "its autocast": "Qwen3-0.6B autocast {}4x4096",
+    "Llama-3.2-1B": "Llama-3.2-1B {}4x4096",
+    "gemma-3-1b-pt": "gemma-3-1b-pt {}4x4096",
+}
+"""Steps that were measured in these ways, the word left out."""
+
+
+def stored_run() -> Results:
+    """The run that pages show."""
+    return Results.load(RUN)
+
+
+def step_of(run: Results, row: str, variant: str) -> Result | None:
+    """The step of a variant, or None where it was not measured."""
+    return next((one for one in run.of("models") if (one.row, one.by) == (row, variant)), None)
+
+
+def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
+    """The time and the peak memory of a step.
+
+    Raises:
+        ValueError: it was not measured.
+    """
+    if step is None or step.seconds is None or step.peak_bytes is None:
+        raise ValueError(f"not measured: {step}")
+    return f"{1e3 * step.seconds:.1f}", f"{step.peak_bytes / 2**30:.1f}"
+
+
+def first_table(run: Results) -> str:
+    """The steps that people run, by names for people."""
+    head, rule, *lines = (steps_in_markdown(run, list(VARIANTS.values())) or "").splitlines()
+    for name, variant in VARIANTS.items():
+        head = head.replace(f"| {variant} ms ", f"| {name} ms ")
+    by_step = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in STEPS.items())])
+
+
+def all_steps(run: Results) -> str:
+    """Every step of the run, with the variants that were measured in all kinds of step."""
+    return steps_in_markdown(run, [*VARIANTS.values(), "fused-liger-loss"]) or ""
+
+
+def less_memory(run: Results) -> str:
+    """Time and memory of the levels of recompute, and of what there is in their place."""
+    lines = [["", *LEVELS_OF]]
+    for name, (variant, word) in LEVELS.items():
+        steps = [step_of(run, step.format(word), variant) for step in LEVELS_OF.values()]
+        lines.append([name, *(", ".join(milliseconds_and_gibibytes(step)) if step else "" for step in steps)])
+    return in_markdown(lines)
+
+
+def options(run: Results) -> str:
+    """What each option brings."""
+    lines = [["", "ms", "time against everything on, 95 %", "GiB"]]
+    for step in run.of("features"):
+        if step.ratio is not None and step.ratio.low is not None:
+            time, memory = milliseconds_and_gibibytes(step)
+            interval = "" if step.by == "fused" else f"{step.ratio.low:.3f} to {step.ratio.high:.3f}"
+            lines.append([step.by, time, interval, memory])
+    return in_markdown(lines)
+
+
+def operators(run: Results) -> str:
+    """The share of a copy's bandwidth that operators reach, forward / backward."""
+    assert run.copy_bandwidth is not None
+    return in_markdown(pivot(run.of("kernels"), speed(run.copy_bandwidth))).replace("*", "")
+
+
+TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
+    "README.md": {"steps": first_table},
+    "docs/numbers.md": {"steps": all_steps, "options": options, "operators": operators},
+    "docs/options.md": {"memory": less_memory},
+}
+"""What makes the tables of each page, by their marks."""
+
+
+def with_tables(page: str, text: str, run: Results) -> str:
+    """The text of a page with the tables of a run in place of those that it has.
+
+    Raises:
+        ValueError: a table has no marks in the page.
+    """
+    for mark, table in TABLES[page].items():
+        before, start, rest = text.partition(f"<!-- {mark}:")
+        comment, close, rest = rest.partition("-->\n")
+        _, end, after = rest.partition(f"<!-- end of {mark} -->")
+        if not (start and close and end):
+            raise ValueError(f"{page} has no place for {mark}")
+        text = f"{before}{start}{comment}{close}\n{table(run)}\n\n{end}{after}"
+    return text
+
+
+def main() -> None:
+    """Write all tables into their pages."""
+    run = stored_run()
+    for page in TABLES:
+        path = ROOT / page
+        path.write_text(with_tables(page, path.read_text(encoding="utf-8"), run), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
