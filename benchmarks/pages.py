@@ -5,7 +5,8 @@ A table stands between two marks in its page, ``<!-- NAME: ... -->`` and ``<!-- 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from .results import Result, Results
@@ -86,16 +87,23 @@ def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
 
 def first_table(run: Results) -> str:
     """The steps that people run, by names for people."""
-    head, rule, *lines = (steps_in_markdown(run, list(VARIANTS.values())) or "").splitlines()
+    head, rule, *lines = _steps(run, VARIANTS.values())
     for name, variant in VARIANTS.items():
         head = head.replace(f"| {variant} ms ", f"| {name} ms ")
-    by_step = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in STEPS.items())])
+    named = (line.replace(step, name, 1) for line, (name, step) in zip(lines, STEPS.items(), strict=False))
+    return "\n".join([head, rule, *named])
 
 
 def all_steps(run: Results) -> str:
     """Every step of the run, with the variants that were measured in all kinds of step."""
-    return steps_in_markdown(run, [*VARIANTS.values(), "fused-liger-loss"]) or ""
+    return "\n".join(_steps(run, [*VARIANTS.values(), "fused-liger-loss"]))
+
+
+def _steps(run: Results, variants: Iterable[str]) -> list[str]:
+    """The lines of the table of steps, in the order of ``STEPS``, and those that are not in it at the end."""
+    places = {step: place for place, step in enumerate(STEPS.values())}
+    rows = sorted(run.of("models"), key=lambda row: places.get(row.row, len(places)))
+    return (steps_in_markdown(replace(run, rows=rows), list(variants)) or "").splitlines()
 
 
 def less_memory(run: Results) -> str:
