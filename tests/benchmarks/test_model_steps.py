@@ -205,9 +205,14 @@ def test_a_step_that_cannot_be_taken_here_says_why(monkeypatch):
 def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(kind):
     step = prepared(kind, batch=2, length=3)
     caches = []
-    step.model.model.register_forward_hook(
-        lambda module, args, kwargs, output: caches.append(type(kwargs["past_key_values"]).__name__), with_kwargs=True
-    )
+
+    def note(module, args, kwargs, output):
+        cache = (
+            kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
+        )  # the former since transformers 5.24
+        caches.append(type(cache).__name__)
+
+    step.model.model.register_forward_hook(note, with_kwargs=True)
     step.step()
     assert set(caches) == {"StaticCache" if kind.endswith("static") else "DynamicCache"}
     assert len(caches) == step.parts == 3

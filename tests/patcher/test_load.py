@@ -209,12 +209,21 @@ def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter, tokens):
 LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
+def add_adapter(model: nn.Module) -> None:
+    try:
+        model.add_adapter(LORA)
+    except ValueError as error:
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(str(error))  # that of transformers 5.24 comes before the PEFT that it asks for
+
+
 @pytest.mark.parametrize(
     "put",
     [
         pytest.param(lambda model: peft.get_peft_model(model, LORA), id="get_peft_model"),
         pytest.param(lambda model: peft.inject_adapter_in_model(LORA, model), id="inject_adapter_in_model"),
-        pytest.param(lambda model: model.add_adapter(LORA), id="add_adapter"),
+        pytest.param(add_adapter, id="add_adapter"),
     ],
 )
 def test_adapters_that_come_inside_on_load_are_fused(checkpoint, put):

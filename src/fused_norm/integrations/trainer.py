@@ -58,8 +58,12 @@ class FusedNormCallback(TrainerCallback):
     def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
         if isinstance(self.options.recompute, str) and args.gradient_checkpointing:
             logger.warning("recompute=%r takes the place of gradient checkpointing", self.options.recompute)
-            args.gradient_checkpointing = False
-            switch_off: Any = model.gradient_checkpointing_disable  # Trainers of TRL have switched it on by now
+            for name in ("gradient_checkpointing", "activation_checkpointing"):  # the latter since transformers 5.24
+                if hasattr(args, name):
+                    setattr(args, name, False)
+            # Trainers of TRL have switched it on by now.
+            new: Any = getattr(model, "activation_checkpointing_disable", None)
+            switch_off: Any = new or model.gradient_checkpointing_disable
             switch_off()
         self.report = apply_fused_norm(model, **vars(self.options))
         if self.compile_layers:
