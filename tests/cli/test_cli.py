@@ -621,6 +621,14 @@ def test_help_of_training_commands_names_the_tiers_and_the_folder(command, folde
     assert f"folder of results, report ({folder})" in said
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_every_option_of_the_patcher_that_chooses_sites_is_an_option_of_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["inspect", "--help"])

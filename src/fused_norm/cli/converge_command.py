@@ -56,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("converge"), help="folder of results, report (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU if there is one")
     parser.add_argument("--dtype", action="append", choices=tuple(PRECISIONS), help="only these; mixed: bf16 autocast")
-    parser.add_argument("--feature", action="append", choices=tuple(FEATURES), help="only these sites fused")
-    parser.add_argument("--axis", action="append", choices=EXECUTIONS, help="only steps that run like this")
+    parser.add_argument("--feature", action="append", choices=tuple(FEATURES), metavar="SITES",
+                        help=f"only these sites fused, of {', '.join(FEATURES)}")  # fmt: skip
+    parser.add_argument("--axis", action="append", choices=EXECUTIONS, metavar="HOW",
+                        help=f"only steps that run like this, of {', '.join(EXECUTIONS)}")  # fmt: skip
     parser.add_argument("--seeds", type=positive, default=1, help="how many seeds (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="how many processes share the comparisons (1)")
     parser.add_argument("--steps", type=positive, help="optimizer steps")

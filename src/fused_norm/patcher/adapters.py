@@ -20,7 +20,7 @@ _FOR_ADAPTER = "fused_norm_for_adapter"
 """The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
 
 
-_PEFTS = "PEFT's code"
+_PEFTS = "PEFT's LoRA code"
 
 
 class FusedAdapter(nn.Module):
