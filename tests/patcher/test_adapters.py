@@ -25,6 +25,7 @@ from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
+from fused_norm.patcher.adapters import why_stock
 
 from .models import step, tokens
 from .ranks import on_two_ranks
@@ -168,8 +169,13 @@ LAYERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None, torch.dtype
 @pytest.mark.parametrize("make", [linear, in_4_bits, in_8_bits])
 @pytest.mark.parametrize("case", LAYERS)
 def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
-    case: str, make: Callable[[int, int], nn.Module], device: str
+    case: str,
+    make: Callable[[int, int], nn.Module],
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", {})
     config, change, autocast, is_fused = LAYERS[case]
     torch.manual_seed(0)
     base = nn.Sequential(make(48, 80))
@@ -205,6 +211,9 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
     assert [site.reason is None for site in (*report.fused, *report.kept)] == [
         is_fused or change is not None or autocast is None
     ]
+    if change is not None and not is_fused:
+        reason = why_stock(fused.base_model.model[0])
+        assert [message.partition(": ")[2] for message in caplog.messages] == [reason]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +343,10 @@ def test_adapters_train_on_two_ranks(tmp_path: Path) -> None:
             assert fused == pytest.approx(stock, rel=5e-3), way
 
 
-def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) -> None:
+def test_adapters_are_merged_switched_added_and_copied_as_in_stock(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", {})
     stock = adapted(device)
     fused, _ = fused_copy(stock)
     fused = pickle.loads(pickle.dumps(copy.deepcopy(fused)))
@@ -366,5 +378,7 @@ def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) 
         assert len(fused_calls(lambda: logits(fused))) == count
         (distance,) = errors([logits(fused)], [logits(reference)])
         assert distance < 5e-3
+    said = [message for message in caplog.messages if "PEFT's LoRA code" in message]
+    assert said == ["Linear runs PEFT's LoRA code: it has 2 active adapters"], "not where nothing is added"
     assert fused.state_dict().keys() == reference.state_dict().keys()
     assert not [module for module in fused.merge_and_unload().modules() if isinstance(module, Linear)]

@@ -43,9 +43,12 @@ class FusedAdapter(nn.Module):
             or args
             or kwargs
             or not has_origin_forward(type(self))
-            or why_stock(layer) is not None
         ):
             return self.fused_norm_origin.forward(self, x, *args, **kwargs)
+        reason = why_stock(layer)
+        if reason is not None:
+            explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
+            return self.fused_norm_origin.forward(self, x)
         device = "cuda" if x.is_cuda else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if dtype is None and self.fused_norm_is_quantised:
@@ -61,7 +64,7 @@ class FusedAdapter(nn.Module):
             x = self._cast_for_adapter(x, a.dtype)
         x = dropout(x)
         x = x if dtype is None else x.to(dtype)
-        y = reason = None
+        y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
         if y is not None:
@@ -136,6 +139,12 @@ def why_stock(layer: Any) -> str | None:
         if "forward" in vars(product) or has_hooks(product):
             return "other code sees the products of its adapter"
     return None
+
+
+def _adds_something(layer: Any) -> bool:
+    """Return whether a LoRA layer, as it is now, adds anything to what its linear returns."""
+    is_off = layer.disable_adapters or layer.merged
+    return not is_off and any(name in layer.lora_A for name in layer.active_adapters)
 
 
 def reads_in(layer: Any, dtype: torch.dtype) -> bool:
