@@ -26,6 +26,8 @@ def main(argv=None):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = torch.tensor(tokenizer(Path(args.data).read_text()).input_ids, device=device)
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, 1, args.length)
+    if not len(rows):
+        raise SystemExit(f"the text has {len(tokens)} tokens, fewer than --length {args.length}")
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).train()
     print(apply_fused_norm(model))  # first patch, then compile

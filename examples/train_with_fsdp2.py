@@ -27,11 +27,13 @@ def main(argv=None):
     accelerator = Accelerator()
     if not accelerator.is_fsdp2:  # accelerate shards on GPUs alone, and says nothing where it does not
         raise SystemExit(
-            "nothing would be sharded: use `accelerate launch --config_file examples/fsdp2.yaml` on two GPUs"
+            "nothing would be sharded: that takes two GPUs and `accelerate launch --config_file examples/fsdp2.yaml`"
         )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = torch.tensor(tokenizer(Path(args.data).read_text()).input_ids)
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
+    if not len(rows):
+        raise SystemExit(f"the text has {len(tokens)} tokens, fewer than --length {args.length}")
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     accelerator.print(apply_fused_norm(model))  # before prepare, which shards it

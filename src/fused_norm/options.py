@@ -137,7 +137,7 @@ class FuseOptions:
         return f"{self._decisive(kind)}=False"
 
     def selects(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``modules`` admits the norm, attention or MLP at ``path``.
+        """Return whether ``modules`` admits the norm, attention, MLP or LoRA layer at ``path``.
 
         Raises:
             TypeError: where it is a function that returns anything but True and False.

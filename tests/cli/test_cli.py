@@ -519,7 +519,26 @@ def test_run_says_when_nothing_was_fused(script, capsys):
 def test_run_strict_fails_for_a_model_without_norms(script, capsys):
     path = script(LOAD_BERT)
     assert main(["run", "--strict", str(path)]) == 1
-    assert "FusedNormError" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "FusedNormError: nothing to fuse in BertModel" in error
+    assert error.splitlines()[-1] == "fused-norm: without --strict the script goes on with such a model"
+    assert "models built" not in error
+
+
+def test_run_takes_a_level_of_recompute_and_names_the_way_out_where_a_script_stands_for_one(script, capsys):
+    path = str(script(LOAD))
+    for chosen in (["--recompute=True"], ["--recompute", "mlp"], ["--recompute", "--"]):
+        assert main(["run", *chosen, path]) == 0
+        assert "recompute in 2 layers" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--recompute", path])
+    assert "without a level, before a name, write --recompute=True" in capsys.readouterr().err
+
+
+def test_an_adapter_of_a_model_without_a_name_says_so(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "holds a PEFT adapter; name its base model, which its config does not name" in capsys.readouterr().err
 
 
 def test_run_covers_threads_that_the_script_starts(script, capsys):

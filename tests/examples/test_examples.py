@@ -175,7 +175,7 @@ def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(chec
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}.items():
         monkeypatch.setenv(name, value)
     try:
-        with pytest.raises(SystemExit, match="nothing would be sharded: use `accelerate launch"):
+        with pytest.raises(SystemExit, match="nothing would be sharded: that takes two GPUs and `accelerate launch"):
             example("train_with_fsdp2").main(["--model", checkpoint])
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ def test_the_command_writes_nothing_over_and_says_what_to_do(
         main([str(tmp_path / "out")])
     assert "torch-universal is there already: remove it, or name another folder" in capsys.readouterr().err
     assert metadata.stat().st_mtime_ns == before
+
+
+def test_an_export_keeps_a_card_that_is_not_its_own_and_replaces_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "README.md"
+    card.write_text("# A model's card\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path)])
+    assert "README.md is there already, and was not written by an export" in capsys.readouterr().err
+    assert [card] == list(tmp_path.iterdir())
+    assert card.read_text() == "# A model's card\n"
+    card.unlink()
+    export(tmp_path)
+    shutil.rmtree(tmp_path / "build")
+    main([str(tmp_path)])
+    assert capsys.readouterr().out == f"written: {tmp_path / 'build' / 'torch-universal'}\n"
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ class StepCheck:
         report: what was fused.
         dtype: of the model.
         truth: dtype of the truth.
-        device: where all three steps ran.
+        device: where all steps ran.
         deviations: of the logits, the loss and every gradient.
     """
 

@@ -44,11 +44,22 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
     for name, switch in SWITCHES.items():
         text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = "make outputs of fused operators again in the backward instead of keeping them; of linears too"
-    levels = [one for one in get_args(RecomputeLevel) if isinstance(one, str)]
-    parser.add_argument("--recompute", nargs="?", choices=levels, const=True, default=False, help=text)
+    text = "recompute outputs of fused operators in the backward; with mlp or attention those of linears too"
+    parser.add_argument(
+        "--recompute", nargs="?", type=_recompute_level, metavar="LEVEL", const=True, default=False, help=text
+    )
     parser.add_argument("--no-recompute", action="store_const", const=False, dest="recompute", help="keep them all")
     parser.add_argument("--loss", choices=LOSSES, help="train with the loss of another package, which rounds otherwise")
+
+
+def _recompute_level(text: str) -> RecomputeLevel:
+    """The type of the value of ``--recompute``."""
+    levels: dict[str, RecomputeLevel] = {str(level): level for level in get_args(RecomputeLevel) if level}
+    if text not in levels:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(levels)}; without a level, before a name, write --recompute=True"
+        )
+    return levels[text]
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
@@ -204,9 +215,10 @@ def on_this_machine(name: str, *, may_be_kept: bool = True) -> str:
 def _base_model(adapter: Path) -> str:
     """The name of the model that a PEFT adapter was trained on, from its config."""
     try:
-        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError) as error:
+        name = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"no base model can be read from {adapter}: {in_one_line(error)}") from error
+    return str(name) if name else "which its config does not name"
 
 
 def refuse_unless_causal_lm(source: Source) -> None:

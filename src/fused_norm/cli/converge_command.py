@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     spread = f"{plan.facts['processes']} processes ({plan.facts['spread']})"
     say(f"device: {backend(device)}, {spread if plan.facts['processes'] > 1 else 'one process'}")
     say(f"text:   {plan.facts['text']}")
-    shared = f"{len(by_baseline(plan.comparisons))} stock runs with {tier.settings.controls} controls each"
-    say(f"plan:   {len(plan.comparisons)} comparisons, {shared}")
+    shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {tier.settings.controls} controls each"
+    say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
     results: list[ComparisonResult] = []
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
@@ -298,6 +298,10 @@ class _Progress:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> Path:

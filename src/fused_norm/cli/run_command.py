@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..options import FuseOptions
+from ..spec import FusedNormError
 from . import STOPPED
 from .common import UsageError, add_fuse_options, fuse_options
 
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "SCRIPT, accelerate launch -m fused_norm run SCRIPT."
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--strict", action="store_true", help="fail when a model has nothing to fuse")
+    parser.add_argument(
+        "--strict", action=argparse.BooleanOptionalAction, default=False, help="fail when a model has nothing to fuse"
+    )
     add_fuse_options(parser)
     # One list, because argparse would take a "--" between two positionals away from the script.
     parser.add_argument("command", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a Python file and its arguments")
@@ -45,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the script to its end; its own exit code, 1 after an uncaught exception."""
     options = fuse_options(args, strict=args.strict)
+    if args.command[:1] == ["--"]:
+        del args.command[0]
     if not args.command:
         raise UsageError("name a script, or a module with -m")
     target, arguments = args.command[0], args.command[1:]
@@ -70,15 +75,21 @@ def run(args: argparse.Namespace) -> int:
             else:
                 runpy.run_path(target, run_name="__main__")
         except SystemExit:
+            _say_if_nothing_was_fused(reports)
             raise
         except BaseException as error:
             error = error.with_traceback(_from_script(error.__traceback__))
             sys.excepthook(type(error), error, error.__traceback__)
+            if options.strict and isinstance(error, FusedNormError):
+                _say("without --strict the script goes on with such a model")
             return STOPPED if isinstance(error, KeyboardInterrupt) else 1
-        finally:
-            if "f" not in (told := reports.read_text()):
-                _say(f"nothing was fused (models built, also by processes of the script: {len(told)})")
+        _say_if_nothing_was_fused(reports)
     return 0
+
+
+def _say_if_nothing_was_fused(reports: Path) -> None:
+    if "f" not in (told := reports.read_text()):
+        _say(f"nothing was fused (models built, also by processes of the script: {len(told)})")
 
 
 def fuse_this_process() -> None:

@@ -58,13 +58,16 @@ def export(folder: str | Path) -> Path:
         The folder of its one build.
 
     Raises:
-        FileExistsError: the folder has such a build already.
+        FileExistsError: the folder has such a build already, or a README that no export has written.
     """
     from .. import __version__
 
     build = Path(folder) / "build" / "torch-universal"
     if build.exists():
         raise FileExistsError(f"{build} is there already: remove it, or name another folder")
+    card = Path(folder) / "README.md"
+    if card.exists() and not card.read_text(encoding="utf-8").startswith(_CARD.partition("{")[0]):
+        raise FileExistsError(f"{card} is there already, and was not written by an export: name another folder")
     build.mkdir(parents=True)
     package = build / "fused_norm"
     shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns(*_NOT_OF_KERNELS))
@@ -85,7 +88,7 @@ def export(folder: str | Path) -> Path:
         "backend": {"type": "cuda"},
     }
     (build / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    (Path(folder) / "README.md").write_text(_CARD.format(version=__version__))
+    card.write_text(_CARD.format(version=__version__), encoding="utf-8")
     return build
 
 
@@ -99,10 +102,11 @@ def _digest(paths: Iterable[Path]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command with arguments, those of the process for None."""
-    parser = argparse.ArgumentParser(description="Write the norm layer as a repository for the kernels hub.")
+    program = "python -m fused_norm.integrations.kernels_hub"
+    parser = argparse.ArgumentParser(program, description="Write the norm layer as a repository for the kernels hub.")
     parser.add_argument("out", metavar="OUT", help="the repository's folder")
     try:
-        export(parser.parse_args(argv).out)
+        print(f"written: {export(parser.parse_args(argv).out)}")
     except OSError as error:
         parser.error(str(error))
 

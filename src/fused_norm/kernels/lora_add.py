@@ -117,7 +117,7 @@ def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) 
         base: [..., N], float32, bfloat16 or float16, any strides; what the linear has returned for x.
         x: [..., K], base's rows, bfloat16 or float16; float32 and float64 are computed by the PyTorch reference, and so
             are DTensors.
-        a: [r, K], float32 or x's dtype, r up to 256; beyond, the PyTorch reference computes.
+        a: [r, K], float32 or of 16 bits, r up to 256; beyond, the PyTorch reference computes.
         b: [N, r].
         scale: a Python number.
 

@@ -41,7 +41,7 @@ def apply_fused_norm(
     loss: Loss | None = None,
     strict: bool = True,
 ) -> PatchReport:
-    """Make the RMSNorms, residual adds, rotary embeddings and MLP gates of ``model`` run as fused kernels, in place.
+    """Make the RMSNorms, residual adds, rotary embeddings, MLP gates and LoRA layers of ``model`` run fused, in place.
 
     They are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
     code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are.
@@ -66,9 +66,10 @@ def apply_fused_norm(
         readers: give each linear that reads a fused norm an output of its own, all of them one tensor in memory: the
             norm's backward adds up their gradients, as autograd would, and under autocast the norm is written in the
             dtype that the linears cast it to. Numbers stay the same to the bit, but for the order in which a GPU adds
-            up float32 rows that come from 16-bit gradients, under autocast.
+            up some rows, and for gradients where a loss reads hidden states too.
         recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
-            backward, are recomputed there from what is kept anyway. Gradients stay the same to the bit, unless such a
+            backward, are recomputed there from what is kept anyway; with ``"mlp"`` and ``"attention"`` outputs of
+            linears too, see ``FuseOptions``. Gradients stay the same to the bit, unless such a
             tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing
             in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is
             kept.

@@ -24,7 +24,8 @@ class Site:
             that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer.
         kind: one of ``KINDS``.
-        module: the class of the norm; of the layer, attention or MLP for the kinds that fuse more than a norm.
+        module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP or
+            LoRA layer.
         spec: what the norm computes; None where it was not recognised, and for a site without one.
         reason: why it was kept as it was; None where it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has

@@ -68,7 +68,10 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
             )
     for pattern in options.casting or ():
         if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
-            raise FusedNormError(f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name}")
+            raise FusedNormError(
+                f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name};"
+                f" one of their paths is {next(iter(norms), None)}"
+            )
     changes: list[ClassChange] = []
     norm_sites = {}
     for path, module in norms.items():
