@@ -28,6 +28,7 @@ NOT_SAID = {
     "  … …  …",
     "its stock code",
     "LoRA layers as PEFT has them",
+    "PEFT's LoRA code",
     "sum with the adapter",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
 }
