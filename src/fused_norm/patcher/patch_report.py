@@ -45,12 +45,12 @@ class Site:
 
     @property
     def what(self) -> str:
-        """The norm or activation that runs at a fused site, in words."""
+        """What runs at a fused site, in words: its norm, its activation, or neither."""
         if self.kind == "adapter":
             return "sum with the adapter"
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
-        return self.activation or "no norm"
+        return self.activation or "rotation alone"
 
     def kept_for(self, reason: str, cause: Cause | None = "unrecognised") -> Site:
         """This row as one that is kept for this reason; itself where it has a reason already."""
