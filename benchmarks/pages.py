@@ -90,8 +90,8 @@ def first_table(run: Results) -> str:
     head, rule, *lines = _steps(run, VARIANTS.values())
     for name, variant in VARIANTS.items():
         head = head.replace(f"| {variant} ms ", f"| {name} ms ")
-    named = (line.replace(step, name, 1) for line, (name, step) in zip(lines, STEPS.items(), strict=False))
-    return "\n".join([head, rule, *named])
+    by_step = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in STEPS.items())])
 
 
 def all_steps(run: Results) -> str:

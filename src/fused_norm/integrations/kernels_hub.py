@@ -66,7 +66,7 @@ def export(folder: str | Path) -> Path:
     if build.exists():
         raise FileExistsError(f"{build} is there already: remove it, or name another folder")
     card = Path(folder) / "README.md"
-    if card.exists() and not card.read_text(encoding="utf-8").startswith(_CARD.partition("{")[0]):
+    if card.exists() and not card.read_text(encoding="utf-8", errors="replace").startswith(_CARD.partition("{")[0]):
         raise FileExistsError(f"{card} is there already, and was not written by an export: name another folder")
     build.mkdir(parents=True)
     package = build / "fused_norm"
