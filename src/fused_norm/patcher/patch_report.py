@@ -45,7 +45,7 @@ class Site:
 
     @property
     def what(self) -> str:
-        """What runs at a fused site, in words: its norm, its activation, or neither."""
+        """The norm or activation that runs at a fused site, in words, or that there is none."""
         if self.kind == "adapter":
             return "sum with the adapter"
         if self.spec is not None:
