@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 
 from benchmarks import model_variants
 from benchmarks.benchmark_run import RefusedError
@@ -210,6 +211,14 @@ def test_layer_by_layer_every_layer_is_compiled_in_the_mode_of_the_variant(compi
     patched = VARIANTS["compile-layers-max"](twin)
     assert patched.model is twin.model
     assert compiled.modes == ["max-autotune-no-cudagraphs"] * len(twin.model.layers)
+
+
+def test_compiled_layers_with_less_memory_run_under_their_budget_and_no_other_step_does(compiled):
+    whole = functorch_config.activation_memory_budget
+    for budget in (0.7, 0.4, 0.1):
+        with VARIANTS[f"compile-layers-budget-{budget}"](prepared("qwen3").twin()).running():
+            assert functorch_config.activation_memory_budget == budget
+        assert functorch_config.activation_memory_budget == whole == 1.0
 
 
 @pytest.mark.parametrize(("kind", "masks"), [("", 0), ("packed", 1)])
