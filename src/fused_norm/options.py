@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 RecomputeLevel = Literal[False, True, "mlp", "attention"]
-Loss = Literal["liger"]
-LOSSES: tuple[Loss, ...] = get_args(Loss)
-"""The values of ``loss``."""
-
 ModuleFilter = str | Sequence[str] | Callable[[str, "nn.Module"], bool]
 
 
@@ -57,6 +53,8 @@ class FuseOptions:
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
         adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
+        loss: fuse the vocabulary head of a language model with its loss, so that logits are not held; they are computed
+            if somebody reads them. None is on.
         modules: which sites may be fused, by the path of the norm in the model, or of the attention, MLP or LoRA layer
             where a site has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or
             a function of path and module. None is all.
@@ -68,8 +66,6 @@ class FuseOptions:
             a little more time, and the same bits unless tensors are written into behind autograd's back. ``"mlp"``:
             those of the linears in front of a gate too; ``"attention"``: and those of queries, keys and values, which
             is all that the linears behind a norm make.
-        loss: the loss of another package in place of the model's own: ``"liger"`` for the fused linear cross-entropy of
-            liger-kernel, which keeps no logits in training and rounds otherwise. None leaves the loss as it is.
         strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
 
     Raises:
@@ -84,11 +80,11 @@ class FuseOptions:
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     adapter: bool | None = _switch("adapter", "the adapter of a LoRA layer + the sum with its linear")
+    loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
     readers: bool = True
     recompute: RecomputeLevel = False
-    loss: Loss | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -108,8 +104,6 @@ class FuseOptions:
         if not any(self.wants(switch.kind) for switch in SWITCHES.values()):
             choices = " and ".join(f"{switch.option}=False" for switch in SWITCHES.values() if switch.follows is None)
             raise ValueError(f"{choices} leave nothing to fuse")
-        if self.loss is not None and self.loss not in LOSSES:
-            raise ValueError(f"loss must be {' or '.join(map(repr, LOSSES))} or None, not {self.loss!r}")
         if self.modules is not None and not callable(self.modules):
             patterns = self.modules if isinstance(self.modules, Sequence) else ()
             if not patterns or not all(isinstance(pattern, str) for pattern in patterns):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from ..options import LOSSES, SWITCHES, FuseOptions, RecomputeLevel
+from ..options import SWITCHES, FuseOptions, RecomputeLevel
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,6 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
         "--recompute", nargs="?", type=_recompute_level, metavar="LEVEL", const=True, default=False, help=text
     )
     parser.add_argument("--no-recompute", action="store_const", const=False, dest="recompute", help="keep them all")
-    parser.add_argument("--loss", choices=LOSSES, help="train with the loss of another package, which rounds otherwise")
 
 
 def _recompute_level(text: str) -> RecomputeLevel:
@@ -69,7 +68,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
         UsageError: they contradict each other.
     """
     try:
-        chosen = {name: getattr(args, name) for name in (*SWITCHES, "recompute", "loss")}
+        chosen = {name: getattr(args, name) for name in (*SWITCHES, "recompute")}
         return FuseOptions(**chosen, strict=strict)
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -5,6 +5,7 @@ from .add_rms_norm import add_rms_norm
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
+from .linear_cross_entropy import linear_cross_entropy
 from .lora_add import lora_add
 from .norm_add import norm_add
 from .norm_add_norm import norm_add_norm
@@ -20,6 +21,7 @@ __all__ = [
     "fp8",
     "gated_rms_norm",
     "glu",
+    "linear_cross_entropy",
     "lora_add",
     "norm_add",
     "norm_add_norm",

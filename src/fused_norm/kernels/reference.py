@@ -289,3 +289,31 @@ def lora_add_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float)
     dh = du @ second
     da, db = dh.t() @ rows, du.t() @ (rows @ first.t())
     return None, (dh @ first).view(x.shape), da.to(a.dtype), db.to(b.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    num_items: Tensor | None,
+    reduction: str,
+    ignored: int,
+    smoothing: float,
+    scale: float | None,
+    cap: float | None,
+    in_fp32: bool,
+) -> Tensor:
+    logits = torch.nn.functional.linear(x, weight, bias)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(wide) if in_fp32 else logits
+    logits = logits if scale is None else logits * scale
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    loss = torch.nn.functional.cross_entropy(
+        logits.to(wide).reshape(-1, len(weight)),
+        target.reshape(-1),
+        ignore_index=ignored,
+        reduction=reduction if num_items is None else "sum",
+        label_smoothing=smoothing,
+    )
+    return loss if num_items is None else loss / num_items.to(loss.device)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..model_configs import FAMILIES, Family
-from ..options import FuseOptions, Loss, ModuleFilter, RecomputeLevel
+from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
 from .loss_survey import survey_losses
@@ -34,11 +34,11 @@ def apply_fused_norm(
     sandwich: bool | None = None,
     mlp: bool | None = None,
     adapter: bool | None = None,
+    loss: bool | None = None,
     modules: ModuleFilter | None = None,
     casting: Mapping[str, Casting] | None = None,
     readers: bool = True,
     recompute: RecomputeLevel = False,
-    loss: Loss | None = None,
     strict: bool = True,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings, MLP gates and LoRA layers of ``model`` run fused, in place.
@@ -59,6 +59,8 @@ def apply_fused_norm(
         sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it; None is on.
         adapter: fuse what PEFT's LoRA layers add to their linear, the adapter's products, scale and sum; None is on.
+        loss: fuse the vocabulary head of a language model with its loss. Logits are then not held: ``outputs.logits``
+            computes them when it is read, and raises if weights have been written to since. None is on.
         modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
         casting: ``{"*.q_norm": "gemma"}``: norms at paths of that pattern round as that casting does, not as their own
             code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,
@@ -73,19 +75,15 @@ def apply_fused_norm(
             tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing
             in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is
             kept.
-        loss: ``"liger"`` trains a language model with the fused linear cross-entropy of liger-kernel, which keeps no
-            logits and rounds otherwise than stock code; evaluation and generation are stock's. None is the model's own.
-        strict: raise when nothing is fused, or when a known family lacks a site it should have, or when there is no
-            such ``loss`` for the model.
+        strict: raise when nothing is fused, or when a known family lacks a site it should have.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too, under ``readers`` one for
-        every block that reads a fused norm, and under ``loss`` one for every language model.
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``readers`` one
+        for every block that reads a fused norm.
 
     Raises:
-        FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have, or there
-            is no such ``loss``; where the package of ``loss`` is missing; where ``modules`` has a pattern that selects
-            nothing; where ``casting`` has one that selects no norm, or a norm that stays stock; where a fused site is
+        FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
+            ``modules`` has a pattern that selects nothing; where ``casting`` has one that selects no norm, or a norm that stays stock; where a fused site is
             to be stock again, and other code has built on its class, as FSDP does when it shards. The model is as it
             was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
@@ -98,20 +96,20 @@ def apply_fused_norm(
         sandwich=sandwich,
         mlp=mlp,
         adapter=adapter,
+        loss=loss,
         modules=modules,
         casting=casting,
         readers=readers,
         recompute=recompute,
-        loss=loss,
         strict=strict,
     )
     _check_is_module(model)
     with no_code_changes():
         sites, changes, reading = survey(model, options)
         layers, changes = survey_layers(model, sites, changes, recompute=recompute)
-        losses, changes = survey_losses(model, changes, loss)
+        losses, changes = survey_losses(model, changes, options)
     expected = list(_expected_sites(model))
-    sites = [*sites, *_sites_of_others(model, sites, expected)]
+    sites = [*sites, *losses, *_sites_of_others(model, sites, expected)]
     report = PatchReport(
         model=type(model).__name__,
         model_type=getattr(getattr(model, "config", None), "model_type", None),
@@ -119,7 +117,6 @@ def apply_fused_norm(
         kept=tuple(site for site in sites if site.reason is not None),
         recompute=tuple(layers) if recompute else None,
         readers=tuple(reading),
-        loss=None if loss is None else tuple(losses),
     )
     if options.strict:
         _check(model, report, expected)
@@ -150,12 +147,9 @@ def _check_is_module(model: Any) -> None:
 
 
 def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected]) -> None:
-    """Raise FusedNormError where nothing is fused, a known family lacks a site, or there is no such loss."""
+    """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
-    for row in report.loss or ():
-        if row.cause == "unrecognised":
-            raise FusedNormError(f"loss={row.loss!r}: {row.module} keeps its own, for {row.reason}")
     missing = [
         f"{place} ({kind}): {problem}"
         for place, path, kind, family, _ in expected

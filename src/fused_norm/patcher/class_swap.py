@@ -14,10 +14,10 @@ from ..spec import FusedNormError
 from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
-from .losses import FusedLoss
+from .losses import FusedHead, FusedLoss
 from .source import cells_of
 
-Fused = FusedNorm | FusedBlock | FusedAdapter | FusedLoss
+Fused = FusedNorm | FusedBlock | FusedAdapter | FusedLoss | FusedHead
 """The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"

@@ -17,7 +17,7 @@ from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
-from .losses import FusedLoss, training_forward
+from .losses import FusedHead, FusedLoss, fused_forward
 from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
 from .recompute import call_recomputing
 from .rewrite import Rewrite
@@ -99,10 +99,16 @@ def _unless_replaced(origin: Any, rewritten: Callable[..., Any]) -> Callable[...
     return rewritten_or_replaced
 
 
-def fused_loss_class(origin: Any, with_loss: Callable[..., Any]) -> type[nn.Module]:
-    """The fused class for language models of class ``origin`` that train by the forward ``with_loss``."""
-    made_by = fused_loss_class, with_loss
-    return _known(origin, made_by) or _derive(FusedLoss, origin, made_by, forward=training_forward(origin, with_loss))
+def fused_loss_class(origin: Any) -> type[nn.Module]:
+    """The fused class for language models of class ``origin``."""
+    made_by = (fused_loss_class,)
+    return _known(origin, made_by) or _derive(FusedLoss, origin, made_by, forward=fused_forward(origin))
+
+
+def fused_head_class(origin: Any) -> type[nn.Module]:
+    """The fused class for heads of language models, which are linears of class ``origin``."""
+    made_by = (fused_head_class,)
+    return _known(origin, made_by) or _derive(FusedHead, origin, made_by)
 
 
 def _known(origin: Any, made_by: tuple[Any, ...], **members: Any) -> Any:

@@ -1,60 +1,148 @@
-"""The survey of language models under ``loss``: a row for each, and the changes of class for those that get one."""
+"""The survey of vocabulary heads and their losses: a row for each head, and the changes of class that fuse them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..options import Loss
+from ..options import FuseOptions
+from .adapters import name_of
+from .block import why_left_out
 from .class_swap import (
     ClassChange,
+    built_upon,
     change_to,
     class_forward_replaced,
     foreign_forward,
     fused_forward_replaced,
     stock_class,
 )
-from .fused_classes import fused_loss_class
-from .losses import FusedLoss, liger_forward, why_own_loss
-from .patch_report import ModelLoss
+from .fused_classes import fused_head_class, fused_loss_class
+from .fused_norm_module import has_hooks
+from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
+from .losses import FusedHead, FusedLoss, replaced_function
+from .patch_report import Site
+from .probe import plain_pytorch
+from .source import names_in
+
+_CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
+"""Names by which forwards compute a loss of their own."""
 
 
 def survey_losses(
-    model: nn.Module, changes: list[ClassChange], loss: Loss | None
-) -> tuple[list[ModelLoss], list[ClassChange]]:
-    """The language models in ``model``, itself where it has none, and ``changes`` with those of their classes.
+    model: nn.Module, changes: list[ClassChange], options: FuseOptions
+) -> tuple[list[Site], list[ClassChange]]:
+    """The rows of heads of language models in ``model``, and ``changes`` with those of the classes of both.
 
     The model is not touched.
 
     Raises:
-        FusedNormError: without the package that ``loss`` needs; where a model is to compute its own loss again and
-            other code has built on its fused class.
+        FusedNormError: where a head is to be stock again and other code has built on its fused class.
     """
-    rows, changes = [], list(changes)
-    for path, module in model.named_modules():
-        if loss is not None and "lm_head" in module._modules:
-            row, new = _survey(path, module, loss)
-            rows.append(row)
-            changes += [] if new is None else change_to(module, new)
-        elif isinstance(module, FusedLoss):
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), path)
+    rows: dict[int, Site] = {}
+    changes, kept = list(changes), []
+    changed = {id(change.module) for change in changes}
+    for module, head in _language_models(model):
+        if id(head) not in paths:
+            continue
+        row = rows.get(id(head)) or _row(paths[id(head)], head, module, options)
+        if row.reason is None and id(module) in changed:
+            row = row.kept_for("the forward of its model is rewritten for other sites")
+        rows[id(head)] = row
+        if row.reason is None:
+            changes += change_to(module, fused_loss_class(stock_class(module)))
+            changes += [] if id(head) in kept else change_to(head, fused_head_class(stock_class(head)))
+            kept.append(id(head))
+        kept += [id(module)] if row.reason is None else []
+    for module in model.modules():
+        if isinstance(module, FusedLoss | FusedHead) and id(module) not in kept and not built_upon(module):
             changes += change_to(module, stock_class(module))
-    if loss is not None and not rows:
-        rows.append(ModelLoss("", type(model).__name__, loss, "it has no lm_head", "unrecognised"))
-    return rows, changes
+    return list(rows.values()), changes
 
 
-def _survey(path: str, module: Any, loss: Loss) -> tuple[ModelLoss, type[nn.Module] | None]:
-    """The row of a language model, and its class with that loss; None where its class stays, whose calls ask again."""
-    origin: Any = stock_class(module)
-    row = ModelLoss(path, origin.__name__, loss)
+def _language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The modules in ``model`` whose forward takes labels, the outermost first, each with its head."""
+    for module in model.modules():
+        origin: Any = stock_class(module)
+        if not hasattr(origin, "get_output_embeddings") or "labels" not in _parameters(origin):
+            continue
+        try:
+            head = module.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            head = None
+        if isinstance(head, nn.Module):
+            yield module, head
+
+
+def _parameters(origin: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(origin.forward).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
+    """The row of a head and of the language model that computes a loss of its logits."""
+    origin, linear = stock_class(module), stock_class(head)
+    row = Site(path, "loss", origin.__name__)
     if owner := foreign_forward(module) or class_forward_replaced(origin):
-        return replace(row, reason=owner, cause="overridden"), None
-    with_loss = liger_forward(origin)
-    if with_loss is None:
-        return replace(row, reason=f"{loss} has no loss for it", cause="unrecognised"), None
-    fused = fused_loss_class(origin, with_loss)
-    if reason := why_own_loss(module) or fused_forward_replaced(fused):
-        return replace(row, reason=reason, cause="overridden"), None
-    return row, fused
+        return row.kept_for(owner, "overridden")
+    if unwanted := why_left_out("loss", path, head, options):
+        return row.kept_for(unwanted, "option")
+    if linear is not nn.Linear:
+        return row.kept_for(f"its head is a {name_of(linear)}, no plain linear")
+    if owner := foreign_forward(head) or class_forward_replaced(linear):
+        return row.kept_for(f"its head: {owner}", "overridden")
+    if has_hooks(head):
+        return row.kept_for("hooks see a call of its head", "overridden")
+    if type(head.weight) not in (Tensor, nn.Parameter):
+        return row.kept_for(f"its head has a {type(head.weight).__name__} for a weight")
+    if head.weight.dtype == torch.float64:
+        return row.kept_for("its head computes in torch.float64")
+    if owner := replaced_function():
+        return row.kept_for(owner, "overridden")
+    for fused in (fused_loss_class(origin), fused_head_class(linear)):
+        if owner := fused_forward_replaced(fused):
+            return row.kept_for(owner, "overridden")
+    return replace(row) if (reason := _why_other_loss(module, origin)) is None else row.kept_for(reason)
+
+
+def _why_other_loss(module: Any, origin: Any) -> str | None:
+    """The reason why a model's loss is none of its logits' cross entropy; None where it is, as far as is known.
+
+    A loss function is run on a few lazy logits. A forward that computes its loss itself is told by the names in it.
+    """
+    names = names_in(origin)
+    function = getattr(module, "loss_function", None) if "loss_function" in names else None
+    if function is None:
+        return None if names & _CROSS_ENTROPIES else "its forward computes no cross entropy"
+    asked: list[CrossEntropy] = []
+
+    def loss(x: Tensor, how: CrossEntropy) -> Tensor:
+        asked.append(how)
+        return x.new_zeros(())
+
+    readers: list[str] = []
+    with plain_pytorch():
+        x, weight = torch.ones(2, 3, 4), torch.ones(7, 4)
+        logits = LazyLogits.of(Projection(x, weight, None, None, loss, readers.append))
+        try:
+            found = function(logits=logits, labels=torch.zeros(2, 3, dtype=torch.int64), vocab_size=7)
+            _ = found.read("the model") if isinstance(found, LazySum) else found
+        except Exception as error:  # a function of anybody's may raise anything
+            return f"its loss, {_name_of(function)}, cannot be tried: {type(error).__name__}: {error}"
+    if readers or len(asked) != 1:
+        return f"its loss, {_name_of(function)}, is no cross entropy of its logits alone"
+    return None
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -1,131 +1,287 @@
-"""Language models that train with another package's loss: the fused linear cross-entropy of liger-kernel.
+"""Language models whose vocabulary head and loss are one operator, which never holds all logits.
 
-Such a loss multiplies hidden states by the weight of ``lm_head`` itself, some rows at a time, and calls no module for
-it. So where a call of that module would do anything more, stock code runs.
+The head of such a model returns lazy logits (``lazy_logits.py``) while the model computes a loss. The model's own
+forward, and the loss function that it has at the time, run on them as they are. So a loss that is computed in another
+way, or code that looks at the logits, gets real ones.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import chain
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from ..kernels.sharded import is_plain
-from ..kernels.triton.devices import runs_kernels_on
-from ..spec import FusedNormError
+from ..kernels.linear_cross_entropy import IGNORED, LINEAR_CROSS_ENTROPY, linear_cross_entropy
+from ..kernels.operator import dispatch_modes
+from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled
+from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 
-_LIGERS_ARGUMENTS = frozenset(
-    ("bias", "ce_weight", "label_smoothing", "lse_square_scale", "reduction", "softcap", "use_token_scaling")
-)
-"""Those that make Liger's loss another one; transformers' own is given them too, and passes over them."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_GENUINE = {
+    name: function
+    for name, function in vars(functional).items()
+    if isinstance(function, FunctionType) and function.__code__.co_filename.startswith(torch.__path__[0])
+}
+"""PyTorch's functions. One that other code has replaced may call the one before it, which would hand lazy logits to the
+replacement again."""
 
 
 class FusedLoss(nn.Module):
-    """Base of the classes put on language models whose loss is another's; a subclass also derives from the model's."""
+    """Base of the classes put on language models; a subclass also derives from the model's own class."""
 
     fused_norm_origin: ClassVar[Any]
     fused_norm_origin_forward: ClassVar[Any]
 
 
-def training_forward(origin: Any, with_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of models of class ``origin`` that is ``with_loss`` where they train on labels, and else their own.
+class FusedHead(nn.Module):
+    """Base of the class put on the head of a language model; a subclass also derives from ``nn.Linear``."""
 
-    Its argument ``skip_logits`` is Liger's: with True no logits are made in evaluation either, and with False always.
+    fused_norm_origin: ClassVar[Any]
+    fused_norm_origin_forward: ClassVar[Any]
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Any) -> Any:
+        """Logits [..., V] of hidden states [..., H]: lazy ones while a model that this is the head of wants a loss."""
+        call = _current_call(self)
+        if call is not None:
+            reason = _why_real(self, x)
+            if reason is None:
+                return call.logits(self, x)
+            call.reason = reason
+        return self.fused_norm_origin.forward(self, x)
+
+    def fused_norm_cross_entropy(self, x: Tensor, how: CrossEntropy, max_labels: int | None = None) -> Tensor:
+        """The loss of rows [..., H] of hidden states.
+
+        Args:
+            x: of this head.
+            how: what is done to logits, and the loss.
+            max_labels: as ``linear_cross_entropy`` has it.
+        """
+        arguments = {
+            "linear_bias": self.bias,
+            "reduction": how.reduction if how.num_items is None else "mean",
+            "ignore_index": how.ignore_index,
+            "label_smoothing": how.label_smoothing,
+            "num_items": how.num_items,
+            "logit_scale": how.scale,
+            "softcap": how.cap,
+            "logits_in_fp32": how.in_fp32,
+            "max_labels": max_labels,
+        }
+        return linear_cross_entropy(x, self.weight, how.target, **arguments)
+
+
+class LossCall:
+    """A call of a language model that is to return a loss.
+
+    Attributes:
+        head: whose logits the loss is of.
+        max_labels: the number of labels, on its way to the host.
+        is_fused: the operator has computed a loss.
+        reason: why it has not; None where nothing is known.
     """
+
+    def __init__(self, head: FusedHead, labels: Tensor) -> None:
+        self.head, self.labels = head, CountedLabels.of(labels)
+        self.is_fused = False
+        self.reason: str | None = None
+
+    def logits(self, head: FusedHead, x: Tensor) -> LazyLogits:
+        """The head's lazy logits."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return LazyLogits.of(Projection(x, head.weight, head.bias, dtype, self._loss, self._noted))
+
+    def _loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
+        target, max_labels = how.target, None
+        if isinstance(target, CountedLabels):
+            max_labels = target.count() if how.ignore_index == IGNORED else None
+            target = target.as_subclass(Tensor)
+        self.is_fused = True
+        how = CrossEntropy(**{**vars(how), "target": target})
+        return self.head.fused_norm_cross_entropy(x, how, max_labels)
+
+    def _noted(self, reader: str) -> None:
+        if not self.is_fused and self.reason is None:
+            self.reason = f"{reader} reads its logits before the loss, or is how the loss begins"
+
+    def __enter__(self) -> None:
+        _calls.stack.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _calls.stack.pop()
+
+
+class _Calls(threading.local):
+    """The calls that are running in a thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.stack: list[LossCall] = []
+
+
+_calls = _Calls()
+
+
+class CountedLabels(Tensor):
+    """Labels whose number is known to the host soon: at most so many rows have one.
+
+    What selects some of them, and what puts ``IGNORED`` beside them, keeps the number; all else makes plain tensors.
+    """
+
+    _number: Tensor
+    _event: Any
+
+    @classmethod
+    def of(cls, labels: Tensor) -> CountedLabels:
+        """The labels, with a count that was asked for; nobody waits for it here."""
+        counted = labels.as_subclass(cls)
+        number = (labels != IGNORED).sum()
+        counted._event = None
+        if labels.device.type != "cpu":
+            device = torch.get_device_module(labels.device)
+            number = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(number, non_blocking=True)
+            counted._event = device.Event()
+            counted._event.record(device.current_stream(labels.device))
+        counted._number = number
+        return counted
+
+    def count(self) -> int:
+        """The number, waiting for it if it is not there yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._number)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        lead = args[0] if args else None
+        if isinstance(lead, CountedLabels) and type(found) is Tensor and _selects(func.__name__, args[1:], kwargs):
+            found = found.as_subclass(cls)
+            found._number, found._event = lead._number, lead._event
+        return found
+
+
+def _selects(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a function of labels returns some of them, each at most once, and ``IGNORED`` beside them."""
+    if name == "pad":
+        return (kwargs.get("value", args[2] if len(args) > 2 else None)) == IGNORED
+    if name == "__getitem__":
+        parts = args[0] if isinstance(args[0], tuple) else (args[0],)
+        return all(
+            one is Ellipsis or type(one) in (int, slice) or (isinstance(one, Tensor) and one.dtype == torch.bool)
+            for one in parts
+        )
+    return name in ("contiguous", "view", "reshape", "flatten", "to", "long", "clone", "detach", "squeeze", "cuda")
+
+
+def _current_call(head: FusedHead) -> LossCall | None:
+    return next((one for one in reversed(_calls.stack) if one.head is head), None)
+
+
+def fused_forward(origin: Any) -> Callable[..., Any]:
+    """A forward of models of class ``origin`` that is their own; where it gets labels the head's logits are lazy."""
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
+    place = names.index("labels")
 
     @wraps(origin.forward)
-    def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        wanted = self.training if skip_logits is None else skip_logits
-        if wanted and named.get("labels") is not None and not is_disabled() and has_origin_forward(type(self)):
-            reason = why_own_loss(self) or _why_not_now(self, named)
-            if reason is None:
-                output = with_loss(self, skip_logits=True, **named)
-                if output[0].requires_grad and not torch.compiler.is_compiling():
-                    output[0].register_hook(_OneBackward())
-                return output
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        if labels is None or torch.compiler.is_compiling() or is_disabled() or not has_origin_forward(type(self)):
+            return origin.forward(self, *args, **kwargs)
+        reason = why_real_logits(self) or _why_not_now(labels)
+        if reason is not None:
             explain(origin, reason)
-        return origin.forward(self, *args, **kwargs)
+            return origin.forward(self, *args, **kwargs)
+        call = LossCall(self.get_output_embeddings(), labels)
+        if len(args) > place:
+            args = (*args[:place], call.labels, *args[place + 1 :])
+        else:
+            kwargs["labels"] = call.labels
+        with call:
+            output = _with_real_sums(origin.forward(self, *args, **kwargs))
+        if not call.is_fused:
+            explain(origin, call.reason)
+        return output
 
     return forward
 
 
-def why_own_loss(model: Any) -> str | None:
-    """The reason why a model has to compute its own loss; None where another's makes no other difference."""
-    head = model.lm_head
-    if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head) or has_hooks(head):
-        return f"its lm_head is no plain linear but a {type(head).__name__}, or other code sees its input"
-    loss = model.loss_function
-    if loss is not sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss:
-        return f"its loss is {getattr(loss, '__qualname__', loss)}, not transformers' for causal models"
+def _with_real_sums(output: Any) -> Any:
+    """A model's output, with a number in the place of a sum that nobody has divided by a number of items."""
+    if isinstance(output, tuple):
+        if any(isinstance(one, LazySum) for one in output):
+            return tuple(one.read("the model") if isinstance(one, LazySum) else one for one in output)
+    elif isinstance(output, dict):
+        for name, one in list(output.items()):
+            if isinstance(one, LazySum):
+                output[name] = one.read("the model")
+    return output
+
+
+def why_real_logits(model: Any) -> str | None:
+    """The reason why the head of a model has to return real logits; None where it has not, if the loss allows it."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, FusedHead):
+        return f"its head is a {type(head).__name__} by now; apply_fused_norm once more fuses a linear"
+    own = vars(head)
+    if has_hooks(head):
+        return "hooks see a call of its head"
+    if "forward" in own and "_old_forward" not in own:
+        return "other code has put a forward on its head"
+    if not has_origin_forward(type(head)) or type(head).forward is not FusedHead.forward:
+        return "the forward of linears was replaced"
     return None
 
 
-def _why_not_now(model: Any, named: Mapping[str, Any]) -> str | None:
-    weight, logits_to_keep = model.lm_head.weight, named.get("logits_to_keep", 0)
-    if not is_plain(weight):
-        return "not every device has the weight as a whole"
-    if not runs_kernels_on(weight):
-        return f"kernels do not run on {weight.device.type}"
-    if not isinstance(logits_to_keep, int) or logits_to_keep:
-        return "it is asked for the logits of some tokens"
-    if not _LIGERS_ARGUMENTS.isdisjoint(named):
-        return f"its own loss passes over {min(_LIGERS_ARGUMENTS.intersection(named))}, and Liger's does not"
-    embedded = named.get("inputs_embeds")
-    if isinstance(embedded, Tensor) and not embedded.is_contiguous():
-        return "its inputs_embeds lie in another order in memory than Liger takes hidden states in"
-    # Liger gives the weight no gradient where hidden states have none.
-    before = (one for one in chain((named.get("inputs_embeds"),), model.parameters()) if one is not weight)
-    if weight.requires_grad and not any(one is not None and one.requires_grad for one in before):
-        return "nothing but its lm_head is trained"
+def _why_real(head: FusedHead, x: Any) -> str | None:
+    """The reason for real logits of these hidden states."""
+    tensors = [x, head.weight, *([] if head.bias is None else [head.bias])]
+    for one in tensors:
+        if type(one) not in (Tensor, nn.Parameter):
+            return f"its head computes with a {type(one).__name__}"
+        if one.dtype not in _DTYPES:
+            return f"its head computes in {one.dtype}"
+    if not runs_kernels_on(*tensors):
+        return f"kernels do not run on {x.device.type}"
+    if x.device != head.weight.device:
+        return f"its head is on {head.weight.device}, and the hidden states are on {x.device}"
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    if not is_cast and any(one.dtype != x.dtype for one in tensors):
+        return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
     return None
 
 
-class _OneBackward:
-    """The hook on a loss whose gradients are made in the forward, and multiplied in place in the backward."""
-
-    __slots__ = ("_is_done",)
-
-    def __init__(self) -> None:
-        self._is_done = False
-
-    def __call__(self, gradient: Tensor) -> None:
-        if self._is_done or torch.is_grad_enabled():
-            raise RuntimeError(
-                "loss='liger' allows one backward of a step, and no derivatives of its gradients;"
-                " apply_fused_norm(model, loss=None) goes without it"
-            )
-        self._is_done = True
+def _why_not_now(labels: Any) -> str | None:
+    """The reason for real logits in a call with these labels: who watches it, or what was replaced."""
+    if type(labels) is not Tensor or labels.dtype != torch.int64:
+        return "its labels are no plain tensor of int64"
+    if dispatch_modes() or is_transformed() or any(
+        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    ):
+        return "a mode or a transform of PyTorch watches its call"
+    return replaced_function()
 
 
-def liger_forward(origin: Any) -> Callable[..., Any] | None:
-    """Liger's forward, with its fused linear cross-entropy, for models of a class of transformers'; None without one.
-
-    Its function that patches an instance is not called: for some models it changes classes of the process as well.
-
-    Raises:
-        FusedNormError: without the package liger-kernel.
-    """
-    try:
-        forwards = import_module("liger_kernel.transformers.model")
-    except ImportError as error:
-        raise FusedNormError(
-            f"loss='liger' needs the package liger-kernel ({error}): pip install 'fused-norm[liger]'"
-        ) from error
-    stock = inspect.unwrap(origin.forward)
-    package, _, family = stock.__module__.rpartition(".")[0].rpartition(".")
-    if package != "transformers.models" or not stock.__qualname__.endswith("ForCausalLM.forward"):
-        return None
-    name = f"{forwards.__name__}.{family}"
-    found = import_module(name) if find_spec(name) else None
-    return getattr(found, "lce_forward", None) or getattr(found, "causal_forward", None)
+def replaced_function() -> str | None:
+    """The reason, for a report, that a function of PyTorch's was replaced; None where all are its own."""
+    here = vars(functional)
+    for name, function in _GENUINE.items():
+        if here.get(name) is not function:
+            return f"torch.nn.functional.{name} was replaced"
+    return None

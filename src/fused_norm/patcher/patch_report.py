@@ -22,10 +22,10 @@ class Site:
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
-            attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer.
+            attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer. ``loss``: the head.
         kind: one of ``KINDS``.
-        module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP or
-            LoRA layer.
+        module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP, LoRA
+            layer or language model.
         spec: what the norm computes; None where it was not recognised, and for a site without one.
         reason: why it was kept as it was; None where it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
@@ -48,6 +48,8 @@ class Site:
         """The norm or activation that runs at a fused site, in words, or that there is none."""
         if self.kind == "adapter":
             return "sum with the adapter"
+        if self.kind == "loss":
+            return "loss of the head without its logits"
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"
@@ -89,25 +91,6 @@ class ReadingBlock:
 
 
 @dataclass(frozen=True)
-class ModelLoss:
-    """A language model, and whether it trains with the loss of another package.
-
-    Attributes:
-        path: its name, as in ``named_modules``.
-        module: its class.
-        loss: the option.
-        reason: why it computes its own loss, or what other code has put there; None where it trains with that loss.
-        cause: the source of that reason, as a site has it.
-    """
-
-    path: str
-    module: str
-    loss: str
-    reason: str | None = None
-    cause: Cause | None = None
-
-
-@dataclass(frozen=True)
 class PatchReport:
     """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
@@ -118,7 +101,6 @@ class PatchReport:
         kept: the sites that run stock code, each with its reason.
         recompute: under ``recompute`` the layers in which something is fused.
         readers: under ``readers`` the blocks that read fused norms.
-        loss: under ``loss`` the language models; the whole model where it has none.
     """
 
     model: str
@@ -127,7 +109,6 @@ class PatchReport:
     kept: tuple[Site, ...]
     recompute: tuple[RecomputingLayer, ...] | None = None
     readers: tuple[ReadingBlock, ...] = ()
-    loss: tuple[ModelLoss, ...] | None = None
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -136,22 +117,20 @@ class PatchReport:
         return {kind: found[kind] for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute, readers and loss."""
+        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and readers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "readers", "loss")}
+        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "readers")}
         rows = {name: [asdict(row) for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
-        """One line with the numbers of sites fused and kept, and of layers that recompute; the loss, if another's."""
+        """One line with the numbers of sites fused and kept, and of layers that recompute."""
         fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
         name = f"{self.model} ({self.model_type})" if self.model_type else self.model
         recompute = ""
         if self.recompute is not None:
             recompute = f"; recompute in {sum(row.reason is None for row in self.recompute)} layers"
-        loss = {row.loss for row in self.loss or () if row.reason is None}
-        trains = f"; loss by {', '.join(loss)}" if loss else ""
-        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}{trains}"
+        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("fused", site.module, site.what, site.kind, site.path) for site in self.fused]
@@ -160,9 +139,6 @@ class PatchReport:
         rows += [("kept", row.module, row.reason, "recompute", row.path) for row in layers if row.reason is not None]
         blocks = self.readers
         rows += [("kept", row.module, row.reason, row.kind, row.path) for row in blocks if row.reason is not None]
-        for one in self.loss or ():
-            status, what = ("kept", one.reason) if one.reason is not None else ("fused", f"loss by {one.loss}")
-            rows.append((status, one.module, what, "loss", one.path))
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 

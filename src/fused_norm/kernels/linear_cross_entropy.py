@@ -1,0 +1,388 @@
+"""The cross entropy of a linear's output, which is never held as a whole: the vocabulary head of a model, and its loss.
+
+The rows go through in chunks. A product makes the logits of a chunk, one kernel their losses and, over the logits, their
+gradients, and two products the gradients of the rows and of the weight. What autograd would compute in its backward is
+so there in the forward; the backward multiplies it by the gradient that comes back for the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import Refusal, wrong_choice, wrong_rows, wrong_tensor
+from .operator import BackwardCall, Operator, Spec, _is_unwatched, _route_of, by_kernels
+from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
+
+IGNORED = -100
+"""The label of rows that have none, unless ``ignore_index`` says otherwise."""
+
+MOST_ROWS, MOST_BYTES = 2048, 2**30
+"""Rows of a chunk, and bytes of its logits, at most. On an H200 chunks of 4096 rows are up to 4 % faster and take twice
+the memory; chunks of 1024 are 8 to 15 % slower."""
+
+_MULTIPLE = 128
+"""Rows of a chunk are a multiple of it, as tiles of products are."""
+
+_ALIGNED = 64
+"""Elements that rows of logits begin at multiples of: cuBLAS and kernels read 16 bytes at a time."""
+
+REDUCTIONS = ("mean", "sum")
+
+
+class LinearCrossEntropy(Operator):
+    """``linear_cross_entropy`` as an operator, which has no norm."""
+
+    name = "linear_cross_entropy"
+    has_norm = False
+    tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items"
+    options = (
+        "str reduction, int ignore_index, float label_smoothing, float? logit_scale, float? softcap,"
+        " bool in_fp32, int? max_labels, bool[] trained"
+    )
+    outputs = ("loss",)
+    other_rules = ("weight", "bias", "target", "num_items")
+    takes_dtensors = False
+    kept = ("x_grad", "weight_grad", "bias_grad")
+    saved = (
+        "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items,"
+        " Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
+    )
+    facts = options
+    gradients = ("dx", "dweight", "dbias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._apply_plain = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
+
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
+        for name, one in (("linear_weight", weight), ("linear_bias", bias)):
+            if one is not None and (refusal := wrong_tensor(name, one, ("input", x))) is not None:
+                return refusal
+        return (
+            wrong_rows("input", x)
+            or _wrong_labels(x, target)
+            or _wrong_shapes(x, weight, bias, target)
+            or wrong_choice("reduction", reduction, REDUCTIONS)
+            or _wrong_items(x, num_items, reduction)
+            or _wrong_numbers(ignored, smoothing, scale, cap, most)
+        )
+
+    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        x, weight, bias, target, *_ = arguments
+        if not all(one.numel() for one in (x, weight, target)):
+            return Refusal("")
+        for name, one in (("weight", weight), ("bias", bias)):
+            if one is not None and one.dtype != x.dtype:
+                return Refusal(f"{name} is {one.dtype} and x {x.dtype}")
+        return None
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.linear_cross_entropy(*arguments[:-2])
+
+    def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+        return None  # products are among the steps, which a program cannot repeat
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
+        if not launch:
+            made = _allocated(x, weight, bias, trained) if _are_made_ahead(x, training) else (None,) * 3
+            return (x.new_empty((), dtype=torch.float32), *made)
+        divisor = _divisor(target, num_items, reduction, ignored)
+        if not _are_made_ahead(x, training):
+            trained = (False,) * 3
+        losses, *made = _by_chunks(arguments, None if divisor is None else divisor.reciprocal(), trained)
+        total = losses.sum()
+        return (total if divisor is None else total / divisor, *made)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dloss,), (x, weight, bias, target, num_items, *made) = call.incoming, call.saved
+        if not launch:
+            return _allocated(x, weight, bias, call.needed)
+        if all(one is not None and one.numel() for one, need in zip(made, call.needed, strict=True) if need):
+            # Not in place: whoever has traced this may run it once more.
+            return tuple(one * dloss if need else None for one, need in zip(made, call.needed, strict=True))
+        return self.gradients_of((x, weight, bias, target, num_items, *call.facts), dloss, call.needed)
+
+    def gradients_of(
+        self, arguments: Sequence[Any], dloss: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, weight and bias, those ``needed``, for this gradient of the loss."""
+        divisor = _divisor(*arguments[3:7])
+        gradient = dloss.float() if divisor is None else dloss.float() / divisor
+        return tuple(_by_chunks(arguments, gradient, needed)[1:])
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dloss,), (*tensors, _, _, _) = call.incoming, call.saved
+        wanted = [one for one, need in zip(tensors, call.needed, strict=False) if need]
+        with torch.enable_grad():
+            # A tensor that came without a gradient of its own is a leaf here.
+            leaves = {id(one): one if one.requires_grad else one.detach().requires_grad_() for one in wanted}
+            loss = self.reference(spec, *(leaves.get(id(one), one) for one in tensors), *call.facts)
+            found = iter(
+                torch.autograd.grad(loss, list(leaves.values()), dloss, create_graph=torch.is_grad_enabled())
+            )
+        return tuple(next(found) if need else None for need in call.needed)
+
+
+class _Eager(torch.autograd.Function):
+    """The autograd function of calls that are not traced: the gradients that the forward made are used up in place."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Spec, *arguments: Any) -> Tensor:
+        loss, *ctx.made = LINEAR_CROSS_ENTROPY.forward(spec, *arguments, training=True)
+        ctx.save_for_backward(*arguments[: LINEAR_CROSS_ENTROPY.tensor_count])
+        ctx.set_materialize_grads(False)
+        ctx.options = arguments[LINEAR_CROSS_ENTROPY.tensor_count :]
+        result: Tensor = loss
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
+        made, ctx.made = ctx.made, None
+        needed, behind = ctx.needs_input_grad[1:4], (None,) * 10
+        if dloss is None:
+            return None, None, None, None, *behind
+        tensors = ctx.saved_tensors
+        call = BackwardCall((dloss,), (*tensors, None, None, None), ctx.options, needed)
+        route = _route_of(call)
+        if route is not by_kernels:
+            ctx.made = made
+            return None, *LINEAR_CROSS_ENTROPY.gradients_by(route, None, call), *behind
+        if made is None or any(one is None for one, need in zip(made, needed, strict=True) if need):
+            return None, *LINEAR_CROSS_ENTROPY.gradients_of((*tensors, *ctx.options), dloss, needed), *behind
+        factor = dloss.float().reshape(1)
+        for one in made:
+            if one is not None:
+                launch_multiply(one, factor)
+        return None, *made, *behind
+
+
+LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
+
+
+def _are_made_ahead(x: Tensor, training: bool) -> bool:
+    """Return whether the forward makes the gradients; those in fp16 need the scale that the backward brings."""
+    return training and x.dtype != torch.float16
+
+
+def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:
+    """What the sum of losses is divided by, as one float32; None for 1."""
+    if num_items is not None:
+        return num_items.to(target.device, torch.float32)
+    return None if reduction == "sum" else (target != ignored).sum().float()
+
+
+def _allocated(x: Tensor, weight: Tensor, bias: Tensor | None, trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients without values, of those that are trained."""
+    tensors = zip((x, weight, bias), trained, strict=True)
+    return tuple(one.new_empty(one.shape) if need and one is not None else None for one, need in tensors)
+
+
+def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
+    """The number of rows in a chunk: chunks are of one size, as few as the limits allow."""
+    most = max(_MULTIPLE, min(MOST_ROWS, MOST_BYTES // (vocabulary * itemsize) // _MULTIPLE * _MULTIPLE))
+    chunks = -(-rows // most)
+    return min(rows, -(-rows // (chunks * _MULTIPLE)) * _MULTIPLE)
+
+
+def _by_chunks(
+    arguments: Sequence[Any], gradient: Tensor | None, trained: Sequence[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The losses of rows with a label, in float32, and the gradients of x, weight and bias that are ``trained``.
+
+    ``gradient``: that of a row's loss, one float32; None for 1.
+    """
+    x, weight, bias, target, _, _, ignored, smoothing, scale, cap, in_fp32, most, _ = arguments
+    train_x, train_weight, train_bias = trained
+    vocabulary, width = weight.shape
+    all_rows, labels = x.reshape(-1, width), target.reshape(-1)
+    _check_labels(labels, vocabulary, ignored, most)
+    rows, order = all_rows, None
+    if most is not None and most < len(labels):
+        order = torch.argsort((labels == ignored).to(torch.uint8), stable=True)[: max(1, most)]
+        rows, labels = all_rows[order], labels[order]
+    count = len(rows)
+    losses = x.new_empty(count, dtype=torch.float32)
+    if gradient is None:
+        gradient = losses.new_ones(1)
+    dx = rows.new_empty(rows.shape) if train_x else None
+    chunk = chunk_rows(count, vocabulary, x.element_size())
+    sum_dtype = x.dtype if chunk >= count else torch.float32
+    dweight = weight.new_empty(weight.shape, dtype=sum_dtype) if train_weight else None
+    dbias = weight.new_zeros(vocabulary, dtype=torch.float32) if train_bias else None
+    kernel_gradient = gradient.reshape(1) if any(trained) else None
+    columns = -(-vocabulary // _ALIGNED) * _ALIGNED
+    device = x.device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        buffer = x.new_empty((chunk, columns))[:, :vocabulary]
+        for start in range(0, count, chunk):
+            part = slice(start, min(start + chunk, count))
+            inputs = rows[part]
+            logits = buffer[: len(inputs)]
+            if bias is None:
+                torch.mm(inputs, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, inputs, weight.t(), out=logits)
+            launch_cross_entropy(
+                logits, labels[part], losses[part], kernel_gradient,
+                ignored=ignored, scale=scale, cap=cap, smoothing=smoothing or None, in_fp32=in_fp32,
+            )  # fmt: skip
+            if dx is not None:
+                torch.mm(logits, weight, out=dx[part])
+            if dweight is not None:
+                _add_product(dweight, logits.t(), inputs, is_first=start == 0)
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=torch.float32)
+        del buffer, logits
+        if dx is not None:
+            dx = dx if order is None else torch.zeros_like(all_rows).index_copy_(0, order, dx)
+            dx = dx.view(x.shape)
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        dbias = None if dbias is None else dbias.to(weight.dtype)
+    return losses, dx, dweight, dbias
+
+
+def _check_labels(labels: Tensor, vocabulary: int, ignored: int, most: int | None) -> None:
+    """Raise for labels outside of the vocabulary; on a GPU as PyTorch does, by an assertion that nobody waits for."""
+    has_label = labels != ignored
+    are_known = ((labels >= 0) & (labels < vocabulary) | ~has_label).all()
+    if labels.device.type == "cpu":
+        if not are_known:
+            wrong = labels[has_label & ((labels < 0) | (labels >= vocabulary))][0]
+            raise IndexError(f"linear_cross_entropy: target {int(wrong)} is out of bounds for {vocabulary} classes")
+        if most is not None and has_label.sum() > most:
+            raise ValueError(f"linear_cross_entropy: {int(has_label.sum())} rows have a label, max_labels is {most}")
+        return
+    torch._assert_async(are_known, "linear_cross_entropy: a target is out of bounds")
+    if most is not None:
+        torch._assert_async(has_label.sum() <= most, "linear_cross_entropy: more than max_labels rows have a label")
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """``total += a @ b``, of the first product alone without the sum; total may be float32 where a and b are not."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if is_first else torch.addmm(total, a, b, out=total)
+    elif a.device.type == "cuda":
+        if is_first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # no such product there
+        product = a.to(total.dtype) @ b.to(total.dtype)
+        total.copy_(product) if is_first else total.add_(product)
+
+
+def _wrong_labels(x: Tensor, target: Any) -> Refusal | None:
+    if not isinstance(target, Tensor) or target.dtype != torch.int64:
+        what = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        return Refusal(f"target must be a tensor of int64, not {what}", TypeError)
+    if target.device != x.device:
+        return Refusal(f"target is on {target.device} and input on {x.device}; move them to one device", ValueError)
+    return None
+
+
+def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Refusal | None:
+    if weight.dim() == 2 and weight.shape[1] == x.shape[-1] and target.shape == x.shape[:-1]:
+        if bias is None or bias.shape == weight.shape[:1]:
+            return None
+    shapes = ", ".join(str(tuple(one.shape)) for one in (x, weight, target, *([] if bias is None else [bias])))
+    return Refusal(
+        "input, linear_weight, target and linear_bias must have shapes [..., H], [V, H], [...] and [V], not " + shapes,
+        ValueError,
+    )
+
+
+def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Refusal | None:
+    if num_items is None:
+        return None
+    if not isinstance(num_items, Tensor) or num_items.numel() != 1 or num_items.requires_grad:
+        return Refusal("num_items must be a number, or a tensor of one that needs no gradient", TypeError)
+    if reduction != "mean":
+        return Refusal("num_items is what a mean is taken over: reduction must be 'mean'", ValueError)
+    return None
+
+
+def _wrong_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Refusal | None:
+    for name, value in (("ignore_index", ignored), ("max_labels", most)):
+        if not (isinstance(value, int) and not isinstance(value, bool)) and not (name == "max_labels" and value is None):
+            return Refusal(f"{name} must be an int, not {value!r}", TypeError)
+    for name, value in (("label_smoothing", smoothing), ("logit_scale", scale), ("softcap", cap)):
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+            return Refusal(f"{name} must be a Python number, not {type(value).__name__}", TypeError)
+    if not 0 <= smoothing <= 1:
+        return Refusal(f"label_smoothing must be between 0 and 1, not {smoothing}", ValueError)
+    if cap is not None and not cap > 0:
+        return Refusal(f"softcap must be positive, not {cap}", ValueError)
+    return None
+
+
+def linear_cross_entropy(
+    input: Tensor,  # noqa: A002 -- PyTorch's name for it
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    num_items: Tensor | float | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logits_in_fp32: bool = False,
+    max_labels: int | None = None,
+) -> Tensor:
+    """The cross entropy of ``linear(input, linear_weight, linear_bias)`` and ``target``, without holding these logits.
+
+    It is the loss that language models of transformers compute: logits rounded to their dtype, then to float32, then
+    ``torch.nn.functional.cross_entropy``. Arguments that ``torch.nn.functional.linear_cross_entropy`` has mean the same
+    here. Gradients are made in the forward, rounded as autograd rounds them; that of the weight is summed in float32.
+    Calls repeat to the bit. In float16 the gradients are made in the backward, and so are those of a second backward.
+
+    Args:
+        input: [..., H], float32, bfloat16 or float16; float64 is computed by the PyTorch reference, and so are DTensors.
+            Under autocast it is cast as for a linear, and so are weight and bias.
+        linear_weight: [V, H], of input's dtype.
+        target: [...], int64, the label of each row.
+        linear_bias: [V], of input's dtype, or None.
+        reduction: ``"mean"`` over the rows with a label, or ``"sum"``.
+        ignore_index: the label of rows that have none; it may be outside of the vocabulary.
+        label_smoothing: from 0 to 1, as PyTorch's ``cross_entropy`` has it (Szegedy et al. 2015, arXiv 1512.00567).
+        num_items: what the sum is divided by in place of the number of rows with a label: a number, or a tensor of one.
+        logit_scale: what logits are multiplied by.
+        softcap: ``softcap * tanh(logits / softcap)`` in place of logits, after their scale; None is without.
+        logits_in_fp32: logits are cast to float32 before scale and softcap, and not after them.
+        max_labels: at least the number of rows with a label, if the host knows one: the other rows are then left out of
+            the products. None computes all rows.
+
+    Returns:
+        The loss, one float32 (float64 for an input of float64).
+
+    Raises:
+        TypeError: for anything but dense tensors of these dtypes, and for options that are no such numbers.
+        ValueError: for shapes, devices and values that do not go together.
+        IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
+    """
+    if isinstance(input, Tensor) and torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, linear_weight, linear_bias = (  # noqa: A001
+            one.to(dtype) if isinstance(one, Tensor) else one for one in (input, linear_weight, linear_bias)
+        )
+    if isinstance(num_items, Real) and not isinstance(num_items, bool):
+        num_items = torch.full((), float(num_items), dtype=torch.float32, device=getattr(target, "device", None))
+    with_gradient = torch.is_grad_enabled()
+    trained = [
+        with_gradient and isinstance(one, Tensor) and one.requires_grad for one in (input, linear_weight, linear_bias)
+    ]
+    scale = None if logit_scale == 1.0 else logit_scale
+    options = reduction, ignore_index, label_smoothing, scale, softcap, logits_in_fp32, max_labels, trained
+    found: Tensor = LINEAR_CROSS_ENTROPY.checked(
+        None, input, linear_weight, linear_bias, target, num_items, *options
+    )
+    return found

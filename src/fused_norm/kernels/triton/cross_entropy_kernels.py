@@ -1,0 +1,212 @@
+"""The loss of rows of logits and the gradient of these logits in Triton: kernels and their launchers.
+
+A row of V logits has one loss: the log of the sum of exponentials, less the logit at the row's label. The row is read
+twice, once for the maximum and the sum, once more for the gradient, which is written over it.
+
+``m`` and ``s`` are a lane's maximum so far and its sum of exp(x - m); ``top`` and ``total`` are those of the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plans import next_power_of_2
+from .devices import INTERPRETED
+from .language import round_to
+from .launch import launch
+
+_LANES, _WARPS = 1024, 32
+"""Lanes of a program, each with ``_VECTOR`` logits at a time: 16 bytes of 16-bit logits. On an H200 the kernel moves 2.7
+TB/s so, one read and one write counted; with half of the warps 5 % less."""
+
+_VECTOR = 8
+
+_MULTIPLIED = 8192
+"""Elements that one program multiplies."""
+
+
+@triton.jit
+def _tanh(x):
+    """tanh in fp32: a polynomial near 0, where ``1 - 2 / (e^2x + 1)`` cancels; relative error below 4e-7."""
+    u = x * x
+    p = -0.05379083380103111 + u * (0.02081829123198986 - u * 0.005919910501688719)
+    near = x + x * u * (-0.33333301544189453 + u * (0.13332012295722961 + u * p))
+    far = 1 - 2 / (tl.exp(2 * tl.minimum(tl.abs(x), 15.0)) + 1)
+    return tl.where(tl.abs(x) < 0.6, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _load(row_ptr, col, V, fill, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(row_ptr + col, mask=col < V, other=fill)
+    else:
+        x = tl.load(row_ptr + col)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _transformed(x, scale, cap, dtype: tl.constexpr):
+    """Logits times the scale, then capped, and the tanh in between; every operation is rounded to ``dtype``."""
+    tanh = x
+    if scale is not None:
+        x = round_to(x * scale, dtype)
+    if cap is not None:
+        tanh = round_to(_tanh(round_to(x * (1.0 / cap), dtype)), dtype)
+        x = round_to(tanh * cap, dtype)
+    return x, tanh
+
+
+@triton.jit
+def _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype: tl.constexpr, MASKED: tl.constexpr):
+    """``m``, ``s`` and the sum of logits of each lane with one more block of logits."""
+    x, _ = _transformed(_load(row_ptr, col, V, 0.0, MASKED), scale, cap, dtype)
+    if smoothing is not None:
+        total_x += tl.sum(tl.where(col < V, x, 0.0), 1)
+    if MASKED:
+        x = tl.where(col < V, x, -1e38)  # finite: a lane without logits computes no inf - inf
+    m_new = tl.maximum(m, tl.max(x, 1))
+    s = s * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new[:, None]), 1)
+    return m_new, s, total_x
+
+
+@triton.jit
+def _gradient_step(
+    row_ptr, col, V, label, top, total, share, scale, cap, smoothing, dtype: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Write the gradient of a block of logits over it; ``share`` is the gradient of the row's loss over ``total``."""
+    x, tanh = _transformed(_load(row_ptr, col, V, 0.0, MASKED), scale, cap, dtype)
+    e = tl.exp(x - top)
+    logits_dtype: tl.constexpr = row_ptr.dtype.element_ty
+    if smoothing is None:
+        d = tl.where(col == label, e - total, e) * share
+    else:
+        at_label = tl.where(col == label, 1.0 - smoothing, 0.0)
+        d = (e - total * (at_label + smoothing / V)) * share
+    d = round_to(d, dtype)
+    if cap is not None:
+        d = round_to(d * cap, dtype)
+        d = round_to(d * (1 - tanh * tanh), dtype)
+        d = round_to(d * (1.0 / cap), dtype)
+    if scale is not None:
+        d = round_to(d * scale, dtype)
+    d = round_to(d, logits_dtype)
+    if MASKED:
+        tl.store(row_ptr + col, d.to(logits_dtype), mask=col < V)
+    else:
+        tl.store(row_ptr + col, d.to(logits_dtype))
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr,  # [M, V]; with GRAD their gradient is written over them
+    labels_ptr,  # [M] int64
+    losses_ptr,  # [M] fp32
+    gradient_ptr,  # [1] fp32: the gradient of a row's loss, or None without GRAD
+    V, stride, ignored,
+    scale, cap, smoothing,
+    GRAD: tl.constexpr, IN_FP32: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = LANES * VECTOR
+    # With IN_FP32 scale and cap are operations on logits that were cast to fp32 before.
+    dtype: tl.constexpr = tl.float32 if IN_FP32 else logits_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * stride
+    tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    whole = V // BLOCK
+    label = tl.load(labels_ptr + row)
+    if label == ignored:
+        tl.store(losses_ptr + row, 0.0)
+        if GRAD:
+            zero = tl.zeros([LANES, VECTOR], logits_ptr.dtype.element_ty)
+            for block in range(0, whole):
+                tl.store(row_ptr + (block * BLOCK + tile), zero)
+            tl.store(row_ptr + (whole * BLOCK + tile), zero, mask=whole * BLOCK + tile < V)
+    else:
+        # Before the gradient overwrites it. A label that is none makes the loss NaN.
+        known = (label >= 0) & (label < V)
+        at_label = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+        at_label, _ = _transformed(at_label, scale, cap, dtype)
+        m = tl.full([LANES], -1e38, tl.float32)
+        s = tl.zeros([LANES], tl.float32)
+        total_x = tl.zeros([LANES], tl.float32)
+        for block in range(0, whole):
+            col = block * BLOCK + tile
+            m, s, total_x = _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype, False)
+        if whole * BLOCK < V:
+            col = whole * BLOCK + tile
+            m, s, total_x = _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype, True)
+        top = tl.max(m, 0)
+        total = tl.sum(s * tl.exp(m - top), 0)
+        if smoothing is None:
+            loss = tl.log(total) + (top - at_label)
+        else:
+            mean_x = tl.sum(total_x, 0) / V
+            loss = tl.log(total) + (1.0 - smoothing) * (top - at_label) + smoothing * (top - mean_x)
+        tl.store(losses_ptr + row, loss)
+        if GRAD:
+            share = tl.load(gradient_ptr) / total
+            column = tl.where(known, label, -1).to(tl.int32)
+            # From the end: what was read last is still in the L2 cache.
+            if whole * BLOCK < V:
+                col = whole * BLOCK + tile
+                _gradient_step(row_ptr, col, V, column, top, total, share, scale, cap, smoothing, dtype, True)
+            for block in range(0, whole):
+                col = (whole - 1 - block) * BLOCK + tile
+                _gradient_step(row_ptr, col, V, column, top, total, share, scale, cap, smoothing, dtype, False)
+
+
+@triton.jit
+def _multiply_kernel(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+    """``x *= factor``; nothing is read if the factor is 1."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32) * factor
+        tl.store(x_ptr + at, round_to(x, x_ptr.dtype.element_ty).to(x_ptr.dtype.element_ty), mask=at < size)
+
+
+def launch_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    gradient: Tensor | None,
+    *,
+    ignored: int,
+    scale: float | None,
+    cap: float | None,
+    smoothing: float | None,
+    in_fp32: bool,
+) -> None:
+    """Write the losses [M] of rows of logits [M, V], and with ``gradient`` the gradient of logits over them.
+
+    Args:
+        logits: rows of one stride, elements side by side.
+        labels: [M], int64.
+        losses: [M], float32.
+        gradient: one float32, the gradient of each row's loss; None leaves the logits as they are.
+        ignored: the label of rows whose loss is 0, and has no gradient.
+        scale: what logits are multiplied by; None is 1.
+        cap: of the logits, after the scale: ``cap * tanh(logits / cap)``.
+        smoothing: the share of the target that all labels have in common, in place of the row's own.
+        in_fp32: scale and cap are not rounded to the dtype of the logits.
+    """
+    rows, vocabulary = logits.shape
+    lanes = _LANES
+    if INTERPRETED:  # which takes its time for a step, not for the numbers in it
+        lanes = max(1, min(_LANES, next_power_of_2(-(-vocabulary // _VECTOR))))
+    launch(
+        _cross_entropy_kernel,
+        (rows, 1),
+        (logits, labels, losses, gradient),
+        (vocabulary, logits.stride(0), ignored, scale, cap, smoothing),
+        {"GRAD": gradient is not None, "IN_FP32": in_fp32, "LANES": lanes, "VECTOR": _VECTOR},
+        warps=_WARPS,
+    )
+
+
+def launch_multiply(x: Tensor, factor: Tensor) -> None:
+    """``x *= factor``, a float32 tensor of one element on x's device, which the host never looks at."""
+    blocks = -(-x.numel() // _MULTIPLIED)
+    launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=8)

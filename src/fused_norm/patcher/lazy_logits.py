@@ -1,0 +1,607 @@
+"""Logits that are computed when they are read: tensors that know their shape and how they would be computed.
+
+The head of a language model returns ``LazyLogits``. Selecting rows of them, casting, scaling or capping them gives
+further lazy logits. ``torch.nn.functional.cross_entropy`` of such logits is the fused operator, which never holds them.
+Any other operation reads them: they are computed by the operations that were asked for, and connected to the graph as
+those are. So code that is given lazy logits, the user's too, computes what it would compute with the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+plain_functions = torch._C.DisableTorchFunctionSubclass
+"""The context in which functions see a lazy tensor as the empty tensor that it is to C++."""
+
+_OF_SHAPE = frozenset({
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized",
+    "is_mkldnn", "is_xpu", "is_mps", "names", "itemsize", "nbytes", "size", "dim", "numel", "nelement", "ndimension",
+    "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
+    "is_inference", "is_conj", "is_neg", "__hash__",
+})  # fmt: skip
+"""Functions and attributes of tensors that tell nothing of their numbers."""
+
+_OF_GRAPH = frozenset({
+    "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_backward_hooks", "retain_grad",
+    "register_hook",
+})  # fmt: skip
+"""Those that tell of, or hook into, the place of a tensor in autograd's graph, which a lazy tensor has."""
+
+_VIEWS = frozenset({"view", "reshape", "flatten"})
+_WRITES = frozenset({"__setitem__", "copy_", "set_", "data"})
+_SAMPLED = 4096
+
+
+class Step(NamedTuple):
+    """An operation that makes lazy logits of others.
+
+    Attributes:
+        name: ``float`` for any cast, ``mul``, ``div``, ``tanh``, ``rows`` for a selection of rows, ``same`` otherwise.
+        run: does it to a tensor.
+        number: what is multiplied with, or divided by.
+    """
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    number: float = 1.0
+
+
+@dataclass(eq=False)
+class Projection:
+    """A call of a head: what its logits are computed of, in the state that PyTorch had then.
+
+    Attributes:
+        x, weight, bias: the linear's arguments, as it got them.
+        dtype: what autocast casts them to; None without autocast.
+        loss: computes the cross entropy of rows of x: takes these and a ``CrossEntropy``.
+        noted: is told that logits of this call were read, and by what.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype | None
+    loss: Callable[[Tensor, CrossEntropy], Tensor]
+    noted: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._versions = [_version(one) for one in self._tensors]
+        # Sharding writes gathered weights into memory that autograd has no count of.
+        self._sample = _sample(self.weight) if _is_distributed() else None
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [one for one in (self.x, self.weight, self.bias) if one is not None]
+
+    def compute(self) -> Tensor:
+        """The logits.
+
+        Raises:
+            RuntimeError: where they would not be those of the forward any more.
+        """
+        changed = [_version(one) for one in self._tensors] != self._versions
+        changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
+        if changed or (self._sample is not None and not torch.equal(self._sample, _sample(self.weight))):
+            raise RuntimeError(
+                "these logits were not computed in the forward, and cannot be any more: the weights or the hidden states"
+                " have been written to since, as by a step of the optimizer. Read outputs.logits before, or call"
+                " apply_fused_norm(model, loss=False)"
+            )
+        device = self.x.device.type
+        with torch.autocast(device, self.dtype, enabled=self.dtype is not None):
+            return functional.linear(self.x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The arguments of ``torch.nn.functional.cross_entropy`` of logits, and what was done to logits before.
+
+    Attributes:
+        target: a label for each row.
+        reduction, ignore_index, label_smoothing: as there.
+        num_items: what a sum is divided by; None where it is not.
+        scale, cap, in_fp32: as ``linear_cross_entropy`` has them.
+    """
+
+    target: Tensor
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    num_items: Tensor | float | None = None
+    scale: float | None = None
+    cap: float | None = None
+    in_fp32: bool = False
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The loss of real logits, after scale and cap, by PyTorch."""
+        loss = functional.cross_entropy(
+            logits,
+            self.target,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+        return loss if self.num_items is None else loss / self.num_items
+
+
+class LazyTensor(Tensor):
+    """Base of tensors that are computed when they are read."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
+        )
+
+    def read(self, reader: str) -> Tensor:
+        """The real tensor, in autograd's graph where this one is; ``reader`` is the name of what reads."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Code that calls PyTorch's C++ without its Python functions comes here, below autograd.
+        name = func.overloadpacket.__name__
+        return func(*_real(args, name, detached=True), **_real(kwargs or {}, name, detached=True))
+
+
+class LazyLogits(LazyTensor):
+    """Logits of a ``Projection``, or what steps make of them."""
+
+    def __init__(self, like: Tensor, device: torch.device) -> None:
+        self._projection: Projection | None = None
+        self._parent: LazyLogits | None = None
+        self._step: Step | None = None
+        self._real: Tensor | None = None
+        self._with_gradient = False
+        self._watched = False
+        self._family: WeakSet[LazyLogits] = WeakSet()
+
+    @classmethod
+    def of(cls, projection: Projection) -> LazyLogits:
+        """The logits of a call of a head."""
+        x, weight, bias = projection.x, projection.weight, projection.bias
+        like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
+        with plain_functions():
+            lazy: LazyLogits = (
+                _Project.apply(like, projection, x, weight, bias)  # type: ignore[no-untyped-call]
+                if torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
+                else cls(like, x.device)
+            )
+        lazy._projection, lazy._with_gradient = projection, torch.is_grad_enabled()
+        lazy._family.add(lazy)
+        return lazy
+
+    def then(self, step: Step) -> LazyLogits:
+        """What a step makes of these logits; themselves where that is nothing."""
+        with plain_functions(), torch.no_grad():
+            like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
+            device, requires_grad = self.device, self.requires_grad
+        with plain_functions():
+            lazy: LazyLogits = (
+                _Then.apply(like, step, self)  # type: ignore[no-untyped-call]
+                if torch.is_grad_enabled() and requires_grad and step.name != "detach"
+                else LazyLogits(like, device)
+            )
+        lazy._parent, lazy._step, lazy._with_gradient = self, step, torch.is_grad_enabled()
+        lazy._family = self._family
+        lazy._family.add(lazy)
+        return lazy
+
+    @property
+    def chain(self) -> list[LazyLogits]:
+        """These logits and those that they were made of, the head's first."""
+        return [self] if self._parent is None else [*self._parent.chain, self]
+
+    def read(self, reader: str) -> Tensor:
+        if self._real is None:
+            with plain_functions():
+                is_connected = self.requires_grad
+            if self._parent is None:
+                assert self._projection is not None
+                self._projection.noted(reader)
+            if is_connected and (self._parent is None or self._watched):
+                with plain_functions():
+                    self._real = _Read.apply(self)  # type: ignore[no-untyped-call]
+            else:
+                with torch.set_grad_enabled(self._with_gradient and is_connected):
+                    self._real = self._computed(reader)
+        return self._real
+
+    def _computed(self, reader: str) -> Tensor:
+        if self._parent is None:
+            assert self._projection is not None
+            return self._projection.compute()
+        assert self._step is not None
+        return self._step.run(self._parent.read(reader))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__
+        lead = args[0] if args else None
+        if isinstance(lead, LazyLogits):
+            if name in _OF_GRAPH or name in _OF_SHAPE:
+                if name == "retain_grad" or (name == "register_hook" and not _is_of_sharding(args[1])):
+                    lead._watched = True
+                with plain_functions():
+                    return func(*args, **kwargs)
+            if lead._real is None and (step := _step_of(lead, name, func, args[1:], kwargs)) is not None:
+                return lead if step.name == "same" else lead.then(step)
+        if func is functional.cross_entropy:
+            loss = _cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif func is torch.autograd.grad and len(args) > 1:
+            return _gradients(*args, **kwargs)
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs:
+            _read_families((args, kwargs), name)
+        with plain_functions():
+            return func(*_real(args, name), **_real(kwargs, name))
+
+
+class LazySum(LazyTensor):
+    """The sum of the losses of rows, which is computed when it is known whether it is divided by a number of items.
+
+    Gradients are rounded once, with the divisor in them, so it has to be known before they are made.
+    """
+
+    _logits: LazyLogits
+    _how: CrossEntropy
+    _real: Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
+        """The sum of losses of logits."""
+        like = torch.empty((), dtype=torch.float32, device="meta")
+        with plain_functions():
+            device, requires_grad = logits.device, logits.requires_grad
+            lazy: LazySum = (
+                _Sum.apply(like, logits, how)  # type: ignore[no-untyped-call]
+                if torch.is_grad_enabled() and requires_grad
+                else cls(like, device)
+            )
+        lazy._logits, lazy._how = logits, how
+        return lazy
+
+    def read(self, reader: str) -> Tensor:
+        if self._real is None:
+            self._real = _fused(self._logits, self._how)
+        return self._real
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name
+        lead = args[0] if args else None
+        if isinstance(lead, LazySum) and lead._real is None:
+            if name in _OF_SHAPE and len(args) == 1:
+                with plain_functions():
+                    return func(*args, **(kwargs or {}))
+            if name in ("__truediv__", "div", "true_divide") and len(args) == 2 and not kwargs and _is_count(args[1]):
+                return _fused(lead._logits, replace(lead._how, num_items=args[1]))
+        with plain_functions():
+            return func(*_real(args, name), **_real(kwargs or {}, name))
+
+
+class _Project(torch.autograd.Function):
+    """The head's logits in autograd's graph; the backward is that of a linear."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, projection: Projection, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype, ctx.dtype = None if bias is None else bias.dtype, projection.dtype
+        ctx.set_materialize_grads(False)
+        return LazyLogits(like, x.device)
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor | None) -> Any:
+        if dlogits is None:
+            return (None,) * 5
+        x, weight = ctx.saved_tensors
+        _, _, need_x, need_weight, need_bias = ctx.needs_input_grad
+        rows, cast = dlogits.flatten(0, -2), ctx.dtype or x.dtype
+        dx = (rows @ weight.to(cast)).view(x.shape).to(x.dtype) if need_x else None
+        dweight = (rows.t() @ x.to(cast).flatten(0, -2)).to(weight.dtype) if need_weight else None
+        return None, None, dx, dweight, rows.sum(0).to(ctx.bias_dtype) if need_bias else None
+
+
+class _Then(torch.autograd.Function):
+    """A step in autograd's graph; the backward takes the step once more, and differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, step: Step, parent: LazyLogits) -> Any:
+        ctx.step, ctx.parent, device = step, parent, parent.device
+        ctx.set_materialize_grads(False)
+        return LazyLogits(like, device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
+        return None, None, _gradient_of(ctx.step.run, ctx.parent, gradient)
+
+
+class _Read(torch.autograd.Function):
+    """Real logits as a result of lazy ones."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits) -> Any:
+        found = lazy._computed("a read")
+        return found.clone() if found._is_view() else found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+class _Sum(torch.autograd.Function):
+    """A ``LazySum`` in autograd's graph, for code that hands it to an autograd function as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, logits: LazyLogits, how: CrossEntropy) -> Any:
+        ctx.logits, ctx.how = logits, how
+        return LazySum(like, logits.device)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        return None, _gradient_of(ctx.how.of, ctx.logits, dloss), None
+
+
+class _Watchable(torch.autograd.Function):
+    """The fused loss, and in the backward a gradient of the logits only if somebody has asked for it by a hook."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: LazyLogits, how: CrossEntropy) -> Any:
+        ctx.logits, ctx.how = logits, how
+        ctx.set_materialize_grads(False)
+        return loss.clone()  # no view: callers scale and add in place
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None) -> Any:
+        if dloss is None or not any(one._watched for one in ctx.logits.chain):
+            return dloss, None, None
+        return None, _gradient_of(ctx.how.of, ctx.logits, dloss), None
+
+
+def _gradient_of(function: Callable[[Tensor], Tensor], logits: LazyLogits, gradient: Tensor) -> Tensor:
+    """The gradient of logits for that of a function of them."""
+    real, again = logits.read("a gradient of the logits"), torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = real if again and real.requires_grad else real.detach().requires_grad_()
+        return torch.autograd.grad(function(leaf), leaf, gradient, create_graph=again)[0]
+
+
+def _cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """The loss of lazy logits by the fused operator; None for a call that it cannot make."""
+    if not isinstance(logits, LazyLogits) or logits._real is not None or not isinstance(target, Tensor):
+        return None
+    if not (weight is size_average is reduce is None) or reduction not in ("mean", "sum"):
+        return None
+    if isinstance(target, LazyTensor) or logits.dim() != 2 or target.shape != logits.shape[:1]:
+        return None
+    if target.dtype != torch.int64 or target.device != logits.device:
+        return None
+    is_cast = torch.is_autocast_enabled(logits.device.type)  # which has cross entropies in float32
+    if logits.dtype != torch.float32 and not is_cast:
+        return None
+    how = CrossEntropy(target, reduction, ignore_index, float(label_smoothing))
+    if _transformation(logits) is None:
+        return None
+    return LazySum.of(logits, how) if reduction == "sum" else _fused(logits, how)
+
+
+def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
+    """The loss of lazy logits by the fused operator."""
+    transformation, projection = _transformation(logits), logits.chain[0]._projection
+    assert transformation is not None
+    assert projection is not None
+    with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
+        loss = projection.loss(_rows_of_x(logits, projection.x), replace(how, **transformation))
+        if loss.requires_grad:
+            with plain_functions():
+                loss = _Watchable.apply(loss, logits, how)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _transformation(logits: LazyLogits) -> dict[str, Any] | None:
+    """Scale and cap of lazy logits, and where they are computed; None for steps that the fused operator does not take."""
+    operations: list[Step] = []
+    in_fp32 = is_done = False
+    for lazy in logits.chain[1:]:
+        step = lazy._step
+        assert step is not None
+        if step.name == "float":
+            in_fp32, is_done = not operations, bool(operations)
+        elif step.name in ("mul", "div", "tanh"):
+            if is_done:
+                return None
+            operations.append(step)
+    scale = cap = None
+    match [(step.name, step.number) for step in operations]:
+        case [*before, ("div", one), ("tanh", _), ("mul", other)] if one == other > 0:
+            cap, names = float(one), before
+        case names:
+            pass
+    match names:
+        case []:
+            pass
+        case [("mul", number)]:
+            scale = float(number)
+        case [("div", number)]:
+            scale = 1.0 / float(number)
+        case _:
+            return None
+    return {"scale": scale, "cap": cap, "in_fp32": in_fp32}
+
+
+def _rows_of_x(logits: LazyLogits, x: Tensor) -> Tensor:
+    """The rows of x that lazy logits are of, in their order."""
+    for lazy in logits.chain[1:]:
+        step = lazy._step
+        assert step is not None
+        if step.name == "rows":
+            x = step.run(x)
+        elif step.name == "view":
+            x = x.reshape(*lazy.shape[:-1], x.shape[-1])
+    return x
+
+
+def _step_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
+    """The step that a function takes, if its result may be lazy too; None for one that reads."""
+    if name in ("float", "to", "detach", "contiguous"):
+        return _cast_of(lazy, name, func, args, kwargs)
+    if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
+        is_number = len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
+        kind = "mul" if "mul" in name else "div"
+        return Step(kind, lambda x, number=args[0]: getattr(x, kind)(number), args[0]) if is_number else None
+    if name == "tanh" and not args and not kwargs:
+        return Step("tanh", torch.tanh)
+    if name in _VIEWS:
+        return _view_of(lazy, func, args, kwargs)
+    if name == "__getitem__" and len(args) == 1:
+        return _rows_of(lazy, args[0])
+    return None
+
+
+def _cast_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
+    if name == "detach":
+        return Step("detach", Tensor.detach)
+    if name == "contiguous":
+        return Step("same", Tensor.contiguous) if not args and not kwargs and lazy.is_contiguous() else None
+    if name == "float":
+        dtype: Any = torch.float32
+    else:
+        wanted = [*args, *(kwargs[key] for key in ("device", "dtype") if kwargs.get(key) is not None)]
+        if not {*kwargs} <= {"device", "dtype"}:
+            return None
+        dtypes = [one for one in wanted if isinstance(one, torch.dtype)]
+        devices = [one for one in wanted if isinstance(one, (str, torch.device))]
+        if len(dtypes) + len(devices) != len(wanted) or len(dtypes) > 1:
+            return None
+        if any(torch.device(one) != lazy.device for one in devices):
+            return None
+        dtype = dtypes[0] if dtypes else lazy.dtype
+    if dtype == lazy.dtype:
+        return Step("same", Tensor.detach)
+    return Step("float", lambda x: x.to(dtype)) if dtype == torch.float32 else None
+
+
+def _view_of(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Step | None:
+    """Another shape in which rows stay rows."""
+    step = Step("view", lambda x: func(x, *args, **kwargs))
+    try:
+        with plain_functions(), torch.no_grad():
+            like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
+    except (RuntimeError, TypeError, ValueError):
+        return None  # the real function raises the real error
+    return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
+
+
+def _rows_of(lazy: LazyLogits, index: Any) -> Step | None:
+    """A selection of rows: by slices, numbers and masks of dimensions before the last."""
+    parts = index if isinstance(index, tuple) else (index,)
+    fixed: list[Any] = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype == torch.bool and type(part) is not LazyLogits:
+            if part.device != lazy.device or part.dim() == 0:
+                return None
+            fixed += part.nonzero(as_tuple=True)  # waits for the device, as the selection itself does
+        elif part is Ellipsis or type(part) in (int, slice):
+            fixed.append(part)
+        else:
+            return None
+    leading = lazy.dim() - 1
+    used = sum(part is not Ellipsis for part in fixed)
+    if Ellipsis in [part for part in fixed if not isinstance(part, Tensor)]:
+        after = len(fixed) - 1 - next(n for n, part in enumerate(fixed) if part is Ellipsis)
+        if used > leading + 1 or (after and fixed[-1] != slice(None)):
+            return None
+    elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
+        return None
+    return Step("rows", lambda x, index=tuple(fixed): x[tuple(_on(part, x.device) for part in index)])
+
+
+def _on(part: Any, device: torch.device) -> Any:
+    return part.to(device) if isinstance(part, Tensor) else part
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is a number of items, or a tensor of one."""
+    if isinstance(value, LazyTensor):
+        return False
+    return (type(value) in (int, float) and value != 0) or (
+        isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and not value.is_complex()
+    )
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` by lazy logits: their own place in the graph is asked, which the fused loss leaves out."""
+    for one in [inputs] if isinstance(inputs, Tensor) else inputs:
+        if isinstance(one, LazyLogits):
+            one._watched = True
+    with plain_functions():
+        return torch.autograd.grad(_real(outputs, "grad"), inputs, *_real(args, "grad"), **_real(kwargs, "grad"))
+
+
+def _read_families(tree: Any, reader: str) -> None:
+    """Read all that is made of the lazy logits in a tree, which are about to be written to."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, LazyLogits):
+            for one in list(value._family):
+                one.read(reader)
+        return value
+
+    tree_map(read, tree)
+
+
+def _real(tree: Any, reader: str, *, detached: bool = False) -> Any:
+    """The tree with real tensors in the place of lazy ones."""
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        found = value.read(reader)
+        return found.detach() if detached else found
+
+    return tree_map(real, tree)
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Return whether a hook is one that FSDP puts on all outputs: it waits for the backward, and reads no gradient."""
+    function = hook.func if isinstance(hook, partial) else getattr(hook, "__func__", hook)
+    return (getattr(function, "__module__", None) or "").startswith("torch.distributed.")
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Some of a weight's numbers, by which a step of an optimizer is noticed."""
+    flat = weight.detach().flatten()
+    return flat[:: max(1, len(flat) // _SAMPLED)].clone()
