@@ -140,7 +140,7 @@ def test_overrides_reach_the_config_and_not_the_table():
     assert config.layer_types.count("full_attention") == 2
     tiny_config("qwen3_moe").mlp_only_layers.append(1)
     assert {name: dict(family.tiny) for name, family in FAMILIES.items()} == before
-    expected = {"norm": 29, "qk": 14, "rope": 7, "residual": 7, "sandwich": 14, "mlp": 7}
+    expected = {"norm": 29, "qk": 14, "rope": 7, "residual": 7, "sandwich": 14, "mlp": 7, "loss": 1}
     assert FAMILIES["gemma3_text"].sites(7) == expected
 
 

@@ -48,7 +48,7 @@ def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     report = fused_norm.apply_fused_norm(model)
     assert report.counts == sites(model_type)
     assert {(site.path, site.kind) for site in report.kept} == {(path, "mlp") for path in experts(model_type)}
-    with_norms = [site for site in report.fused if site.kind not in ("rope", "mlp")]
+    with_norms = [site for site in report.fused if site.kind not in ("rope", "mlp", "loss")]
     assert {site.spec for site in with_norms} == {FAMILIES[model_type].spec}
     # Norms of single heads are computed with the rotation, those over all heads before it.
     widths = {model.get_submodule(site.path).weight.numel() for site in report.fused if site.kind == "qk"}
@@ -108,7 +108,7 @@ def test_undo_restores_every_class_and_attribute(model_type: str) -> None:
     counts = sites(model_type)
     layers = len(model.model.layers)
     # Every norm, every layer, every attention and every MLP.
-    assert fused_norm.remove_fused_norm(model) == counts["norm"] + counts["qk"] + 3 * layers
+    assert fused_norm.remove_fused_norm(model) == counts["norm"] + counts["qk"] + 3 * layers + 2
     assert snapshot(model) == before
     assert fused_norm.remove_fused_norm(model) == 0
 
@@ -126,14 +126,14 @@ def test_twice_changes_nothing_and_reports_the_same() -> None:
 def test_the_options_of_the_last_call_hold() -> None:
     model = build("qwen3", seed=0)
     first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
-    assert first.counts == counts(norm=5, mlp=2)
+    assert first.counts == counts(norm=5, mlp=2, loss=1)
     assert {site.reason for site in first.kept} == {"switched off: qk=False", "switched off: residual=False"}
     second = fused_norm.apply_fused_norm(model, rope=False, mlp=False)
-    assert second.counts == counts(norm=5, qk=4, residual=2)
+    assert second.counts == counts(norm=5, qk=4, residual=2, loss=1)
     assert {site.reason for site in second.kept} == {"switched off: rope=False", "switched off: mlp=False"}
     everything = fused_norm.apply_fused_norm(model)
     assert everything.counts == sites("qwen3")
-    assert fused_norm.remove_fused_norm(model) == 15
+    assert fused_norm.remove_fused_norm(model) == 17
 
 
 FEWER = (
@@ -143,6 +143,7 @@ FEWER = (
     {"qk": False},
     {"qk": False, "rope": True},
     {"mlp": False},
+    {"loss": False},
     {"modules": "model.layers.1.*"},
     {"sandwich": False},
     {"residual": False, "sandwich": True},
@@ -183,14 +184,16 @@ def test_a_failure_on_the_way_to_other_options_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"norms": False}, counts(qk=4, rope=2, mlp=2)),
-        ({"residual": False}, counts(norm=5, qk=4, rope=2, mlp=2)),
-        ({"rope": False}, counts(norm=5, qk=4, residual=2, mlp=2)),
-        ({"qk": False}, counts(norm=5, residual=2, mlp=2)),
-        ({"qk": False, "rope": True}, counts(norm=5, rope=2, residual=2, mlp=2)),
-        ({"mlp": False}, counts(norm=5, qk=4, rope=2, residual=2)),
-        ({"norms": False, "qk": False}, counts(mlp=2)),
-        ({"norms": False, "qk": False, "mlp": False, "rope": True}, counts(rope=2)),
+        ({"norms": False}, counts(loss=1, qk=4, rope=2, mlp=2)),
+        ({"residual": False}, counts(loss=1, norm=5, qk=4, rope=2, mlp=2)),
+        ({"rope": False}, counts(loss=1, norm=5, qk=4, residual=2, mlp=2)),
+        ({"qk": False}, counts(loss=1, norm=5, residual=2, mlp=2)),
+        ({"qk": False, "rope": True}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
+        ({"loss": False}, counts(norm=5, qk=4, rope=2, residual=2, mlp=2)),
+        ({"modules": "lm_head"}, counts(loss=1)),
+        ({"mlp": False}, counts(loss=1, norm=5, qk=4, rope=2, residual=2)),
+        ({"norms": False, "qk": False}, counts(loss=1, mlp=2)),
+        ({"norms": False, "qk": False, "mlp": False, "rope": True}, counts(loss=1, rope=2)),
         ({"modules": "model.layers.0.*"}, counts(norm=2, qk=2, rope=1, residual=1, mlp=1)),
         ({"modules": ["*.q_norm", "model.norm"]}, counts(norm=1, qk=2)),
         ({"modules": ["*.self_attn", "*.0.mlp"]}, counts(rope=2, mlp=1)),
@@ -202,7 +205,7 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
     model = build("qwen3", seed=0)
     report = fused_norm.apply_fused_norm(model, **options)
     assert report.counts == expected
-    assert len(report.fused) + len(report.kept) == 15
+    assert len(report.fused) + len(report.kept) == 16
     fused = {path for path, module in model.named_modules() if isinstance(module, FusedNorm)}
     assert fused == {site.path for site in report.fused if site.kind in ("norm", "qk")}
 
@@ -218,14 +221,14 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"across": True}, TypeError, "across"),
         ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
         (
-            dict.fromkeys(("norms", "qk", "mlp", "adapter"), False),
+            dict.fromkeys(("norms", "qk", "mlp", "adapter", "loss"), False),
             ValueError,
-            "adapter=False leave nothing to fuse",
+            "loss=False leave nothing to fuse",
         ),
         ({"modules": 3}, TypeError, "modules must be"),
         ({"modules": ["a", 3]}, TypeError, "modules must be"),
         ({"modules": []}, TypeError, "modules must be"),
-        ({"modules": "model.layer.*"}, FusedNormError, "LoRA layer; one of their paths is model.layers.0"),
+        ({"modules": "model.layer.*"}, FusedNormError, "LoRA layer or head; one of their paths is model.layers.0"),
         ({"modules": lambda path, module: False}, FusedNormError, "nothing to fuse"),
         ({"modules": lambda path, module: "no"}, TypeError, "modules must return True or False, not 'no'"),
     ],
@@ -292,10 +295,15 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
         "replaced": None,
     }
     table = str(report).splitlines()
-    assert table[0] == "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 1"
+    assert table[0] == "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 2"
     below = table.index("fused Qwen3RMSNorm: llama, weight, eps 1e-06")
     assert table[below + 1] == "     2 qk        model.layers.*.self_attn.q_norm"
-    assert table[-2:] == ["kept Qwen3RMSNorm: not selected by modules", "     1 norm      model.norm"]
+    assert table[-4:] == [
+        "kept Qwen3RMSNorm: not selected by modules",
+        "     1 norm      model.norm",
+        "kept Qwen3ForCausalLM: not selected by modules",
+        "     1 loss      lm_head",
+    ]
     assert max(map(len, table)) <= 80
     assert hash(report) == hash(copy.deepcopy(report))
 
@@ -349,21 +357,21 @@ def test_fused_classes_keep_what_others_go_by() -> None:
 def test_models_on_meta_and_without_a_head_are_fused() -> None:
     with torch.device("meta"):
         model = LlamaModel(tiny_config("llama"))
-    assert fused_norm.apply_fused_norm(model).counts == sites("llama")
+    assert fused_norm.apply_fused_norm(model).counts == {**sites("llama"), "loss": 0}
     assert model.norm.weight.is_meta
 
 
 SHARED = {
     "norms": (
         {f"1.{one}": f"0.{one}" for one in ("self_attn.k_norm", "input_layernorm", "post_attention_layernorm")},
-        counts(norm=3, qk=3, rope=2, residual=2, mlp=2),
+        counts(loss=1, norm=3, qk=3, rope=2, residual=2, mlp=2),
     ),
     "one norm for q and k": (
         {f"{layer}.self_attn.k_norm": f"{layer}.self_attn.q_norm" for layer in range(2)},
-        counts(norm=5, qk=2, rope=2, residual=2, mlp=2),
+        counts(loss=1, norm=5, qk=2, rope=2, residual=2, mlp=2),
     ),
-    "an attention": ({"1.self_attn": "0.self_attn"}, counts(norm=5, qk=2, rope=1, residual=2, mlp=2)),
-    "a layer": ({"1": "0"}, counts(norm=3, qk=2, rope=1, residual=1, mlp=1)),
+    "an attention": ({"1.self_attn": "0.self_attn"}, counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2)),
+    "a layer": ({"1": "0"}, counts(loss=1, norm=3, qk=2, rope=1, residual=1, mlp=1)),
 }
 """Modules that are replaced by others, by their paths from the layers, and the sites of a Qwen3 where they are."""
 
@@ -515,7 +523,7 @@ def test_an_unknown_norm_in_a_known_family_is_an_error_that_changes_nothing() ->
         fused_norm.apply_fused_norm(model)
     assert snapshot(model) == before
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == counts(norm=4, residual=1, rope=2, mlp=2)
+    assert report.counts == counts(norm=4, residual=1, rope=2, mlp=2, loss=1)
     assert {(kept.path, kept.cause) for kept in report.kept} == {
         ("model.layers.1.post_attention_layernorm", "unrecognised")
     }
@@ -551,7 +559,7 @@ def test_a_layer_whose_source_cannot_be_read_is_an_error_or_kept() -> None:
     with pytest.raises(FusedNormError, match="the source of its forward cannot be read"):
         fused_norm.apply_fused_norm(model)
     report = fused_norm.apply_fused_norm(model, strict=False)
-    assert report.counts == counts(norm=5, rope=2, mlp=2)
+    assert report.counts == counts(norm=5, rope=2, mlp=2, loss=1)
     assert [(site.path, site.kind) for site in report.kept] == [
         ("model.layers.0", "residual"),
         ("model.layers.1", "residual"),
@@ -587,7 +595,7 @@ def test_the_arguments_are_the_fields_of_the_options() -> None:
 
 def test_every_kind_of_site_has_one_option() -> None:
     assert [switch.kind for switch in SWITCHES.values()] == list(KINDS)
-    assert [*SWITCHES, "modules", "casting", "readers", "recompute", "loss", "strict"] == [
+    assert [*SWITCHES, "modules", "casting", "readers", "recompute", "strict"] == [
         one.name for one in dataclasses.fields(FuseOptions)
     ]
 
@@ -604,7 +612,7 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual"}
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
     assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
-    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "adapter"}
+    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "adapter", "loss"}
     assert FuseOptions(norms=False).because("sandwich") == "norms=False"
     assert FuseOptions(residual=False).because("sandwich") == "residual=False"
     assert FuseOptions(sandwich=False).because("sandwich") == "sandwich=False"

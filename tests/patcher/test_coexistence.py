@@ -66,10 +66,10 @@ def scaled(original: Callable) -> Callable:
 
 
 REPLACED = {
-    "input_layernorm": counts(rope=2, mlp=2),
-    "self_attn": counts(norm=5, qk=4, residual=2, mlp=2),
-    "mlp": counts(norm=5, qk=4, rope=2, residual=2),
-    "": counts(norm=5, qk=4, rope=2, mlp=2),
+    "input_layernorm": counts(rope=2, mlp=2, loss=1),
+    "self_attn": counts(norm=5, qk=4, residual=2, mlp=2, loss=1),
+    "mlp": counts(norm=5, qk=4, rope=2, residual=2, loss=1),
+    "": counts(norm=5, qk=4, rope=2, mlp=2, loss=1),
 }
 """What is still fused in a Qwen3 where the forward of one class was replaced, by the place of that class in a layer."""
 
@@ -179,7 +179,7 @@ def test_a_forward_put_on_a_fused_class_is_reported_and_no_other_model_gets_it(d
     assert relative(fused(ids, use_cache=False).logits, stock(ids, use_cache=False).logits) > 1e-2
     for model in (fused, later):
         report = fused_norm.apply_fused_norm(model)
-        assert report.counts == counts(norm=5, qk=4, residual=2, mlp=2)
+        assert report.counts == counts(norm=5, qk=4, residual=2, mlp=2, loss=1)
         assert all("the forward of its fused class was replaced, by" in site.reason for site in report.kept)
     assert_trains_as_stock(stock, later, ids)
 
@@ -202,7 +202,7 @@ def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str
                 vars(norm)["forward"] = TheirNorm.forward.__get__(norm, type(norm))
     assert_trains_as_stock(stock, fused, ids)
     report = fused_norm.apply_fused_norm(fused, strict=False)
-    assert report.counts == counts(rope=sites(model_type)["rope"], mlp=sites(model_type)["mlp"])
+    assert report.counts == counts(rope=sites(model_type)["rope"], mlp=sites(model_type)["mlp"], loss=1)
     assert {site.spec for site in report.fused} == {None}
     assert len(report.fused) + len(report.kept) == sum(sites(model_type).values())
     assert all("its forward was replaced on the instance, by" in site.reason for site in report.kept)

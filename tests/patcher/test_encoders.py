@@ -22,7 +22,7 @@ TOKENS = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(1
 SITES = {
     # Two norms in a layer of the encoder, three in one of the decoder, one at the end of each. Sums are made at the
     # ends of modules that hold one norm each, and reach the next one's from outside.
-    "t5": counts(norm=12),
+    "t5": counts(norm=12, loss=1),
     # Two norms in a layer, one in front of all and one behind.
     "aimv2_vision_model": counts(norm=6, residual=2, mlp=2),
     # Nine norms in a layer; of those behind branches, one is added in a return, the others have a factor.
@@ -30,7 +30,7 @@ SITES = {
 }
 IN_BF16 = tuple(SITES)
 LAUNCHES = {
-    "t5": {"rms_norm": 12},
+    "t5": {"rms_norm": 12, "linear_cross_entropy": 1},
     "aimv2_vision_model": {"rms_norm": 4, "add_rms_norm": 2, "glu": 2},
     "gemma3n_audio": {"rms_norm": 16, "norm_add": 2},
 }

@@ -30,29 +30,29 @@ SIZES = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Norms of branches only: no norm in the layer takes a sum.
-POST_NORM = counts(norm=5, qk=4, sandwich=4, mlp=2)
+POST_NORM = counts(loss=1, norm=5, qk=4, sandwich=4, mlp=2)
 
 FAMILIES = {
-    "glm4": ({}, counts(norm=9, residual=2, sandwich=4, mlp=2)),
+    "glm4": ({}, counts(loss=1, norm=9, residual=2, sandwich=4, mlp=2)),
     "olmo2": ({}, {**POST_NORM, "rope": 2}),
     "exaone4": (
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         {**POST_NORM, "rope": 2},
     ),
-    "granite": ({"residual_multiplier": 0.22}, counts(norm=5, rope=2, residual=2, mlp=2)),
+    "granite": ({"residual_multiplier": 0.22}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
     "glm4_moe": (
         {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
-        counts(norm=5, qk=4, rope=2, residual=2, mlp=2),
+        counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2),
     ),
-    "hunyuan_v1_dense": ({}, counts(norm=5, qk=4, rope=2, residual=2, mlp=2)),
-    "phi3": ({"partial_rotary_factor": 0.5}, counts(norm=5, rope=2, residual=2, mlp=2)),
-    "smollm3": ({"no_rope_layers": [1, 0]}, counts(norm=5, rope=2, residual=2, mlp=2)),
+    "hunyuan_v1_dense": ({}, counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2)),
+    "phi3": ({"partial_rotary_factor": 0.5}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
+    "smollm3": ({"no_rope_layers": [1, 0]}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
     # Its angles are those of one half.
     "gpt_oss": (
         {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
-        counts(norm=5, rope=2, residual=2),
+        counts(loss=1, norm=5, rope=2, residual=2),
     ),
-    "stablelm": ({"partial_rotary_factor": 0.5}, counts(rope=2, mlp=2)),
+    "stablelm": ({"partial_rotary_factor": 0.5}, counts(loss=1, rope=2, mlp=2)),
     "gemma3n_text": (
         {
             "head_dim": 16,
@@ -64,12 +64,12 @@ FAMILIES = {
             "activation_sparsity_pattern": [0.9, 0.0],
             "intermediate_size": [96, 96],
         },
-        counts(norm=18, qk=4, rope=4, sandwich=6, mlp=2),
+        counts(loss=1, norm=18, qk=4, rope=4, sandwich=6, mlp=2),
     ),
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": (
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        counts(norm=5, qk=2, rope=1, residual=2, mlp=2),
+        counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2),
     ),
     "qwen3_next": (
         {
@@ -82,7 +82,7 @@ FAMILIES = {
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        counts(norm=6, qk=2, rope=1, residual=2, mlp=2),
+        counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2),
     ),
 }
 ONLY_IN_5 = ("stablelm", "gemma3n_text")
@@ -90,22 +90,36 @@ EXPERT_MLPS = {"glm4_moe": 4, "qwen3_next": 8}
 """The experts of a model, where each of them is a module."""
 # Which operators run in a forward, by hand from the layers of each family.
 LAUNCHES = {
-    "glm4": {"rms_norm": 3, "norm_add_norm": 2, "norm_add": 2, "glu": 2},
+    "glm4": {"linear_cross_entropy": 1, "rms_norm": 3, "norm_add_norm": 2, "norm_add": 2, "glu": 2},
     # The norms of q and k are over all heads, and differ in width: no pair, and two norms in each layer.
-    "olmo2": {"rms_norm": 5, "norm_add": 4, "rope": 2, "glu": 2},
+    "olmo2": {"linear_cross_entropy": 1, "rms_norm": 5, "norm_add": 4, "rope": 2, "glu": 2},
     # Its layers without a window do not rotate.
-    "exaone4": {"rms_norm": 1, "qk_norm": 2, "norm_add": 4, "rope": 1, "glu": 2},
-    "granite": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
-    "glm4_moe": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "rope": 2, "glu": 2},
-    "hunyuan_v1_dense": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "rope": 2, "glu": 2},
-    "qwen3_next": {"rms_norm": 3, "gated_rms_norm": 1, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
-    "phi3": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
-    "smollm3": {"rms_norm": 3, "add_rms_norm": 2, "rope": 1, "glu": 2},
-    "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2},
-    "stablelm": {"rope": 2, "glu": 2},
+    "exaone4": {"linear_cross_entropy": 1, "rms_norm": 1, "qk_norm": 2, "norm_add": 4, "rope": 1, "glu": 2},
+    "granite": {"linear_cross_entropy": 1, "rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
+    "glm4_moe": {"linear_cross_entropy": 1, "rms_norm": 3, "add_rms_norm": 2, "qk_norm": 2, "rope": 2, "glu": 2},
+    "hunyuan_v1_dense": {
+        "linear_cross_entropy": 1,
+        "rms_norm": 3,
+        "add_rms_norm": 2,
+        "qk_norm": 2,
+        "rope": 2,
+        "glu": 2,
+    },
+    "qwen3_next": {
+        "linear_cross_entropy": 1,
+        "rms_norm": 3,
+        "gated_rms_norm": 1,
+        "add_rms_norm": 2,
+        "qk_norm_rope": 1,
+        "glu": 2,
+    },
+    "phi3": {"linear_cross_entropy": 1, "rms_norm": 3, "add_rms_norm": 2, "rope": 2, "glu": 2},
+    "smollm3": {"linear_cross_entropy": 1, "rms_norm": 3, "add_rms_norm": 2, "rope": 1, "glu": 2},
+    "gpt_oss": {"linear_cross_entropy": 1, "rms_norm": 3, "add_rms_norm": 2, "rope": 2},
+    "stablelm": {"linear_cross_entropy": 1, "rope": 2, "glu": 2},
     # Queries and keys are rotated one at a time; the norm in front of each layer's router runs twice.
-    "gemma3n_text": {"rms_norm": 18, "norm_add": 6, "rope": 4, "glu": 2},
-    "lfm2": {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
+    "gemma3n_text": {"linear_cross_entropy": 1, "rms_norm": 18, "norm_add": 6, "rope": 4, "glu": 2},
+    "lfm2": {"linear_cross_entropy": 1, "rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 1, "glu": 2},
 }
 
 

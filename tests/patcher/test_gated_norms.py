@@ -236,8 +236,8 @@ TINY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("model_type", "gated", "fused"),
     [
-        ("mamba2", 2, {"norm": 5}),
-        pytest.param("bamba", 1, {"norm": 6, "rope": 1, "residual": 2, "mlp": 2}, marks=pytest.mark.slow),
+        ("mamba2", 2, {"norm": 5, "loss": 1}),
+        pytest.param("bamba", 1, {"norm": 6, "rope": 1, "residual": 2, "mlp": 2, "loss": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_models_train_as_stock_with_every_gated_norm_fused(

@@ -1,8 +1,8 @@
 """The cross entropy of a linear's output, which is never held as a whole: the vocabulary head of a model, and its loss.
 
-The rows go through in chunks. A product makes the logits of a chunk, one kernel their losses and, over the logits, their
-gradients, and two products the gradients of the rows and of the weight. What autograd would compute in its backward is
-so there in the forward; the backward multiplies it by the gradient that comes back for the loss.
+The rows go through in chunks. A product computes the logits of a chunk, one kernel their losses and, over the logits,
+their gradients, and two products the gradients of the rows and of the weight. So the forward computes what autograd
+would compute in its backward; the backward multiplies it by the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Refusal, wrong_choice, wrong_rows, wrong_tensor
-from .operator import BackwardCall, Operator, Spec, _is_unwatched, _route_of, by_kernels
+from .operator import BackwardCall, Operator, Spec, by_kernels, route_of
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 
 IGNORED = -100
@@ -58,7 +58,7 @@ class LinearCrossEntropy(Operator):
 
     def __init__(self) -> None:
         super().__init__()
-        self._apply_plain = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
+        self._apply_plain = super(torch.autograd.Function, _Eager).apply
 
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
@@ -92,8 +92,9 @@ class LinearCrossEntropy(Operator):
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
         if not launch:
-            made = _allocated(x, weight, bias, trained) if _are_made_ahead(x, training) else (None,) * 3
-            return (x.new_empty((), dtype=torch.float32), *made)
+            if not _are_made_ahead(x, training):
+                trained = (False,) * 3
+            return (x.new_empty((), dtype=torch.float32), *_allocated(x, weight, bias, trained))
         divisor = _divisor(target, num_items, reduction, ignored)
         if not _are_made_ahead(x, training):
             trained = (False,) * 3
@@ -120,14 +121,16 @@ class LinearCrossEntropy(Operator):
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dloss,), (*tensors, _, _, _) = call.incoming, call.saved
-        wanted = [one for one, need in zip(tensors, call.needed, strict=False) if need]
+        again = torch.is_grad_enabled()
         with torch.enable_grad():
-            # A tensor that came without a gradient of its own is a leaf here.
-            leaves = {id(one): one if one.requires_grad else one.detach().requires_grad_() for one in wanted}
-            loss = self.reference(spec, *(leaves.get(id(one), one) for one in tensors), *call.facts)
-            found = iter(
-                torch.autograd.grad(loss, list(leaves.values()), dloss, create_graph=torch.is_grad_enabled())
-            )
+            # Other tensors, because the weight may have made x as well: a tied one is that of the embedding.
+            given = [
+                (one.view_as(one) if one.requires_grad else one.detach().requires_grad_()) if need else one
+                for one, need in zip(tensors, call.needed, strict=False)
+            ]
+            loss = self.reference(spec, *given, *tensors[len(given) :], *call.facts)
+            wanted = [one for one, need in zip(given, call.needed, strict=True) if need]
+            found = iter(torch.autograd.grad(loss, wanted, dloss, create_graph=again))
         return tuple(next(found) if need else None for need in call.needed)
 
 
@@ -151,7 +154,7 @@ class _Eager(torch.autograd.Function):
             return None, None, None, None, *behind
         tensors = ctx.saved_tensors
         call = BackwardCall((dloss,), (*tensors, None, None, None), ctx.options, needed)
-        route = _route_of(call)
+        route = route_of(call)
         if route is not by_kernels:
             ctx.made = made
             return None, *LINEAR_CROSS_ENTROPY.gradients_by(route, None, call), *behind
@@ -218,7 +221,8 @@ def _by_chunks(
     dweight = weight.new_empty(weight.shape, dtype=sum_dtype) if train_weight else None
     dbias = weight.new_zeros(vocabulary, dtype=torch.float32) if train_bias else None
     kernel_gradient = gradient.reshape(1) if any(trained) else None
-    columns = -(-vocabulary // _ALIGNED) * _ALIGNED
+    # A CPU's products in bf16 (PyTorch 2.13) read what lies between rows.
+    columns = -(-vocabulary // _ALIGNED) * _ALIGNED if x.is_cuda else vocabulary
     device = x.device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         buffer = x.new_empty((chunk, columns))[:, :vocabulary]
@@ -226,18 +230,15 @@ def _by_chunks(
             part = slice(start, min(start + chunk, count))
             inputs = rows[part]
             logits = buffer[: len(inputs)]
-            if bias is None:
-                torch.mm(inputs, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, inputs, weight.t(), out=logits)
+            _multiply(logits, inputs, weight.t(), bias)
             launch_cross_entropy(
                 logits, labels[part], losses[part], kernel_gradient,
                 ignored=ignored, scale=scale, cap=cap, smoothing=smoothing or None, in_fp32=in_fp32,
             )  # fmt: skip
             if dx is not None:
-                torch.mm(logits, weight, out=dx[part])
+                _multiply(dx[part], logits, weight)
             if dweight is not None:
-                _add_product(dweight, logits.t(), inputs, is_first=start == 0)
+                _multiply(dweight, logits.t(), inputs, dweight if start else None)
             if dbias is not None:
                 dbias += logits.sum(0, dtype=torch.float32)
         del buffer, logits
@@ -265,18 +266,17 @@ def _check_labels(labels: Tensor, vocabulary: int, ignored: int, most: int | Non
         torch._assert_async(has_label.sum() <= most, "linear_cross_entropy: more than max_labels rows have a label")
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """``total += a @ b``, of the first product alone without the sum; total may be float32 where a and b are not."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if is_first else torch.addmm(total, a, b, out=total)
-    elif a.device.type == "cuda":
-        if is_first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # no such product there
-        product = a.to(total.dtype) @ b.to(total.dtype)
-        total.copy_(product) if is_first else total.add_(product)
+def _multiply(out: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None) -> None:
+    """``out = a @ b + added``. A float32 ``out`` of narrower a and b is itself what is ``added``, or nothing is."""
+    if a.device.type != "cuda":  # whose products in 16 bits do not overwrite NaN, and know no wider result
+        wide = a.to(out.dtype) @ b.to(out.dtype) if added is out or added is None else torch.addmm(added, a, b)
+        out.copy_(wide if added is not out else out + wide)
+        return
+    dtype: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if added is None:
+        torch.mm(a, b, out=out, **dtype)
+    else:
+        torch.addmm(added, a, b, out=out, **dtype)
 
 
 def _wrong_labels(x: Tensor, target: Any) -> Refusal | None:
@@ -289,9 +289,9 @@ def _wrong_labels(x: Tensor, target: Any) -> Refusal | None:
 
 
 def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Refusal | None:
-    if weight.dim() == 2 and weight.shape[1] == x.shape[-1] and target.shape == x.shape[:-1]:
-        if bias is None or bias.shape == weight.shape[:1]:
-            return None
+    fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1] and target.shape == x.shape[:-1]
+    if fits and (bias is None or bias.shape == weight.shape[:1]):
+        return None
     shapes = ", ".join(str(tuple(one.shape)) for one in (x, weight, target, *([] if bias is None else [bias])))
     return Refusal(
         "input, linear_weight, target and linear_bias must have shapes [..., H], [V, H], [...] and [V], not " + shapes,
@@ -311,7 +311,9 @@ def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Refusal | None:
 
 def _wrong_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Refusal | None:
     for name, value in (("ignore_index", ignored), ("max_labels", most)):
-        if not (isinstance(value, int) and not isinstance(value, bool)) and not (name == "max_labels" and value is None):
+        if not (isinstance(value, int) and not isinstance(value, bool)) and not (
+            name == "max_labels" and value is None
+        ):
             return Refusal(f"{name} must be an int, not {value!r}", TypeError)
     for name, value in (("label_smoothing", smoothing), ("logit_scale", scale), ("softcap", cap)):
         if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
@@ -346,8 +348,8 @@ def linear_cross_entropy(
     Calls repeat to the bit. In float16 the gradients are made in the backward, and so are those of a second backward.
 
     Args:
-        input: [..., H], float32, bfloat16 or float16; float64 is computed by the PyTorch reference, and so are DTensors.
-            Under autocast it is cast as for a linear, and so are weight and bias.
+        input: [..., H], float32, bfloat16 or float16; the PyTorch reference computes float64, and DTensors. Under
+            autocast it is cast as for a linear, and so are weight and bias.
         linear_weight: [V, H], of input's dtype.
         target: [...], int64, the label of each row.
         linear_bias: [V], of input's dtype, or None.
@@ -369,20 +371,16 @@ def linear_cross_entropy(
         ValueError: for shapes, devices and values that do not go together.
         IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
     """
-    if isinstance(input, Tensor) and torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input, linear_weight, linear_bias = (  # noqa: A001
-            one.to(dtype) if isinstance(one, Tensor) else one for one in (input, linear_weight, linear_bias)
-        )
+    x, weight, bias = input, linear_weight, linear_bias
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype) if isinstance(weight, Tensor) else weight
+        bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
     if isinstance(num_items, Real) and not isinstance(num_items, bool):
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=getattr(target, "device", None))
-    with_gradient = torch.is_grad_enabled()
-    trained = [
-        with_gradient and isinstance(one, Tensor) and one.requires_grad for one in (input, linear_weight, linear_bias)
-    ]
+    is_trained = torch.is_grad_enabled()
+    trained = [is_trained and isinstance(one, Tensor) and one.requires_grad for one in (x, weight, bias)]
     scale = None if logit_scale == 1.0 else logit_scale
     options = reduction, ignore_index, label_smoothing, scale, softcap, logits_in_fp32, max_labels, trained
-    found: Tensor = LINEAR_CROSS_ENTROPY.checked(
-        None, input, linear_weight, linear_bias, target, num_items, *options
-    )
+    found: Tensor = LINEAR_CROSS_ENTROPY.checked(None, x, weight, bias, target, num_items, *options)
     return found

@@ -566,7 +566,7 @@ def _new_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
 _kept_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 
 
-def _route_of(call: BackwardCall) -> Route:
+def route_of(call: BackwardCall) -> Route:
     """The way to the gradients that fits the call.
 
     Kernels leave nothing to differentiate: where the gradients are to be differentiated in turn, or come in batches or
@@ -619,7 +619,7 @@ def _function_of_arguments(operator: Operator) -> Any:
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         spec, facts = ctx.spec_and_facts
         call = BackwardCall(incoming, ctx.saved_tensors, facts, ctx.needs_input_grad[1 : 1 + len(operator.gradients)])
-        found = operator.gradients_by(_route_of(call), spec, call)
+        found = operator.gradients_by(route_of(call), spec, call)
         return None, *found, *(None,) * behind
 
     return _autograd_function(operator, forward, backward)
@@ -653,7 +653,7 @@ def _function_of_program(operator: Operator) -> Any:
                     return gradients
         spec, facts, _ = program.facts
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
-        route = _route_of(call)
+        route = route_of(call)
         if may_repeat and route is by_kernels:
             function = _backward_function(operator, spec, facts, call.needed, len(saved))
             found = recorded((*saved, *incoming), (), function, in_any_grad_mode=True)

@@ -91,7 +91,7 @@ class Family:
         return Counter(kind for _, kind in self.layer_sites)
 
     def sites(self, num_hidden_layers: int | None = None) -> dict[Kind, int]:
-        """The number of sites of each kind in a causal language model of this family, the final norm included.
+        """The number of sites of each kind in a causal language model of this family, final norm and head included.
 
         Args:
             num_hidden_layers: decoder layers; those of the tiny model when None.
@@ -99,7 +99,7 @@ class Family:
         layers = self.tiny["num_hidden_layers"] if num_hidden_layers is None else num_hidden_layers
         counts = {kind: layers * count for kind, count in self.sites_per_layer.items()}
         dense = range(layers) if self.dense_layers is None else [layer for layer in self.dense_layers if layer < layers]
-        return {**counts, "norm": counts["norm"] + 1, "mlp": len(dense)}
+        return {**counts, "norm": counts["norm"] + 1, "mlp": len(dense), "loss": 1}
 
 
 # A vocabulary of bytes, with room for special tokens.

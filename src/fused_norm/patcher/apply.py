@@ -83,9 +83,9 @@ def apply_fused_norm(
 
     Raises:
         FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
-            ``modules`` has a pattern that selects nothing; where ``casting`` has one that selects no norm, or a norm that stays stock; where a fused site is
-            to be stock again, and other code has built on its class, as FSDP does when it shards. The model is as it
-            was.
+            ``modules`` has a pattern that selects nothing; where ``casting`` has one that selects no norm, or a norm
+            that stays stock; where a fused site is to be stock again, and other code has built on its class, as FSDP
+            does when it shards. The model is as it was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     options = FuseOptions(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,22 +24,41 @@ plain_functions = torch._C.DisableTorchFunctionSubclass
 """The context in which functions see a lazy tensor as the empty tensor that it is to C++."""
 
 _OF_SHAPE = frozenset({
-    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized",
-    "is_mkldnn", "is_xpu", "is_mps", "names", "itemsize", "nbytes", "size", "dim", "numel", "nelement", "ndimension",
-    "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
+    "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
+    "is_xpu", "is_mps", "is_mkldnn", "is_sparse", "is_nested", "is_quantized", "size", "dim", "numel", "nelement",
+    "ndimension", "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
     "is_inference", "is_conj", "is_neg", "__hash__",
 })  # fmt: skip
 """Functions and attributes of tensors that tell nothing of their numbers."""
 
 _OF_GRAPH = frozenset({
-    "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_backward_hooks", "retain_grad",
-    "register_hook",
+    "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_backward_hooks", "_base", "_is_view",
+    "_version", "retain_grad", "register_hook",
 })  # fmt: skip
 """Those that tell of, or hook into, the place of a tensor in autograd's graph, which a lazy tensor has."""
 
 _VIEWS = frozenset({"view", "reshape", "flatten"})
 _WRITES = frozenset({"__setitem__", "copy_", "set_", "data"})
 _SAMPLED = 4096
+
+
+GENUINE: dict[str, Any] = {"linear": torch._C._nn.linear}
+"""PyTorch's own functions of ``torch.nn.functional``.
+
+One of them that gets a lazy tensor passes on what has its name in that module now. If other code has put a wrapper
+there, that would do its work twice."""
+
+REPLACED_BEFORE: list[str] = []
+"""The names of those that other code had replaced before this import."""
+
+for _name, _function in vars(functional).items():
+    if isinstance(_function, FunctionType) and not _name.startswith("_") and _name not in GENUINE:
+        if _function.__code__.co_filename.startswith(torch.__path__[0]):
+            GENUINE[_name] = _function
+        elif _function.__module__ != functional.__name__:
+            REPLACED_BEFORE.append(_name)
+
+_OWN = frozenset(GENUINE.values())
 
 
 class Step(NamedTuple):
@@ -92,8 +112,8 @@ class Projection:
         changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
         if changed or (self._sample is not None and not torch.equal(self._sample, _sample(self.weight))):
             raise RuntimeError(
-                "these logits were not computed in the forward, and cannot be any more: the weights or the hidden states"
-                " have been written to since, as by a step of the optimizer. Read outputs.logits before, or call"
+                "outputs.logits are computed when they are first read, and the weights have been written to or freed"
+                " since the forward, as by a step of the optimizer: read them before, or patch the model with"
                 " apply_fused_norm(model, loss=False)"
             )
         device = self.x.device.type
@@ -147,7 +167,9 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Code that calls PyTorch's C++ without its Python functions comes here, below autograd.
         name = func.overloadpacket.__name__
         return func(*_real(args, name, detached=True), **_real(kwargs or {}, name, detached=True))
@@ -172,7 +194,7 @@ class LazyLogits(LazyTensor):
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
         with plain_functions():
             lazy: LazyLogits = (
-                _Project.apply(like, projection, x, weight, bias)  # type: ignore[no-untyped-call]
+                _Project.apply(like, projection, x, weight, bias)
                 if torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
                 else cls(like, x.device)
             )
@@ -187,7 +209,7 @@ class LazyLogits(LazyTensor):
             device, requires_grad = self.device, self.requires_grad
         with plain_functions():
             lazy: LazyLogits = (
-                _Then.apply(like, step, self)  # type: ignore[no-untyped-call]
+                _Then.apply(like, step, self)
                 if torch.is_grad_enabled() and requires_grad and step.name != "detach"
                 else LazyLogits(like, device)
             )
@@ -208,11 +230,13 @@ class LazyLogits(LazyTensor):
             if self._parent is None:
                 assert self._projection is not None
                 self._projection.noted(reader)
-            if is_connected and (self._parent is None or self._watched):
-                with plain_functions():
-                    self._real = _Read.apply(self)  # type: ignore[no-untyped-call]
-            else:
-                with torch.set_grad_enabled(self._with_gradient and is_connected):
+            # In the grad mode of the forward, whatever the reader's is.
+            is_in_inference = torch.is_inference_mode_enabled() and not is_connected
+            with torch.inference_mode(is_in_inference), torch.set_grad_enabled(is_connected):
+                if is_connected and (self._parent is None or self._watched):
+                    with plain_functions():
+                        self._real = _Read.apply(self)
+                else:
                     self._real = self._computed(reader)
         return self._real
 
@@ -226,6 +250,7 @@ class LazyLogits(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = _genuine(func)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__
@@ -238,13 +263,18 @@ class LazyLogits(LazyTensor):
                     return func(*args, **kwargs)
             if lead._real is None and (step := _step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
-        if func is functional.cross_entropy:
+        if func is GENUINE["cross_entropy"]:
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
         elif func is torch.autograd.grad and len(args) > 1:
             return _gradients(*args, **kwargs)
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs:
+        if (
+            name in _WRITES
+            or (name.endswith("_") and not name.endswith("__"))
+            or name.startswith("__i")
+            or "out" in kwargs
+        ):
             _read_families((args, kwargs), name)
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs, name))
@@ -267,9 +297,7 @@ class LazySum(LazyTensor):
         with plain_functions():
             device, requires_grad = logits.device, logits.requires_grad
             lazy: LazySum = (
-                _Sum.apply(like, logits, how)  # type: ignore[no-untyped-call]
-                if torch.is_grad_enabled() and requires_grad
-                else cls(like, device)
+                _Sum.apply(like, logits, how) if torch.is_grad_enabled() and requires_grad else cls(like, device)
             )
         lazy._logits, lazy._how = logits, how
         return lazy
@@ -419,12 +447,12 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
         loss = projection.loss(_rows_of_x(logits, projection.x), replace(how, **transformation))
         if loss.requires_grad:
             with plain_functions():
-                loss = _Watchable.apply(loss, logits, how)  # type: ignore[no-untyped-call]
+                loss = _Watchable.apply(loss, logits, how)
     return loss
 
 
 def _transformation(logits: LazyLogits) -> dict[str, Any] | None:
-    """Scale and cap of lazy logits, and where they are computed; None for steps that the fused operator does not take."""
+    """Scale and cap of lazy logits, and in which dtype; None for steps that the fused operator does not take."""
     operations: list[Step] = []
     in_fp32 = is_done = False
     for lazy in logits.chain[1:]:
@@ -436,22 +464,14 @@ def _transformation(logits: LazyLogits) -> dict[str, Any] | None:
             if is_done:
                 return None
             operations.append(step)
+    names, numbers = [step.name for step in operations], [float(step.number) for step in operations]
     scale = cap = None
-    match [(step.name, step.number) for step in operations]:
-        case [*before, ("div", one), ("tanh", _), ("mul", other)] if one == other > 0:
-            cap, names = float(one), before
-        case names:
-            pass
-    match names:
-        case []:
-            pass
-        case [("mul", number)]:
-            scale = float(number)
-        case [("div", number)]:
-            scale = 1.0 / float(number)
-        case _:
-            return None
-    return {"scale": scale, "cap": cap, "in_fp32": in_fp32}
+    if names[-3:] == ["div", "tanh", "mul"] and numbers[-3] == numbers[-1] > 0:
+        cap = numbers[-1]
+        del names[-3:]
+    if names in (["mul"], ["div"]):
+        scale = numbers[0] if names.pop() == "mul" else 1.0 / numbers[0]
+    return None if names else {"scale": scale, "cap": cap, "in_fp32": in_fp32 and bool(operations)}
 
 
 def _rows_of_x(logits: LazyLogits, x: Tensor) -> Tensor:
@@ -473,7 +493,7 @@ def _step_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> 
     if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
         is_number = len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
         kind = "mul" if "mul" in name else "div"
-        return Step(kind, lambda x, number=args[0]: getattr(x, kind)(number), args[0]) if is_number else None
+        return Step(kind, partial(_scaled, kind, args[0]), args[0]) if is_number else None
     if name == "tanh" and not args and not kwargs:
         return Step("tanh", torch.tanh)
     if name in _VIEWS:
@@ -538,11 +558,24 @@ def _rows_of(lazy: LazyLogits, index: Any) -> Step | None:
             return None
     elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
         return None
-    return Step("rows", lambda x, index=tuple(fixed): x[tuple(_on(part, x.device) for part in index)])
+    return Step("rows", partial(_selected, tuple(fixed)))
 
 
-def _on(part: Any, device: torch.device) -> Any:
-    return part.to(device) if isinstance(part, Tensor) else part
+def _scaled(kind: str, number: float, x: Tensor) -> Tensor:
+    return x * number if kind == "mul" else x / number
+
+
+def _selected(index: tuple[Any, ...], x: Tensor) -> Tensor:
+    return x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in index)]
+
+
+def _genuine(func: Any) -> Any:
+    """PyTorch's function in the place of one that other code has put under its name."""
+    if isinstance(func, FunctionType) and func not in _OWN:
+        for known, function in GENUINE.items():
+            if vars(functional)[known] is func:
+                return function
+    return func
 
 
 def _is_count(value: Any) -> bool:
@@ -555,7 +588,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` by lazy logits: their own place in the graph is asked, which the fused loss leaves out."""
+    """``torch.autograd.grad`` of lazy logits, whose place in the graph the fused loss leaves out unless asked."""
     for one in [inputs] if isinstance(inputs, Tensor) else inputs:
         if isinstance(one, LazyLogits):
             one._watched = True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.sharded import is_plain, is_sharded
 from ..options import FuseOptions
 from .adapters import name_of
 from .block import why_left_out
@@ -50,12 +50,12 @@ def survey_losses(
     rows: dict[int, Site] = {}
     changes, kept = list(changes), []
     changed = {id(change.module) for change in changes}
-    for module, head in _language_models(model):
+    for module, head in language_models(model):
         if id(head) not in paths:
             continue
         row = rows.get(id(head)) or _row(paths[id(head)], head, module, options)
         if row.reason is None and id(module) in changed:
-            row = row.kept_for("the forward of its model is rewritten for other sites")
+            row = row.kept_for("its model recomputes as a whole, or is rewritten for other sites")
         rows[id(head)] = row
         if row.reason is None:
             changes += change_to(module, fused_loss_class(stock_class(module)))
@@ -68,8 +68,9 @@ def survey_losses(
     return list(rows.values()), changes
 
 
-def _language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+def language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """The modules in ``model`` whose forward takes labels, the outermost first, each with its head."""
+    module: Any
     for module in model.modules():
         origin: Any = stock_class(module)
         if not hasattr(origin, "get_output_embeddings") or "labels" not in _parameters(origin):
@@ -103,7 +104,7 @@ def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
         return row.kept_for(f"its head: {owner}", "overridden")
     if has_hooks(head):
         return row.kept_for("hooks see a call of its head", "overridden")
-    if type(head.weight) not in (Tensor, nn.Parameter):
+    if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
         return row.kept_for(f"its head has a {type(head.weight).__name__} for a weight")
     if head.weight.dtype == torch.float64:
         return row.kept_for("its head computes in torch.float64")
@@ -112,10 +113,11 @@ def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
     for fused in (fused_loss_class(origin), fused_head_class(linear)):
         if owner := fused_forward_replaced(fused):
             return row.kept_for(owner, "overridden")
-    return replace(row) if (reason := _why_other_loss(module, origin)) is None else row.kept_for(reason)
+    reason = _why_other_loss(module, origin, head)
+    return row if reason is None else row.kept_for(reason)
 
 
-def _why_other_loss(module: Any, origin: Any) -> str | None:
+def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
     """The reason why a model's loss is none of its logits' cross entropy; None where it is, as far as is known.
 
     A loss function is run on a few lazy logits. A forward that computes its loss itself is told by the names in it.
@@ -123,7 +125,10 @@ def _why_other_loss(module: Any, origin: Any) -> str | None:
     names = names_in(origin)
     function = getattr(module, "loss_function", None) if "loss_function" in names else None
     if function is None:
-        return None if names & _CROSS_ENTROPIES else "its forward computes no cross entropy"
+        if not names & _CROSS_ENTROPIES:
+            return "its forward computes no cross entropy"
+        dtype = head.weight.dtype
+        return None if dtype == torch.float32 or "float" in names else f"its forward computes its loss in {dtype}"
     asked: list[CrossEntropy] = []
 
     def loss(x: Tensor, how: CrossEntropy) -> Tensor:

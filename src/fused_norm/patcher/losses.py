@@ -8,11 +8,10 @@ way, or code that looks at the logits, gets real ones.
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -21,21 +20,15 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..kernels.linear_cross_entropy import IGNORED, LINEAR_CROSS_ENTROPY, linear_cross_entropy
+from ..kernels import reference
+from ..kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from ..kernels.operator import dispatch_modes
+from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled
-from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
+from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_GENUINE = {
-    name: function
-    for name, function in vars(functional).items()
-    if isinstance(function, FunctionType) and function.__code__.co_filename.startswith(torch.__path__[0])
-}
-"""PyTorch's functions. One that other code has replaced may call the one before it, which would hand lazy logits to the
-replacement again."""
 
 
 class FusedLoss(nn.Module):
@@ -64,25 +57,31 @@ class FusedHead(nn.Module):
         return self.fused_norm_origin.forward(self, x)
 
     def fused_norm_cross_entropy(self, x: Tensor, how: CrossEntropy, max_labels: int | None = None) -> Tensor:
-        """The loss of rows [..., H] of hidden states.
+        """The loss of rows [..., H] of hidden states; inside ``disabled()`` it is computed by PyTorch's operators.
 
         Args:
             x: of this head.
             how: what is done to logits, and the loss.
             max_labels: as ``linear_cross_entropy`` has it.
         """
-        arguments = {
-            "linear_bias": self.bias,
-            "reduction": how.reduction if how.num_items is None else "mean",
-            "ignore_index": how.ignore_index,
-            "label_smoothing": how.label_smoothing,
-            "num_items": how.num_items,
-            "logit_scale": how.scale,
-            "softcap": how.cap,
-            "logits_in_fp32": how.in_fp32,
-            "max_labels": max_labels,
-        }
-        return linear_cross_entropy(x, self.weight, how.target, **arguments)
+        if is_disabled():
+            num_items = None if how.num_items is None else torch.as_tensor(how.num_items)
+            given = x, self.weight, self.bias, how.target, num_items, how.reduction, how.ignore_index
+            return reference.linear_cross_entropy(*given, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            how.target,
+            linear_bias=self.bias,
+            reduction=how.reduction if how.num_items is None else "mean",
+            ignore_index=how.ignore_index,
+            label_smoothing=how.label_smoothing,
+            num_items=how.num_items,
+            logit_scale=1.0 if how.scale is None else how.scale,
+            softcap=how.cap,
+            logits_in_fp32=how.in_fp32,
+            max_labels=max_labels,
+        )
 
 
 class LossCall:
@@ -112,12 +111,11 @@ class LossCall:
             max_labels = target.count() if how.ignore_index == IGNORED else None
             target = target.as_subclass(Tensor)
         self.is_fused = True
-        how = CrossEntropy(**{**vars(how), "target": target})
-        return self.head.fused_norm_cross_entropy(x, how, max_labels)
+        return self.head.fused_norm_cross_entropy(x, replace(how, target=target), max_labels)
 
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
-            self.reason = f"{reader} reads its logits before the loss, or is how the loss begins"
+            self.reason = f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
 
     def __enter__(self) -> None:
         _calls.stack.append(self)
@@ -244,6 +242,9 @@ def why_real_logits(model: Any) -> str | None:
         return "hooks see a call of its head"
     if "forward" in own and "_old_forward" not in own:
         return "other code has put a forward on its head"
+    hook = own.get("_hf_hook")
+    if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
+        return "its head is offloaded, and has no weights between its calls"
     if not has_origin_forward(type(head)) or type(head).forward is not FusedHead.forward:
         return "the forward of linears was replaced"
     return None
@@ -253,7 +254,7 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
     """The reason for real logits of these hidden states."""
     tensors = [x, head.weight, *([] if head.bias is None else [head.bias])]
     for one in tensors:
-        if type(one) not in (Tensor, nn.Parameter):
+        if not isinstance(one, Tensor) or not is_plain(one):
             return f"its head computes with a {type(one).__name__}"
         if one.dtype not in _DTYPES:
             return f"its head computes in {one.dtype}"
@@ -271,17 +272,18 @@ def _why_not_now(labels: Any) -> str | None:
     """The reason for real logits in a call with these labels: who watches it, or what was replaced."""
     if type(labels) is not Tensor or labels.dtype != torch.int64:
         return "its labels are no plain tensor of int64"
-    if dispatch_modes() or is_transformed() or any(
-        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    if (
+        dispatch_modes()
+        or is_transformed()
+        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     ):
         return "a mode or a transform of PyTorch watches its call"
     return replaced_function()
 
 
 def replaced_function() -> str | None:
-    """The reason, for a report, that a function of PyTorch's was replaced; None where all are its own."""
-    here = vars(functional)
-    for name, function in _GENUINE.items():
-        if here.get(name) is not function:
+    """The reason, for a report, that a function which heads and losses are made of was replaced; None if none was."""
+    for name in ("linear", "cross_entropy", *REPLACED_BEFORE):
+        if vars(functional)[name] is not GENUINE.get(name):
             return f"torch.nn.functional.{name} was replaced"
     return None

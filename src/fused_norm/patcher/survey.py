@@ -26,6 +26,7 @@ from .class_swap import (
 )
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
+from .loss_survey import language_models
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import ReadingBlock, Site
 from .patterns.heads import QK_NAME
@@ -58,13 +59,14 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
     }
     adapters = {path: one for path, one in modules.items() if is_lora_layer(one) or is_quantised_lora_layer(one)}
+    heads = {paths[id(head)]: head for _, head in language_models(model) if id(head) in paths}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
-        if not any(named.selects(path, module) for path, module in (norms | blocks | adapters).items()):
+        if not any(named.selects(path, module) for path, module in (norms | blocks | adapters | heads).items()):
             raise FusedNormError(
-                f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP or LoRA layer;"
-                f" one of their paths is {next(iter(norms | blocks), None)}"
+                f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
+                f" head; one of their paths is {next(iter(norms | blocks), None)}"
             )
     for pattern in options.casting or ():
         if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):

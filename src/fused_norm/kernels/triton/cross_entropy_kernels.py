@@ -18,8 +18,8 @@ from .language import round_to
 from .launch import launch
 
 _LANES, _WARPS = 1024, 32
-"""Lanes of a program, each with ``_VECTOR`` logits at a time: 16 bytes of 16-bit logits. On an H200 the kernel moves 2.7
-TB/s so, one read and one write counted; with half of the warps 5 % less."""
+"""Lanes of a program, each with ``_VECTOR`` logits at a time: 16 bytes of 16-bit logits. On an H200 the kernel moves
+2.7 TB/s, one read and one write counted."""
 
 _VECTOR = 8
 
@@ -39,10 +39,7 @@ def _tanh(x):
 
 @triton.jit
 def _load(row_ptr, col, V, fill, MASKED: tl.constexpr):
-    if MASKED:
-        x = tl.load(row_ptr + col, mask=col < V, other=fill)
-    else:
-        x = tl.load(row_ptr + col)
+    x = tl.load(row_ptr + col, mask=col < V, other=fill) if MASKED else tl.load(row_ptr + col)
     return x.to(tl.float32)
 
 
@@ -120,7 +117,7 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, 0.0)
         if GRAD:
             zero = tl.zeros([LANES, VECTOR], logits_ptr.dtype.element_ty)
-            for block in range(0, whole):
+            for block in range(whole):
                 tl.store(row_ptr + (block * BLOCK + tile), zero)
             tl.store(row_ptr + (whole * BLOCK + tile), zero, mask=whole * BLOCK + tile < V)
     else:
@@ -131,7 +128,7 @@ def _cross_entropy_kernel(
         m = tl.full([LANES], -1e38, tl.float32)
         s = tl.zeros([LANES], tl.float32)
         total_x = tl.zeros([LANES], tl.float32)
-        for block in range(0, whole):
+        for block in range(whole):
             col = block * BLOCK + tile
             m, s, total_x = _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype, False)
         if whole * BLOCK < V:
@@ -152,7 +149,7 @@ def _cross_entropy_kernel(
             if whole * BLOCK < V:
                 col = whole * BLOCK + tile
                 _gradient_step(row_ptr, col, V, column, top, total, share, scale, cap, smoothing, dtype, True)
-            for block in range(0, whole):
+            for block in range(whole):
                 col = (whole - 1 - block) * BLOCK + tile
                 _gradient_step(row_ptr, col, V, column, top, total, share, scale, cap, smoothing, dtype, False)
 

@@ -1,0 +1,464 @@
+"""The cross entropy of a linear's output: held against stock code and a float64 truth, in all its options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fused_norm.kernels import linear_cross_entropy, reference
+from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunk_rows
+
+from .numerics import BF16, DTYPES, FP16, FP32
+
+module = sys.modules["fused_norm.kernels.linear_cross_entropy"]
+
+IGNORED = -100
+FACTOR = 1.05
+"""Of stock's own error. A second rounding of the gradients would make it 1.41."""
+
+FLOORS = {FP32: 5e-7, BF16: 1e-5, FP16: 1e-5}
+"""Relative errors that are none: of sums of float32 in another order."""
+
+
+class Case(NamedTuple):
+    """Arguments of the operator."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    options: dict[str, Any]
+
+    def results(self, loss_of: Callable[..., Tensor], dloss: float = 1.0) -> list[Tensor]:
+        """The loss and the gradients of x, weight and bias."""
+        leaves = [
+            None if one is None else one.detach().clone().requires_grad_(one.requires_grad)
+            for one in (self.x, self.weight, self.bias)
+        ]
+        loss = loss_of(*leaves, self.target, **self.options)
+        wanted = [one for one in leaves if one is not None and one.requires_grad]
+        return [loss.detach(), *(torch.autograd.grad(loss * dloss, wanted) if wanted else ())]
+
+    def exactly(self) -> Case:
+        """The same in float64."""
+        x, weight, bias = (
+            None if one is None else one.detach().double().requires_grad_(one.requires_grad)
+            for one in (self.x, self.weight, self.bias)
+        )
+        assert x is not None
+        assert weight is not None
+        return self._replace(x=x, weight=weight, bias=bias)
+
+
+def ours(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
+    return linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
+
+
+def stock(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
+    """What a model of transformers computes."""
+    logits = functional.linear(x, weight, bias)
+    wide = torch.promote_types(logits.dtype, FP32)
+    if options.get("logits_in_fp32"):
+        logits = logits.to(wide)
+    if "logit_scale" in options:
+        logits = logits * options["logit_scale"]
+    if "softcap" in options:
+        logits = torch.tanh(logits / options["softcap"]) * options["softcap"]
+    items = options.get("num_items")
+    loss = functional.cross_entropy(
+        logits.to(wide).flatten(0, -2),
+        target.flatten(),
+        ignore_index=options.get("ignore_index", IGNORED),
+        reduction="sum" if items is not None else options.get("reduction", "mean"),
+        label_smoothing=options.get("label_smoothing", 0.0),
+    )
+    return loss if items is None else loss / items
+
+
+def made(
+    device: str,
+    dtype: torch.dtype = BF16,
+    *,
+    rows: Sequence[int] = (2, 24),
+    width: int = 32,
+    vocabulary: int = 500,
+    masked: float = 0.3,
+    bias: bool = False,
+    frozen: str = "",
+    **options: Any,
+) -> Case:
+    """Random arguments; half of the labels are the likeliest ones, so that softmax and gradient tell of each other."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*rows, width, generator=generator).to(dtype)
+    weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).to(dtype)
+    target = torch.randint(0, vocabulary, rows, generator=generator)
+    likeliest = (x.float() @ weight.float().t()).argmax(-1)
+    target = torch.where(torch.rand(rows, generator=generator) < 0.5, likeliest, target)
+    target[torch.rand(rows, generator=generator) < masked] = options.get("ignore_index", IGNORED)
+    added = torch.randn(vocabulary, generator=generator).to(dtype) if bias else None
+    x, weight = x.to(device).requires_grad_("x" not in frozen), weight.to(device).requires_grad_("w" not in frozen)
+    return Case(x, weight, None if added is None else added.to(device).requires_grad_(), target.to(device), options)
+
+
+def error(found: Tensor, true: Tensor) -> float:
+    size = true.double().norm().item()
+    return (found.double() - true.double()).norm().item() / (size or 1.0)
+
+
+def assert_as_near_as_stock(case: Case, dloss: float = 1.0, factor: float = FACTOR) -> None:
+    found, expected = case.results(ours, dloss), case.results(stock, dloss)
+    truth = case.exactly().results(stock, dloss)
+    floor = FLOORS[case.x.dtype]
+    for name, one, other, true in zip(("loss", "dx", "dweight", "dbias"), found, expected, truth, strict=False):
+        assert one.dtype == other.dtype, name
+        assert one.shape == other.shape, name
+        mine, theirs = error(one, true), error(other, true)
+        assert mine <= max(factor * theirs, floor), f"the error of {name} is {mine}, stock's is {theirs}"
+    assert len(found) == len(expected)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of up to 16 rows, so that a few rows are several chunks."""
+    monkeypatch.setattr(module, "MOST_ROWS", 16)
+    monkeypatch.setattr(module, "_MULTIPLE", 8)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no label missing": {"masked": 0.0},
+    "bias": {"bias": True},
+    "sum": {"reduction": "sum"},
+    "items": {"num_items": 37},
+    "softcap": {"softcap": 5.0},
+    "softcap in fp32": {"softcap": 5.0, "logits_in_fp32": True},
+    "scale": {"logit_scale": 0.3},
+    "scale and softcap": {"logit_scale": 2.5, "softcap": 4.0},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing of all": {"label_smoothing": 1.0, "softcap": 5.0},
+    "another label is none": {"ignore_index": 7},
+    "frozen weight": {"frozen": "w"},
+    "frozen x": {"frozen": "x", "bias": True},
+    "labels that are few": {"masked": 0.6, "max_labels": 30},
+    "three labels": {"vocabulary": 3},
+    "a vocabulary of lanes": {"vocabulary": 512},
+    "a vocabulary of one more": {"vocabulary": 513},
+    "one row": {"rows": (1,), "masked": 0.0},
+    "rows in three dimensions": {"rows": (2, 3, 4)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("short_chunks")
+def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype, device: str) -> None:
+    assert_as_near_as_stock(made(device, dtype, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("rows", [7, 8, 9, 15, 16, 17, 31, 32, 33, 41])
+@pytest.mark.usefixtures("short_chunks")
+def test_every_row_is_in_one_chunk(rows: int, device: str) -> None:
+    assert_as_near_as_stock(made(device, FP32, rows=(rows,), masked=0.0))
+
+
+@pytest.mark.parametrize("vocabulary", [16_385, 40_001])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_rows_of_more_than_one_block(vocabulary: int, softcap: float | None, device: str) -> None:
+    options = {} if softcap is None else {"softcap": softcap}
+    assert_as_near_as_stock(made(device, rows=(5,), vocabulary=vocabulary, width=16, masked=0.2, **options))
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "itemsize", "chunk"),
+    [
+        (16_384, 151_936, 2, 2048),
+        (16_384, 262_144, 2, 2048),
+        (16_384, 262_144, 4, 1024),
+        (16_384, 151_936, 4, 1664),
+        (16_385, 151_936, 2, 1920),
+        (2_049, 32_000, 2, 1152),
+        (100, 151_936, 2, 100),
+        (1000, 8_000_000, 4, 128),
+    ],
+)
+def test_a_chunk_follows_from_sizes(rows: int, vocabulary: int, itemsize: int, chunk: int) -> None:
+    assert chunk_rows(rows, vocabulary, itemsize) == chunk
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_a_call_has_the_same_bits_again_and_changes_nothing(device: str) -> None:
+    case = made(device, bias=True, max_labels=40)
+    before = [one.clone() for one in (case.x, case.weight, case.target)]
+    first, second = case.results(ours), case.results(ours)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, before, (case.x, case.weight, case.target)))
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_rows_without_a_label_have_no_gradient_and_change_nothing(device: str) -> None:
+    case = made(device, masked=0.5)
+    number = int((case.target != IGNORED).sum())
+    whole = case.results(ours)
+    for most in (number, number + 3):
+        loss, dx, dweight = case._replace(options={"max_labels": most}).results(ours)
+        assert torch.equal(dx, whole[1])
+        assert error(loss, whole[0]) < 1e-6
+        assert error(dweight, whole[2]) < 1e-2
+    assert not whole[1][case.target == IGNORED].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items": 5}, {"reduction": "sum"}, {"max_labels": 0}])
+def test_without_any_label_it_is_stocks_loss(options: dict[str, Any], device: str) -> None:
+    case = made(device, masked=1.1, **options)
+    kept = {name: value for name, value in options.items() if name != "max_labels"}
+    for one, other in zip(case.results(ours), case._replace(options=kept).results(stock), strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_nan_stays_in_its_row(device: str) -> None:
+    case = made(device, FP32, masked=0.0)
+    with torch.no_grad():
+        case.x[0, 3, 5] = torch.nan
+    for one, other in zip(case.results(ours), case.results(stock), strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+
+
+@pytest.mark.parametrize("wrong", [-1, 500, -101, 10**12])
+def test_a_label_outside_of_the_vocabulary_is_an_error(wrong: int, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the device asserts, and takes nothing afterwards")
+    case = made(device)
+    case.target[1, 2] = wrong
+    with pytest.raises(IndexError, match=f"target {wrong} is out of bounds for 500 classes"):
+        case.results(ours)
+
+
+def test_more_labels_than_were_promised_are_an_error(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the device asserts, and takes nothing afterwards")
+    with pytest.raises(ValueError, match="48 rows have a label, max_labels is 47"):
+        made(device, masked=0.0, max_labels=47).results(ours)
+
+
+@pytest.mark.parametrize("dloss", [1.0, 0.25, 2.0, 65536.0])
+def test_powers_of_two_round_nothing_more(dloss: float, device: str) -> None:
+    case = made(device)
+    for one, other in zip(case.results(ours)[1:], case.results(ours, dloss)[1:], strict=True):
+        assert torch.equal(one * dloss, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_gradient_of_the_loss_rounds_once_more(dtype: torch.dtype, device: str) -> None:
+    assert_as_near_as_stock(made(device, dtype), dloss=1 / 3, factor=1.6 if dtype == BF16 else 1.3)
+
+
+def test_fp16_under_a_large_scale_loses_no_more_than_stock(device: str) -> None:
+    """The gradient of a mean over many items underflows in fp16 unless the scaler's factor is in it."""
+    assert_as_near_as_stock(made(device, FP16, num_items=2**22), dloss=2.0**24)
+
+
+def test_a_second_backward_has_the_bits_of_the_first(device: str) -> None:
+    case = made(device)
+    loss = ours(case.x, case.weight, None, case.target)
+    first = torch.autograd.grad(loss, (case.x, case.weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (case.x, case.weight), retain_graph=True)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_part_of_the_gradients_may_be_asked_for(device: str) -> None:
+    case = made(device)
+    whole = case.results(ours)
+    loss = ours(case.x, case.weight, None, case.target)
+    (dx,) = torch.autograd.grad(loss, (case.x,), retain_graph=True)
+    (dweight,) = torch.autograd.grad(loss, (case.weight,))
+    assert torch.equal(dx, whole[1])
+    assert torch.equal(dweight, whole[2])
+
+
+def test_second_derivatives_are_stocks(device: str) -> None:
+    case = made(device, FP32, bias=True, softcap=5.0)
+
+    def second(loss_of: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        x, weight = case.x.detach().requires_grad_(), case.weight.detach().requires_grad_()
+        rows = x + weight[:1]  # as behind a tied embedding
+        loss = loss_of(rows, weight, case.bias, case.target, **case.options)
+        dx, dweight = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        return torch.autograd.grad(dx.square().sum() + dweight.square().sum(), (x, weight))
+
+    for one, other in zip(second(ours), second(stock), strict=True):
+        assert error(one, other) < 1e-5
+
+
+def test_transforms_take_the_formula(device: str) -> None:
+    case = made(device, FP32)
+    x, weight, target = case.x.detach(), case.weight.detach(), case.target
+    found, expected = (
+        torch.func.grad(lambda x, loss_of=loss_of: loss_of(x, weight, None, target))(x) for loss_of in (ours, stock)
+    )
+    assert error(found, expected) < 1e-6
+    tangents = torch.func.jvp(lambda x: ours(x, weight, None, target), (x,), (torch.ones_like(x),))
+    assert error(tangents[1], torch.func.jvp(lambda x: stock(x, weight, None, target), (x,), (x * 0 + 1,))[1]) < 1e-5
+    each = torch.func.vmap(lambda x, t: ours(x, weight, None, t))(x, target)
+    assert each.shape == (2,)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_compiled_it_is_one_graph_with_the_same_results(dtype: torch.dtype, device: str) -> None:
+    case = made(device, dtype, bias=True, softcap=5.0)
+    with torch.compiler.set_stance("force_eager"):
+        expected = case.results(ours)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for one, other in zip(case.results(compiled), expected, strict=True):
+        assert error(one, other) < (1e-6 if dtype == FP32 else 2e-2)
+
+
+def test_the_registered_operator_is_what_pytorch_asks_of_one(device: str) -> None:
+    case = made(device)
+    options = ("mean", IGNORED, 0.0, None, 5.0, False, 40, [True, True, False])
+    arguments = (case.x.detach(), case.weight.detach(), None, case.target, None, *options)
+    loss, dx, dweight, _ = results = LINEAR_CROSS_ENTROPY._forward_op(*arguments, True)
+    torch.library.opcheck(LINEAR_CROSS_ENTROPY._forward_op, (*arguments, True))
+    dloss = torch.full_like(loss, 0.5)
+    backward = (dloss, *arguments[:5], dx, dweight, results[3], *options, True, True, False)
+    torch.library.opcheck(LINEAR_CROSS_ENTROPY._backward_op, backward)
+    again = LINEAR_CROSS_ENTROPY._backward_op(dloss, *arguments[:5], None, None, None, *options, True, True, False)
+    for one, other in zip(LINEAR_CROSS_ENTROPY._backward_op(*backward)[:2], again[:2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_it_is_exported(device: str) -> None:
+    case = made(device, FP32)
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+            return linear_cross_entropy(x, weight, target)
+
+    given = (case.x.detach(), case.weight.detach(), case.target)
+    exported = torch.export.export(Loss(), given)
+    assert error(exported.module()(*given), stock(*given[:2], None, given[2])) < 1e-6
+
+
+def test_autocast_casts_as_for_a_linear(device: str) -> None:
+    case = made(device, FP32, bias=True)
+    with torch.autocast(device, BF16):
+        found, expected = case.results(ours), case.results(stock)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype == FP32
+        assert error(one, other) < 6e-3
+
+
+def test_float64_and_other_dtypes_beside_each_other_are_pytorchs(device: str) -> None:
+    case = made(device, FP32).exactly()
+    for one, other in zip(case.results(ours), case.results(stock), strict=True):
+        assert torch.equal(one, other)
+    mixed = made(device)
+    with pytest.raises(RuntimeError):
+        ours(mixed.x, mixed.weight.float(), None, mixed.target)
+
+
+@pytest.mark.parametrize("layout", ["a transposed x", "a transposed weight", "rows apart"])
+def test_strides_change_nothing(layout: str, device: str) -> None:
+    case = made(device)
+    expected = case.results(ours)
+    x, weight = case.x.detach(), case.weight.detach()
+    if layout == "a transposed x":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "a transposed weight":
+        weight = weight.t().contiguous().t()
+    else:
+        x = torch.cat([x, x], -1)[..., : x.shape[-1]]
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    loss = ours(*leaves, None, case.target)
+    for one, other in zip((loss, *torch.autograd.grad(loss, leaves)), expected, strict=True):
+        assert error(one, other) < 1e-3
+
+
+def test_in_inference_mode_nothing_is_kept(device: str) -> None:
+    case = made(device)
+    expected = case.results(ours)[0]
+    with torch.inference_mode():
+        found = ours(case.x, case.weight, None, case.target)
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_all_logits_are_never_there(device: str) -> None:
+    case = made(device, FP32, rows=(192,), vocabulary=1024, masked=0.0)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        case.results(ours)
+    kind = "device_memory_usage" if device != "cpu" else "cpu_memory_usage"
+    largest = max(getattr(event, kind) for event in profile.events())
+    logits = 192 * 1024 * 4
+    assert 0 < largest <= logits // 3
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "target of int32": (
+        {"target": torch.zeros(2, 3, dtype=torch.int32)},
+        TypeError,
+        "target must be a tensor of int64",
+    ),
+    "a list": ({"target": [1, 2]}, TypeError, "target must be a tensor of int64, not list"),
+    "target of another shape": (
+        {"target": torch.zeros(3, dtype=torch.int64)},
+        ValueError,
+        r"must have shapes \[..., H\]",
+    ),
+    "a narrow weight": ({"linear_weight": torch.zeros(5, 3)}, ValueError, r"must have shapes .*\(5, 3\)"),
+    "a long bias": ({"linear_bias": torch.zeros(6)}, ValueError, r"must have shapes .*\(6,\)"),
+    "an integer weight": ({"linear_weight": torch.zeros(5, 4).int()}, TypeError, "linear_weight must be float32"),
+    "no reduction": ({"reduction": "none"}, ValueError, "reduction must be one of mean, sum, not 'none'"),
+    "items of a sum": ({"reduction": "sum", "num_items": 3}, ValueError, "reduction must be 'mean'"),
+    "several items": ({"num_items": torch.ones(2)}, TypeError, "num_items must be a number, or a tensor of one"),
+    "smoothing above 1": ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be between 0 and 1"),
+    "smoothing by a tensor": (
+        {"label_smoothing": torch.ones(())},
+        TypeError,
+        "label_smoothing must be a Python number",
+    ),
+    "a cap of 0": ({"softcap": 0.0}, ValueError, "softcap must be positive, not 0.0"),
+    "a fraction of labels": ({"max_labels": 0.5}, TypeError, "max_labels must be an int, not 0.5"),
+    "a word to ignore": ({"ignore_index": "pad"}, TypeError, "ignore_index must be an int, not 'pad'"),
+    "target elsewhere": (
+        {"target": torch.zeros(2, 3, dtype=torch.int64, device="meta")},
+        ValueError,
+        "target is on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_arguments_are_named(name: str) -> None:
+    given, kind, message = BAD[name]
+    good = {"input": torch.zeros(2, 3, 4), "linear_weight": torch.zeros(5, 4), "target": torch.zeros(2, 3).long()}
+    with pytest.raises(kind, match=message):
+        linear_cross_entropy(**(good | given))
+
+
+def test_pytorchs_own_takes_the_same_arguments(device: str) -> None:
+    if not hasattr(functional, "linear_cross_entropy"):
+        pytest.skip("this PyTorch has none")
+    case = made(device, FP32, rows=(20,), bias=True)
+    options = {"linear_bias": case.bias, "label_smoothing": 0.1, "reduction": "sum"}
+    found, expected = (
+        function(case.x, case.weight, case.target, **options)
+        for function in (linear_cross_entropy, functional.linear_cross_entropy)
+    )
+    assert error(found, expected) < 1e-6
+
+
+def test_the_reference_is_the_stock_code(device: str) -> None:
+    case = made(device, softcap=5.0, logit_scale=0.5)
+    found = reference.linear_cross_entropy(
+        case.x, case.weight, None, case.target, None, "mean", IGNORED, 0.0, 0.5, 5.0, False
+    )
+    assert torch.equal(found, stock(case.x, case.weight, None, case.target, **case.options))

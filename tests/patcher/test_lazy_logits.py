@@ -1,0 +1,438 @@
+"""Logits that are computed when they are read: who reads them, what is read, and what autograd makes of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fused_norm.patcher import lazy_logits
+from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
+
+ROWS, WIDTH, VOCABULARY = (2, 5), 6, 9
+
+
+class Head:
+    """A head's call, and how often its logits and losses were computed."""
+
+    def __init__(self, *, bias: bool = False, dtype: torch.dtype = torch.float32, trained: bool = True) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.weight = (
+            torch.randn(*shape, generator=generator).to(dtype).requires_grad_(trained)
+            for shape in ((*ROWS, WIDTH), (VOCABULARY, WIDTH))
+        )
+        self.bias = torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_() if bias else None
+        self.losses: list[tuple[Tensor, CrossEntropy]] = []
+        self.readers: list[str] = []
+
+    def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
+        # As a hidden state, which is no leaf.
+        x = self.x * 1 if torch.is_grad_enabled() else self.x
+        return LazyLogits.of(Projection(x, self.weight, self.bias, dtype, self.loss, self.readers.append))
+
+    def real(self) -> Tensor:
+        return functional.linear(self.x * 1, self.weight, self.bias)
+
+    def loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
+        """What the fused operator would compute."""
+        self.losses.append((x, how))
+        logits = functional.linear(x, self.weight, self.bias).float()
+        logits = logits if how.scale is None else logits * how.scale
+        logits = logits if how.cap is None else torch.tanh(logits / how.cap) * how.cap
+        return how.of(logits)
+
+    def gradients(self, value: Tensor) -> list[Tensor]:
+        leaves = [one for one in (self.x, self.weight, self.bias) if one is not None]
+        return list(torch.autograd.grad(value, leaves, allow_unused=True))
+
+
+def labels(*, ignored: int = 2) -> Tensor:
+    found = torch.arange(10).view(ROWS) % VOCABULARY
+    found[0, :ignored] = -100
+    return found
+
+
+def shifted_loss(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return functional.cross_entropy(
+        logits.float()[:, :-1].reshape(-1, VOCABULARY), target[:, 1:].reshape(-1), **options
+    )
+
+
+METADATA: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda one: one.shape,
+    "dtype": lambda one: one.dtype,
+    "device": lambda one: one.device,
+    "ndim": lambda one: (one.ndim, one.dim(), one.numel(), len(one)),
+    "size": lambda one: (one.size(), one.size(0), one.size(dim=-1), one.stride(), one.stride(1)),
+    "kind": lambda one: (one.is_floating_point(), one.is_cuda, one.is_contiguous(), one.is_sparse, one.layout),
+    "is a tensor": lambda one: (isinstance(one, Tensor), torch.is_tensor(one), torch.is_floating_point(one)),
+    "place in the graph": lambda one: (one.requires_grad, one.is_leaf, one.grad_fn is None, one._base),
+    "hash": lambda one: one in {one},
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_what_a_tensor_is_reads_nothing(name: str) -> None:
+    head = Head()
+    lazy = head.lazy()
+    assert METADATA[name](lazy) == METADATA[name](head.real())
+    assert head.readers == []
+
+
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda one: one.float(),
+    "to float32": lambda one: one.to(torch.float32),
+    "to its device": lambda one: one.to(one.device, non_blocking=False) if False else one.to(one.device),
+    "detach": lambda one: one.detach(),
+    "contiguous": lambda one: one.contiguous(),
+    "times a number": lambda one: one * 0.5,
+    "a number times": lambda one: 2 * one,
+    "over a number": lambda one: one / 3.0,
+    "tanh": lambda one: torch.tanh(one),
+    "a softcap": lambda one: torch.tanh(one / 5.0) * 5.0,
+    "view": lambda one: one.view(-1, VOCABULARY),
+    "flatten": lambda one: one.flatten(0, 1),
+    "reshape": lambda one: one.reshape(-1, one.shape[-1]),
+    "slice": lambda one: one[..., :-1, :],
+    "slice of the first": lambda one: one[:, 1:],
+    "one row": lambda one: one[:, -1],
+    "one sequence": lambda one: one[1],
+    "a mask": lambda one: one[torch.tensor([[True, False, True, True, False]] * 2)],
+    "several": lambda one: (one.float()[:, :-1] / 2.0).reshape(-1, VOCABULARY),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_stay_lazy_and_compute_what_they_would_of_real_logits(name: str, dtype: torch.dtype) -> None:
+    head, step = Head(dtype=dtype), STEPS[name]
+    found, expected = step(head.lazy()), step(head.real())
+    assert isinstance(found, LazyLogits)
+    assert head.readers == []
+    for attribute in ("shape", "dtype", "requires_grad"):
+        assert getattr(found, attribute) == getattr(expected, attribute), attribute
+    assert found.stride() == expected.stride()
+    assert torch.equal(found + 0, expected + 0)
+    assert len(head.readers) == 1
+    if expected.requires_grad:
+        for one, other in zip(
+            head.gradients((found * 2).sin().sum()), head.gradients((expected * 2).sin().sum()), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "argmax": lambda one: one.argmax(-1),
+    "a part of the vocabulary": lambda one: one[..., :3],
+    "rows by their numbers": lambda one: one[:, torch.tensor([0, 0, 2])],
+    "a mask of elements": lambda one: one[torch.ones(*ROWS, VOCABULARY, dtype=torch.bool)],
+    "plus": lambda one: one + 1,
+    "minus": lambda one: 1 - one,
+    "times a tensor": lambda one: one * torch.tensor(2.0),
+    "compare": lambda one: one > 0,
+    "softmax": lambda one: one.softmax(-1),
+    "log_softmax": lambda one: functional.log_softmax(one, -1),
+    "cat": lambda one: torch.cat([one, one]),
+    "stack": lambda one: torch.stack([one]),
+    "transpose": lambda one: one.transpose(1, 2),
+    "permute": lambda one: one.permute(2, 0, 1),
+    "to another dtype": lambda one: one.to(torch.float16),
+    "double": lambda one: one.double(),
+    "numpy": lambda one: torch.from_numpy(one.detach().numpy()),
+    "tolist": lambda one: torch.tensor(one.tolist()),
+    "print": lambda one: torch.tensor([ord(letter) for letter in str(one.detach())]),
+    "pickle": lambda one: pickle.loads(pickle.dumps(one.detach())),
+    "deepcopy": lambda one: copy.deepcopy(one.detach()),
+    "save": lambda one: _saved(one.detach()),
+    "iterate": lambda one: torch.stack([row.sum() for row in one]),
+    "item": lambda one: torch.tensor(one.sum().item()),
+    "another cross entropy": lambda one: functional.cross_entropy(one.transpose(1, 2), labels()),
+    "weighted cross entropy": lambda one: functional.cross_entropy(
+        one.flatten(0, 1), labels().flatten(), weight=torch.arange(9.0)
+    ),
+    "losses of rows": lambda one: functional.cross_entropy(one.flatten(0, 1), labels().flatten(), reduction="none"),
+    "targets that are probabilities": lambda one: functional.cross_entropy(
+        one.flatten(0, 1), torch.ones(10, VOCABULARY).softmax(-1)
+    ),
+    "data": lambda one: one.data,
+    "by C++": lambda one: torch._C._nn.cross_entropy_loss(one.flatten(0, 1), labels().flatten()),
+}
+
+
+def _saved(one: Tensor) -> Any:
+    buffer = io.BytesIO()
+    torch.save(one, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_all_else_reads_once_and_gets_the_real_logits(name: str) -> None:
+    head, read = Head(), READS[name]
+    found, expected = read(head.lazy()), read(head.real())
+    assert type(found) is Tensor
+    assert torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad
+    assert len(head.readers) == 1
+    if expected.requires_grad:
+        pairs = zip(head.gradients(found.float().sum()), head.gradients(expected.float().sum()), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_second_read_is_the_same_tensor(bias: bool) -> None:
+    head = Head(bias=bias)
+    lazy = head.lazy()
+    total = lazy.sin().sum() + lazy.cos().sum()
+    assert len(head.readers) == 1
+    real = head.real()
+    for one, other in zip(head.gradients(total), head.gradients(real.sin().sum() + real.cos().sum()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> None:
+    def write(logits: Tensor) -> list[Tensor]:
+        copied, view = logits * 1.0, logits[:, 1:]
+        logits[:, 0] = 0
+        logits[:, 2] += 1
+        view.mul_(2)
+        return [logits + 0, copied + 0, view + 0]
+
+    head = Head()
+    for one, other in zip(write(head.lazy()), write(head.real()), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(
+        head.gradients(write(head.lazy())[0].sum()), head.gradients(write(head.real())[0].sum()), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_their_cross_entropy_is_the_fused_one(reduction: str) -> None:
+    head, target = Head(), labels()
+    found = shifted_loss(head.lazy(), target, reduction=reduction, label_smoothing=0.1)
+    expected = shifted_loss(head.real(), target, reduction=reduction, label_smoothing=0.1)
+    assert isinstance(found, LazySum) == (reduction == "sum")
+    assert torch.equal(found + 0, expected)
+    ((rows, how),) = head.losses
+    assert rows.shape == (8, WIDTH)
+    assert (how.reduction, how.label_smoothing, how.num_items) == (reduction, 0.1, None)
+    assert head.readers == []
+    for one, other in zip(head.gradients(found + 0), head.gradients(expected), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0)])
+def test_a_sum_waits_for_its_number_of_items(items: Any) -> None:
+    head, target = Head(), labels()
+    total = shifted_loss(head.lazy(), target, reduction="sum")
+    assert (total.device, total.dtype, total.shape) == (torch.device("cpu"), torch.float32, ())
+    assert head.losses == []
+    loss = total / items
+    assert head.losses[0][1].num_items is items
+    torch.testing.assert_close(loss, shifted_loss(head.real(), target, reduction="sum") / 7)
+
+
+@pytest.mark.parametrize(
+    ("transform", "scale", "cap", "in_fp32"),
+    [
+        (lambda one: one, None, None, False),
+        (lambda one: one.float(), None, None, False),
+        (lambda one: one * 0.25, 0.25, None, False),
+        (lambda one: one / 8.0, 0.125, None, False),
+        (lambda one: torch.tanh(one / 30.0) * 30.0, None, 30.0, False),
+        (lambda one: torch.tanh(one.float() / 30.0) * 30.0, None, 30.0, True),
+        (lambda one: torch.tanh(one / 2.0 / 30.0) * 30.0, 0.5, 30.0, False),
+    ],
+)
+def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, in_fp32: bool) -> None:
+    head = Head(dtype=torch.bfloat16)
+    shifted_loss(transform(head.lazy()), labels())
+    ((_, how),) = head.losses
+    assert (how.scale, how.cap, how.in_fp32) == (scale, cap, in_fp32)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda one: torch.tanh(one / 30.0) * 20.0,
+        lambda one: torch.tanh(one),
+        lambda one: one * 2.0 * 3.0,
+        lambda one: (one * 2.0).float() * 3.0,
+        lambda one: one[:, torch.tensor([1, 0, 2, 3, 4])],
+    ],
+)
+def test_what_the_operator_does_not_know_is_computed_by_real_logits(transform: Any) -> None:
+    head = Head(dtype=torch.bfloat16)
+    found, expected = shifted_loss(transform(head.lazy()), labels()), shifted_loss(transform(head.real()), labels())
+    assert head.losses == []
+    assert torch.equal(found, expected)
+
+
+def test_a_loss_in_16_bits_is_pytorchs() -> None:
+    head, target = Head(dtype=torch.bfloat16), labels().flatten()
+    found = functional.cross_entropy(head.lazy().view(-1, VOCABULARY), target)
+    assert found.dtype == torch.bfloat16
+    assert head.losses == []
+    with torch.autocast("cpu", torch.bfloat16):  # which computes cross entropies in float32
+        functional.cross_entropy(head.lazy(torch.bfloat16).view(-1, VOCABULARY), target)
+    assert len(head.losses) == 1
+
+
+def test_logits_that_were_read_have_pytorchs_loss() -> None:
+    head = Head()
+    lazy = head.lazy()
+    lazy.argmax(-1)
+    loss = shifted_loss(lazy, labels())
+    assert head.losses == []
+    assert torch.equal(loss, shifted_loss(head.real(), labels()))
+
+
+@pytest.mark.parametrize("way", ["retain_grad", "register_hook", "autograd.grad"])
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_gradient_of_the_logits_is_there_for_who_asks(way: str, capped: bool) -> None:
+    def gradient(logits: Tensor) -> list[Tensor]:
+        logits = torch.tanh(logits / 2.0) * 2.0 if capped else logits
+        loss = shifted_loss(logits, labels())
+        found: list[Tensor] = []
+        if way == "register_hook":
+            logits.register_hook(lambda one: found.append(one) or 2 * one)
+        elif way == "retain_grad":
+            logits.retain_grad()
+        else:
+            return list(torch.autograd.grad(loss, [logits]))
+        found += head.gradients(loss)
+        assert way == "register_hook" or logits.grad is not None
+        return [*found, *([logits.grad] if way == "retain_grad" else [])]
+
+    head = Head()
+    for one, other in zip(gradient(head.lazy()), gradient(head.real()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_loss_and_a_read_in_one_backward() -> None:
+    def total(logits: Tensor) -> Tensor:
+        return shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum()
+
+    head = Head()
+    for one, other in zip(head.gradients(total(head.lazy())), head.gradients(total(head.real())), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_second_derivatives_go_through_a_read() -> None:
+    head = Head(bias=True)
+
+    def second(logits: Tensor) -> list[Tensor]:
+        loss = torch.tanh(logits / 2.0).square().sum()
+        first = torch.autograd.grad(loss, [head.x, head.weight], create_graph=True)
+        return head.gradients(sum(one.square().sum() for one in first))
+
+    for one, other in zip(second(head.lazy()), second(head.real()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of somebody's own, which PyTorch hands lazy logits to as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return 2 * logits * gradient
+
+
+@pytest.mark.parametrize("step", [lambda one: one, lambda one: (one / 2.0)[:, 1:], lambda one: one.float()])
+def test_they_are_connected_for_autograd_functions_of_others(step: Any) -> None:
+    head = Head(bias=True)
+    found, expected = Doubled.apply(step(head.lazy())), Doubled.apply(step(head.real()))
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(head.gradients(found), head.gradients(expected), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_sum_is_connected_for_autograd_functions_of_others() -> None:
+    head = Head()
+    found = Doubled.apply(shifted_loss(head.lazy(), labels(), reduction="sum"))
+    expected = Doubled.apply(shifted_loss(head.real(), labels(), reduction="sum"))
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(head.gradients(found), head.gradients(expected), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_late_reads_have_the_forwards_modes() -> None:
+    head = Head()
+    with torch.autocast("cpu", torch.bfloat16):
+        lazy, real = head.lazy(torch.bfloat16), head.real()
+    assert lazy.dtype == torch.bfloat16
+    with torch.no_grad():
+        found = lazy.sin()
+        without = head.lazy()
+    assert not found.requires_grad
+    assert torch.equal(lazy + 0, real)
+    for one, other in zip(
+        head.gradients(lazy.float().sin().sum()), head.gradients(real.float().sin().sum()), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    assert not (without + 0).requires_grad
+
+
+@pytest.mark.parametrize("written", ["weight", "x", "bias", "freed"])
+def test_what_was_written_to_since_is_an_error_and_never_other_numbers(written: str) -> None:
+    head = Head(bias=True, trained=False)
+    with torch.no_grad():
+        lazy = head.lazy()
+        if written == "freed":  # as FSDP frees gathered weights
+            head.weight.untyped_storage().resize_(0)
+        else:
+            getattr(head, written).mul_(1.5)
+    assert lazy.shape == (*ROWS, VOCABULARY)
+    with pytest.raises(RuntimeError, match=r"outputs.logits are computed when they are first read.*loss=False"):
+        lazy.sum()
+
+
+def test_what_was_read_before_stays() -> None:
+    head = Head(trained=False)
+    lazy, expected = head.lazy(), head.real()
+    lazy.sum()
+    head.weight.mul_(1.5)
+    assert torch.equal(lazy + 0, expected)
+
+
+def test_weights_that_sharding_has_gathered_again_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd does not count what FSDP2 gathers into the same memory."""
+    monkeypatch.setattr(lazy_logits, "_is_distributed", lambda: True)
+    head = Head(trained=False)
+    lazy, again = head.lazy(), head.lazy()
+    assert torch.equal(lazy + 0, head.real())
+    with torch.autograd._unsafe_preserve_version_counter(head.weight):
+        head.weight.add_(1e-3)
+    with pytest.raises(RuntimeError, match="written to or freed"):
+        again.sum()
+
+
+def test_a_replaced_function_of_pytorch_works_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function hands lazy logits on by its name, which is the wrapper's now."""
+    head = Head()
+    expected = 2 * functional.log_softmax(head.real(), -1)
+    before = functional.log_softmax
+    monkeypatch.setattr(functional, "log_softmax", lambda *given, **named: 2 * before(*given, **named))
+    assert torch.equal(functional.log_softmax(head.lazy(), -1), expected)
+
+
+def test_inference_mode_reads_them_too() -> None:
+    head = Head()
+    with torch.inference_mode():
+        lazy = head.lazy()
+        assert torch.equal(lazy[..., -1, :].argmax(-1), head.real()[..., -1, :].argmax(-1))
