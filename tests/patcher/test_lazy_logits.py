@@ -74,7 +74,7 @@ METADATA: dict[str, Callable[[Tensor], Any]] = {
     "kind": lambda one: (one.is_floating_point(), one.is_cuda, one.is_contiguous(), one.is_sparse, one.layout),
     "is a tensor": lambda one: (isinstance(one, Tensor), torch.is_tensor(one), torch.is_floating_point(one)),
     "place in the graph": lambda one: (one.requires_grad, one.is_leaf, one.grad_fn is None, one._base),
-    "hash": lambda one: one in {one},
+    "hash": lambda one: len({one, one}),
 }
 
 

@@ -1,373 +1,762 @@
-"""Language models that train with Liger's loss, and are stock in all else."""
+"""Language models whose head and loss are one operator: their losses, their logits, and who calls them."""
 
 from __future__ import annotations
 
 import copy
-import importlib
+import gc
 import inspect
 import json
 import logging
 import pickle
-import sys
 import types
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+from transformers import AutoConfig
+from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 import fused_norm
 from fused_norm import FusedNormError
 from fused_norm.check.against_float64 import check_step
-from fused_norm.model_configs import build
-from fused_norm.patcher.losses import _LIGERS_ARGUMENTS, FusedLoss
+from fused_norm.kernels.operator import calls
+from fused_norm.model_configs import build, tiny_config
+from fused_norm.patcher import fused_norm_module
+from fused_norm.patcher.lazy_logits import LazyLogits, Projection
+from fused_norm.patcher.losses import FusedHead, FusedLoss
 
 from .models import relative, tokens
-from .ranks import on_two_ranks
+from .ranks import Called, on_two_ranks
 
-functional = pytest.importorskip("liger_kernel.transformers.functional")
+SOFTCAP = {"final_logit_softcapping": 3.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "gemma": {},
+    "gemma2": SOFTCAP,
+    "gemma3_text": SOFTCAP,
+    "granite": {"logits_scaling": 4.0},
+}
+"""Families, with what stands between head and loss."""
 
-
-def pair(device: str, family: str = "llama") -> tuple[Any, Any]:
-    """A model that is fused with its own loss, and its twin with Liger's, both in training."""
-    own = build(family, seed=0, device=device).train()
-    liger = copy.deepcopy(own)
-    fused_norm.apply_fused_norm(own)
-    fused_norm.apply_fused_norm(liger, loss="liger")
-    return own, liger
-
-
-def run(model: nn.Module, labels: torch.Tensor, **asked: Any) -> Any:
-    """The output of a step on tokens of which those that are no label are any; gradients are added up."""
-    output = model(input_ids=labels.clamp(min=0), labels=labels, use_cache=False, **asked)
-    output.loss.backward()
-    return output
+FEW_FAST = [
+    *("qwen3", "gemma2"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in ("qwen3", "gemma2")),
+]
 
 
-def assert_gradients_are_near(one: nn.Module, other: nn.Module) -> None:
-    expected = {name: parameter.grad for name, parameter in other.named_parameters() if parameter.requires_grad}
-    assert all(gradient is not None for gradient in expected.values())
-    for name, parameter in one.named_parameters():
-        if name in expected:
-            assert relative(parameter.grad, expected[name]) < 1e-5, name
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one whenever logits are computed because somebody reads them."""
+    found: list[str] = []
+    compute = Projection.compute
+
+    def noted(projection: Projection) -> Tensor:
+        found.append("read")
+        return compute(projection)
+
+    monkeypatch.setattr(Projection, "compute", noted)
+    return found
 
 
-def some_ignored(device: str, count: int) -> torch.Tensor:
-    labels = tokens(device, length=9)
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What is logged, as if nothing had been before: each reason is logged once."""
+    monkeypatch.setattr(fused_norm_module, "_explained", weakref.WeakKeyDictionary())
+    caplog.set_level(logging.WARNING, "fused_norm")
+    return caplog
+
+
+def pair(device: str, name: Any = "llama", **options: Any) -> tuple[Any, Any]:
+    """A model that is patched but for its head and loss, and its twin with these."""
+    own = build(name, seed=0, device=device, **options).train()
+    fused = copy.deepcopy(own)
+    fused_norm.apply_fused_norm(own, loss=False)
+    fused_norm.apply_fused_norm(fused)
+    return own, fused
+
+
+def some_ignored(device: str, count: int = 4, length: int = 9) -> Tensor:
+    labels = tokens(device, length=length)
     labels[:, :count] = -100
     return labels
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(family: str, dtype: torch.dtype, device: str) -> None:
-    model = build(family, seed=0, dtype=dtype, device=device)
-    result = check_step(model, tokens(device, length=12), options={"loss": "liger"})
-    assert result.report.loss is not None
-    assert [row.reason for row in result.report.loss] == [None]
+def run(model: nn.Module, labels: Tensor, **given: Any) -> Any:
+    """The output of a step on tokens of which those that are no label are any; gradients are added up."""
+    output = model(input_ids=labels.clamp(min=0), labels=labels, use_cache=False, **given)
+    output.loss.backward()
+    return output
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.grad for name, one in model.named_parameters() if one.requires_grad and one.grad is not None}
+
+
+def assert_gradients_are_near(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
+    found, expected = gradients_of(one), gradients_of(other)
+    assert expected
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # Some are 0 but for roundings, as that of a bias which softmax does not see.
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-10, name
+
+
+def is_fused(model: nn.Module, **given: Any) -> bool:
+    """Return whether a step runs the fused operator, whatever the report says."""
+    called = Called()
+    with calls.by(called):
+        run(model, some_ignored(next(model.parameters()).device.type), **given)
+    return "linear_cross_entropy" in called
+
+
+# ---- What is computed ----
+
+
+@pytest.mark.parametrize("name", FEW_FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype, device: str) -> None:
+    model = build(tiny_config(name, **MODELS[name]), seed=0, dtype=dtype, device=device)
+    result = check_step(model, tokens(device, length=12))
+    assert result.report.counts["loss"] == 1
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma"])
-def test_steps_that_are_added_up_have_stocks_gradients_and_no_logits(family: str, device: str) -> None:
-    own, liger = pair(device, family)
+@pytest.mark.parametrize("name", FEW_FAST)
+def test_steps_that_are_added_up_have_stocks_gradients_and_make_no_logits(
+    name: str, device: str, reads: list[str]
+) -> None:
+    own, fused = pair(device, tiny_config(name, **MODELS[name]))
     batches = [some_ignored(device, 2), some_ignored(device, 6)]
     count = sum((one[:, 1:] != -100).sum() for one in batches)
     for labels in batches:
-        expected, found = (run(model, labels, num_items_in_batch=count) for model in (own, liger))
+        expected, found = (run(model, labels, num_items_in_batch=count) for model in (own, fused))
         assert relative(found.loss, expected.loss) < 1e-6
-        assert expected.logits is not None
-        assert found.logits is None
-    assert_gradients_are_near(liger, own)
+        assert type(found.loss) is Tensor
+        assert isinstance(found.logits, LazyLogits)
+    assert reads == []
+    assert_gradients_are_near(fused, own)
 
 
-def test_evaluation_and_generation_have_the_bits_of_stock(device: str) -> None:
-    own, liger = pair(device)
+@pytest.mark.parametrize("count", [0, 1, 5, 8, 9])
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=str)
+def test_any_number_of_labels(count: int, items: Any, device: str) -> None:
+    given = {} if items is None else {"num_items_in_batch": items}
+    own, fused = pair(device)
+    expected, found = (run(model, some_ignored(device, count), **given) for model in (own, fused))
+    torch.testing.assert_close(found.loss, expected.loss, equal_nan=True, rtol=1e-6, atol=0)
+    for name, gradient in gradients_of(own).items():
+        torch.testing.assert_close(gradients_of(fused)[name], gradient, equal_nan=True, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FEW_FAST)
+def test_logits_are_those_of_the_forward(name: str, device: str, reads: list[str]) -> None:
+    own, fused = pair(device, tiny_config(name, **MODELS[name]), dtype=torch.bfloat16)
+    labels = some_ignored(device)
+    expected, found = (run(model, labels) for model in (own, fused))
+    assert (found.logits.shape, found.logits.dtype) == (expected.logits.shape, expected.logits.dtype)
+    assert reads == []
+    assert torch.equal(found.logits + 0, expected.logits + 0)
+    assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+    assert reads == ["read"]
+
+
+def test_a_loss_on_top_of_it_goes_through_the_logits(device: str) -> None:
+    """As in distillation; gradients at the hidden states too."""
+    own, fused = pair(device, "gemma2")
+    hidden = []
+    for model in (own, fused):
+        output = model(input_ids=tokens(device), labels=tokens(device), output_hidden_states=True, use_cache=False)
+        output.hidden_states[-1].retain_grad()
+        (output.loss + output.logits.log_softmax(-1).square().mean()).backward()
+        hidden.append(output.hidden_states[-1].grad)
+    assert relative(hidden[1], hidden[0]) < 1e-5
+    assert_gradients_are_near(fused, own)
+
+
+def test_under_autocast_it_rounds_as_stock(device: str, reads: list[str]) -> None:
+    own, fused = pair(device, "qwen3")
+    outputs = []
+    for model in (own, fused):
+        with torch.autocast(device, torch.bfloat16):
+            output = model(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+        output.loss.backward()
+        outputs.append(output)
+    assert outputs[1].logits.dtype == outputs[0].logits.dtype == torch.bfloat16
+    assert reads == []
+    assert torch.equal(outputs[1].logits + 0, outputs[0].logits + 0)
+    assert relative(outputs[1].loss, outputs[0].loss) < 1e-6
+    assert_gradients_are_near(fused, own, 6e-3)
+
+
+def test_logits_are_not_kept(device: str) -> None:
+    own, fused = pair(device, tiny_config("llama", vocab_size=512))
+    labels = tokens(device, length=12)
+
+    def logits_alive(model: nn.Module) -> int:
+        output = model(input_ids=labels, labels=labels, use_cache=False)
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not isinstance(one, LazyLogits)]
+        large = {one.untyped_storage().data_ptr() for one in tensors if one.numel() == 2 * 12 * 512 and not one.is_meta}
+        assert output.loss.requires_grad
+        return len(large)
+
+    assert logits_alive(own) >= 1
+    assert logits_alive(fused) == 0
+
+
+def test_a_head_that_is_trained_alone_and_one_that_is_frozen(device: str) -> None:
+    for trained in (True, False):
+        own, fused = pair(device)
+        for model in (own, fused):
+            model.requires_grad_(not trained)
+            model.lm_head.requires_grad_(trained)
+            run(model, tokens(device))
+        assert_gradients_are_near(fused, own)
+
+
+@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2, 4])])
+def test_a_loss_of_the_tokens_whose_logits_are_kept(kept: Any, device: str) -> None:
+    ids = tokens(device)
+    wanted = slice(-kept, None) if isinstance(kept, int) else kept
+    losses = [model(ids, labels=ids[:, wanted], logits_to_keep=kept).loss for model in pair(device)]
+    assert relative(losses[1], losses[0]) < 1e-6
+
+
+@pytest.mark.parametrize("given", [{"shift_labels": True}, {"ignore_index": 5}, {"reduction": "sum"}])
+def test_arguments_of_the_loss_function_reach_it(given: dict[str, Any], device: str) -> None:
+    own, fused = pair(device)
+    labels = some_ignored(device)
+    given = {"shift_labels": labels.roll(-1, 1)} if "shift_labels" in given else given
+    losses = [model(labels.clamp(min=0), labels=labels.clamp(min=0), **given).loss for model in (own, fused)]
+    assert relative(losses[1], losses[0]) < 1e-6
+
+
+def test_labels_may_be_positional_and_outputs_a_tuple(device: str) -> None:
+    ids = tokens(device)
+    expected, found = (model(ids, None, None, None, None, ids, return_dict=False) for model in pair(device))
+    assert isinstance(found, tuple)
+    assert isinstance(found[1], LazyLogits)
+    assert relative(found[0], expected[0]) < 1e-6
+    assert torch.equal(found[1] + 0, expected[1] + 0)
+
+
+def test_without_labels_and_in_generation_it_is_stock(device: str) -> None:
+    own, fused = pair(device)
     ids = tokens(device)
     with torch.no_grad():
-        for model in (own, liger):
-            assert model(input_ids=ids).logits is not None, "without labels, in training too"
-            model.eval()
-        expected, found = (model(input_ids=ids, labels=ids) for model in (own, liger))
-        assert torch.equal(found.logits, expected.logits)
-        assert torch.equal(found.loss, expected.loss)
-        skipped = liger(input_ids=ids, labels=ids, skip_logits=True)
-        assert skipped.logits is None
-        assert relative(skipped.loss, expected.loss) < 1e-6
-        generated = [model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0) for model in (own, liger)]
+        for one, other in zip(own(input_ids=ids).to_tuple(), fused(input_ids=ids).to_tuple(), strict=True):
+            if isinstance(one, Tensor):
+                assert type(other) is Tensor
+                assert torch.equal(one, other)
+        generated = [
+            model.eval().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0) for model in (own, fused)
+        ]
     assert torch.equal(*generated)
 
 
-def test_labels_may_be_positional_and_logits_asked_for(device: str) -> None:
-    own, liger = pair(device)
+def test_an_evaluation_makes_logits_only_for_who_reads_them(device: str, reads: list[str]) -> None:
+    own, fused = pair(device)
     ids = tokens(device)
-    expected, found = (model(ids, None, None, None, None, ids) for model in (own, liger))
-    assert found.logits is None
+    with torch.no_grad():
+        expected, found = (model.eval()(input_ids=ids, labels=ids) for model in (own, fused))
     assert relative(found.loss, expected.loss) < 1e-6
-    assert torch.equal(liger(ids, labels=ids, skip_logits=False).logits, expected.logits)
+    assert reads == []
+    assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+
+
+def test_a_backward_may_be_repeated_scaled_and_differentiated(device: str) -> None:
+    own, fused = pair(device)
+    found = []
+    for model in (own, fused):
+        loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
+        loss *= 3
+        loss.backward(retain_graph=True)
+        loss.backward()
+        model.set_attn_implementation("eager")
+        loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        found.append(torch.autograd.grad(sum(one.square().sum() for one in first), list(model.parameters())))
+    assert_gradients_are_near(fused, own)
+    for one, other in zip(*found, strict=True):
+        assert relative(one, other) < 1e-4
+
+
+def test_a_step_of_the_optimizer_before_the_read_is_an_error(device: str) -> None:
+    _, fused = pair(device)
+    optimizer = torch.optim.AdamW(fused.parameters(), lr=1e-3)
+    before, after = run(fused, tokens(device)), run(fused, tokens(device))
+    before.logits.argmax(-1)
+    optimizer.step()
+    before.logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="computed when they are first read"):
+        after.logits.argmax(-1)
+
+
+# ---- Where it is found ----
+
+
+def _t5() -> nn.Module:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 1}
+    config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0, dropout_rate=0.0)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config)
+
+
+def _bert() -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("bert", **sizes, intermediate_size=32, hidden_dropout_prob=0.0)
+    config.attention_probs_dropout_prob = 0.0
+    return transformers.AutoModelForMaskedLM.from_config(config)
+
+
+def _gemma3() -> nn.Module:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=tiny_config("gemma3_text").to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14}
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _gpt2() -> nn.Module:
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+ELSEWHERE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "an encoder and a decoder": (_t5, "lm_head"),
+    "a masked language model, with a bias": (_bert, "cls.predictions.decoder"),
+    "a conditional generation": (_gemma3, "lm_head"),
+    "without RMSNorms": (_gpt2, "lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_models_have_it_too(name: str, device: str, reads: list[str]) -> None:
+    make, path = ELSEWHERE[name]
+    torch.manual_seed(0)
+    own = make().to(device)
+    fused = copy.deepcopy(own)
+    report = fused_norm.apply_fused_norm(fused, strict=False)
+    assert [(row.path, row.reason) for row in (*report.fused, *report.kept) if row.kind == "loss"] == [(path, None)]
+    labels = tokens(device, length=9) % 60 + 2
+    given = {"attention_mask": torch.ones_like(labels)}
+    given["attention_mask"][1, -3:] = 0
+    if name == "a conditional generation":
+        given["token_type_ids"] = torch.zeros_like(labels)
+    losses = []
+    for model in (own.train(), fused.train()):
+        losses.append(model(input_ids=labels, labels=labels, **given).loss)
+        losses[-1].backward()
+    assert reads == []
+    assert relative(losses[1], losses[0]) < 1e-5
+    assert_gradients_are_near(fused, own, 1e-4)
+
+
+def test_an_auxiliary_loss_that_is_added_to_it_stays(device: str, reads: list[str]) -> None:
+    config = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    own, fused = pair(device, config)
+    for items in (None, 7):
+        given = {} if items is None else {"num_items_in_batch": items}
+        expected, found = (run(model, some_ignored(device), **given) for model in (own, fused))
+        assert expected.aux_loss > 0.1
+        assert relative(found.loss, expected.loss) < 1e-6
+    assert reads == []
+    assert_gradients_are_near(fused, own)
 
 
 def test_only_the_model_that_is_asked_for_has_it(device: str) -> None:
-    forward = modeling_llama.LlamaForCausalLM.forward
-    own, liger = pair(device)
-    ids = tokens(device)
-    assert run(liger, ids).logits is None
-    assert run(own, ids).logits is not None
+    forward, linear = modeling_llama.LlamaForCausalLM.forward, nn.Linear.forward
+    own, fused = pair(device)
+    assert is_fused(fused)
+    assert not is_fused(own)
     assert modeling_llama.LlamaForCausalLM.forward is forward
+    assert nn.Linear.forward is linear
     assert type(own) is modeling_llama.LlamaForCausalLM
-    assert inspect.signature(liger.forward) == inspect.signature(own.forward)
+    assert inspect.signature(fused.forward) == inspect.signature(own.forward)
     with fused_norm.disabled():
-        assert run(liger, ids).logits is not None
+        assert not is_fused(fused)
 
 
 def test_the_options_of_the_last_call_hold(device: str) -> None:
     model = build("llama", seed=0, device=device).train()
-    labels = tokens(device)
-    report = fused_norm.apply_fused_norm(model, loss="liger")
-    with_loss = type(model)
-    assert fused_norm.apply_fused_norm(model, loss="liger") == report
-    assert type(model) is with_loss
-    assert run(model, labels).logits is None
-    assert fused_norm.apply_fused_norm(model).loss is None
-    assert type(model) is modeling_llama.LlamaForCausalLM
-    fused_norm.apply_fused_norm(model, loss="liger")
-    assert fused_norm.remove_fused_norm(model) > 1
-    assert run(model, labels).logits is not None
-    assert not any(isinstance(module, FusedLoss) for module in model.modules())
+    report = fused_norm.apply_fused_norm(model)
+    fused, head = type(model), type(model.lm_head)
+    assert isinstance(model, FusedLoss)
+    assert isinstance(model.lm_head, FusedHead)
+    assert fused_norm.apply_fused_norm(model) == report
+    assert (type(model), type(model.lm_head)) == (fused, head)
+    off = fused_norm.apply_fused_norm(model, loss=False)
+    assert [(row.path, row.reason) for row in off.kept] == [("lm_head", "switched off: loss=False")]
+    assert (type(model), type(model.lm_head)) == (modeling_llama.LlamaForCausalLM, nn.Linear)
+    fused_norm.apply_fused_norm(model)
+    assert fused_norm.remove_fused_norm(model) > 2
+    assert not any(isinstance(module, FusedLoss | FusedHead) for module in model.modules())
+    assert not is_fused(model)
 
 
 def test_the_report_has_a_row() -> None:
-    report = fused_norm.apply_fused_norm(build("llama", seed=0), loss="liger")
-    row = {"path": "", "module": "LlamaForCausalLM", "loss": "liger", "reason": None, "cause": None}
-    assert json.loads(report.to_json())["loss"] == [row]
-    assert report.summary().endswith("; loss by liger")
-    assert "fused LlamaForCausalLM: loss by liger" in str(report)
-    assert "loss" not in json.loads(fused_norm.apply_fused_norm(build("llama", seed=0)).to_json())
+    report = fused_norm.apply_fused_norm(build("llama", seed=0))
+    (row,) = [one for one in json.loads(report.to_json())["fused"] if one["kind"] == "loss"]
+    assert (row["path"], row["module"]) == ("lm_head", "LlamaForCausalLM")
+    assert "1 loss;" in report.summary()
+    assert "fused LlamaForCausalLM: loss of the head without its logits" in str(report)
 
 
 def test_copies_have_it_and_checkpoints_are_stock(device: str, tmp_path: Path) -> None:
-    _, liger = pair(device)
-    labels = tokens(device)
-    for one in (copy.deepcopy(liger), pickle.loads(pickle.dumps(liger))):
-        assert type(one) is type(liger)
-        assert run(one, labels).logits is None
-    liger.save_pretrained(tmp_path)
+    _, fused = pair(device)
+    for one in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert type(one) is type(fused)
+        assert type(one.lm_head) is type(fused.lm_head)
+        assert is_fused(one)
+    fused.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.architectures == ["LlamaForCausalLM"]
     assert type(loaded) is modeling_llama.LlamaForCausalLM
+    assert type(loaded.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_resized_heads(tied: bool, device: str) -> None:
+    own, fused = pair(device, tiny_config("llama", tie_word_embeddings=tied))
+    for model in (own, fused):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(300)
+        run(model, tokens(device))
+    assert_gradients_are_near(fused, own)
+    assert is_fused(fused)
+    fused_norm.remove_fused_norm(fused)
+    assert type(fused.lm_head) is nn.Linear
 
 
 @pytest.mark.parametrize("first", ["peft", "fused"])
-def test_adapters_train_as_with_the_own_loss(first: str, device: str) -> None:
+def test_adapters_train_as_without(first: str, device: str) -> None:
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = build("qwen3", seed=0, device=device)
     if first == "fused":
-        fused_norm.apply_fused_norm(model, loss="liger")
-    liger = peft.get_peft_model(model, lora).train()
+        fused_norm.apply_fused_norm(model)
+    fused = peft.get_peft_model(model, lora).train()
     if first == "peft":
-        report = fused_norm.apply_fused_norm(liger, loss="liger")
-        assert [(row.path, row.reason) for row in report.loss or ()] == [("base_model.model", None)]
-    own = copy.deepcopy(liger)
-    fused_norm.apply_fused_norm(own)
-    labels = tokens(device)
-    assert run(liger, labels).logits is None
-    assert run(own, labels).logits is not None
-    assert_gradients_are_near(liger, own)
+        report = fused_norm.apply_fused_norm(fused)
+        assert [row.path for row in report.fused if row.kind == "loss"] == ["base_model.model.lm_head"]
+    own = copy.deepcopy(fused)
+    fused_norm.apply_fused_norm(own, loss=False)
+    labels = some_ignored(device)
+    assert relative(run(fused, labels).loss, run(own, labels).loss) < 1e-6
+    assert_gradients_are_near(fused, own)
+    assert is_fused(fused)
+
+
+# ---- Where stock code runs, with a reason ----
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_a_head_in_a_wrapper_of_peft_is_called(options: dict[str, Any], device: str, caplog) -> None:
-    model = build("llama", seed=0, device=device)
-    fused_norm.apply_fused_norm(model, loss="liger")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_a_wrapper_of_peft_is_called(options: dict[str, Any], tied: bool, device: str, logged: Any) -> None:
+    model = build(tiny_config("llama", tie_word_embeddings=tied), seed=0, device=device)
+    fused_norm.apply_fused_norm(model)
     lora = peft.LoraConfig(**{"target_modules": ["q_proj"], **options})
     adapted = peft.get_peft_model(model, lora).train()
-    with caplog.at_level(logging.WARNING, "fused_norm"):
-        assert run(adapted, tokens(device)).logits is not None
-    assert "its lm_head is no plain linear" in caplog.text
-    report = fused_norm.apply_fused_norm(adapted, loss="liger")
-    assert [row.cause for row in report.loss or ()] == ["overridden"]
-    assert "kept LlamaForCausalLM: its lm_head is no plain linear" in str(report)
+    assert not is_fused(adapted)
+    assert "by now, no plain linear" in logged.text
+    report = fused_norm.apply_fused_norm(adapted)
+    (row,) = [row for row in report.kept if row.kind == "loss"]
+    assert "no plain linear" in str(row.reason)
+    assert not is_fused(adapted)
 
 
-def scale_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+def my_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
     """A loss of the user's own."""
     return logits.float().square().mean()
 
 
-@pytest.mark.parametrize("embedded", [False, True])
-def test_a_head_that_is_trained_alone_gets_stocks_gradient(embedded: bool, device: str) -> None:
-    own, liger = pair(device)
-    labels = tokens(device)
-    for model in (own, liger):
-        model.requires_grad_(False)
-        model.lm_head.requires_grad_(True)
-        given = {"inputs_embeds": model.get_input_embeddings()(labels)} if embedded else {"input_ids": labels}
-        model(**given, labels=labels, use_cache=False).loss.backward()
-    assert torch.equal(liger.lm_head.weight.grad, own.lm_head.weight.grad)
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: 2 * function(*given, **named)
 
 
-@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2, 4])])
-def test_a_loss_of_the_tokens_whose_logits_are_kept_is_stocks(kept: Any, device: str) -> None:
-    ids = tokens(device)
-    wanted = slice(-kept, None) if isinstance(kept, int) else kept
-    losses = [model(ids, labels=ids[:, wanted], logits_to_keep=kept).loss for model in pair(device)]
-    assert torch.equal(*losses)
+REPLACED: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+    "the loss of the model": lambda patch, model: setattr(model, "loss_function", my_loss),
+    "the loss for causal models": lambda patch, model: _replace_loss(patch),
+    "the cross entropy of transformers": lambda patch, model: patch.setattr(
+        loss_utils, "fixed_cross_entropy", doubled(loss_utils.fixed_cross_entropy)
+    ),
+    "the cross entropy of PyTorch": lambda patch, model: patch.setattr(
+        functional, "cross_entropy", doubled(functional.cross_entropy)
+    ),
+    "the linear of PyTorch": lambda patch, model: patch.setattr(functional, "linear", doubled(functional.linear)),
+    "the forward of linears": lambda patch, model: patch.setattr(nn.Linear, "forward", doubled(nn.Linear.forward)),
+    "the forward of the model": lambda patch, model: patch.setattr(
+        modeling_llama.LlamaForCausalLM, "forward", _with_twice_the_loss(modeling_llama.LlamaForCausalLM.forward)
+    ),
+    "a hook on the head": lambda patch, model: (
+        model.lm_head.register_forward_hook(lambda _, given, out: out * 2) and None
+    ),
+    "a hook on all modules": lambda patch, model: patch.setattr(
+        nn.modules.module, "_global_forward_hooks", {0: lambda module, given, out: None}
+    ),
+    "a forward on the head": lambda patch, model: setattr(
+        model.lm_head, "forward", types.MethodType(doubled(nn.Linear.forward), model.lm_head)
+    ),
+    "float64": lambda patch, model: model.double() and None,
+}
+
+
+OF_A_MODEL = ("the loss of the model", "a hook on the head", "a forward on the head", "float64")
+"""What is replaced in a model, and not in all."""
+
+
+def _replace_loss(patch: pytest.MonkeyPatch) -> None:
+    twice = doubled(loss_utils.ForCausalLMLoss)
+    patch.setattr(loss_utils, "ForCausalLMLoss", twice)
+    patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", twice)
+
+
+def _with_twice_the_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.loss = output.loss * 2
+        return output
+
+    return replaced
+
+
+@pytest.mark.parametrize("order", ["patch, replace", "replace, patch"])
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: str, monkeypatch: Any) -> None:
+    own, fused = pair(device)
+    if order == "replace, patch":
+        fused_norm.remove_fused_norm(fused)
+    for model in (own, fused) if what in OF_A_MODEL else (own,):
+        REPLACED[what](monkeypatch, model)
+    if order == "replace, patch":
+        fused_norm.apply_fused_norm(fused, strict=False)
+    expected, found = (run(model, some_ignored(device)) for model in (own, fused))
+    assert relative(found.loss, expected.loss) < 1e-6
+    assert relative(found.logits + 0, expected.logits + 0) < 1e-6
+    assert_gradients_are_near(fused, own)
+
+
+def test_a_loss_of_ones_own_has_a_row_and_real_logits(device: str, logged: Any) -> None:
+    model = build("llama", seed=0, device=device).train()
+    model.loss_function = my_loss
+    report = fused_norm.apply_fused_norm(model)
+    (row,) = [row for row in report.kept if row.kind == "loss"]
+    assert "my_loss, is no cross entropy of its logits alone" in str(row.reason)
+    _, later = pair(device)
+    later.loss_function = my_loss
+    run(later, tokens(device))
+    assert "its logits are read by square" in logged.text
+
+
+def test_a_mode_that_watches_sees_stock_code(device: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    own, fused = pair(device)
+    counted = []
+    for model in (own, fused):
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+@pytest.mark.slow
+def test_in_compiled_graphs_it_is_stock(device: str) -> None:
+    own, fused = pair(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    found = compiled(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+    assert type(found.logits) is Tensor
+    expected = own(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+    assert relative(found.loss, expected.loss) < 1e-6
+
+
+# ---- Who calls it ----
+
+
+def test_accelerate_casts_outputs_without_reading_them(device: str, reads: list[str]) -> None:
+    _, fused = pair(device)
+    forward = accelerate.utils.convert_outputs_to_fp32(torch.autocast(device, torch.bfloat16)(fused.forward))
+    output = forward(input_ids=tokens(device), labels=tokens(device))
+    output["loss"].backward()
+    assert output["logits"].dtype == torch.float32
+    assert isinstance(output["logits"], LazyLogits)
+    assert reads == []
+
+
+@pytest.mark.parametrize("order", ["patch, dispatch", "dispatch, patch"])
+def test_a_model_that_accelerate_dispatches(order: str, device: str, reads: list[str]) -> None:
+    own, fused = pair(device)
+    if order == "dispatch, patch":
+        fused_norm.remove_fused_norm(fused)
+    places = {name: device for name, _ in fused.named_children()} | {"model.norm": device}
+    places = {"model.embed_tokens": device, "model.layers": device, "model.norm": device, "lm_head": device}
+    places["model.rotary_emb"] = device
+    accelerate.dispatch_model(fused, places, main_device=device, force_hooks=True)
+    if order == "dispatch, patch":
+        fused_norm.apply_fused_norm(fused)
+    assert relative(run(fused, some_ignored(device)).loss, run(own, some_ignored(device)).loss) < 1e-6
+    assert_gradients_are_near(fused, own)
+    assert reads == []
+    assert is_fused(fused)
+
+
+def test_an_offloaded_head_is_stock(device: str) -> None:
+    own, fused = pair(device)
+    accelerate.cpu_offload(fused, execution_device=torch.device(device))
+    with torch.no_grad():
+        found, expected = (model(input_ids=tokens(device), labels=tokens(device)) for model in (fused, own))
+    assert relative(found.loss, expected.loss) < 1e-6
+    assert type(found.logits) is Tensor
+
+
+class Repeated(torch.utils.data.Dataset):
+    """A few sequences, of unequal numbers of labels."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = tokens(length=12).view(-1).roll(index)[:12]
+        labels = ids.clone()
+        labels[: index % 7] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def trainer(model: Any, folder: Path, metrics: Any = None, **options: Any) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        **options,
+    )
+    return transformers.Trainer(
+        model, arguments, train_dataset=Repeated(), eval_dataset=Repeated(), compute_metrics=metrics
+    )
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
 
 
 @pytest.mark.parametrize(
-    "given", [{"label_smoothing": 0.3}, {"reduction": "sum"}, {"lse_square_scale": 0.5}, {"use_token_scaling": True}]
+    "name", [pytest.param(name, marks=() if name == "accumulation" else pytest.mark.slow) for name in TRAINERS]
 )
-def test_what_only_ligers_loss_heeds_is_passed_over_as_in_stock(given: dict[str, Any], device: str) -> None:
-    ids = tokens(device)
-    assert torch.equal(*(model(ids, labels=ids, **given).loss for model in pair(device)))
-
-
-def test_every_argument_of_ligers_loss_is_known() -> None:
-    further = {"accum_dtype", "chunk_mem_const", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"}
-    assert {*inspect.signature(functional.liger_fused_linear_cross_entropy).parameters} == {
-        *("input", "weight", "target", "ignore_index"),
-        *further,
-        *_LIGERS_ARGUMENTS,
-    }
-
-
-def test_inputs_that_are_not_contiguous_train_as_in_stock(device: str) -> None:
-    ids = tokens(device)
-    own, liger = pair(device)
-    embedded = own.get_input_embeddings()(ids.T).detach().transpose(0, 1)
-    assert torch.equal(*(model(inputs_embeds=embedded, labels=ids).loss for model in (own, liger)))
-
-
-def test_a_second_backward_and_derivatives_of_gradients_are_errors(device: str) -> None:
-    _, liger = pair(device)
-    ids = tokens(device)
-    loss = liger(ids, labels=ids, num_items_in_batch=7).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="allows one backward of a step"):
-        loss.backward()
-    loss = liger(ids, labels=ids).loss
-    with pytest.raises(RuntimeError, match="no derivatives of its gradients"):
-        torch.autograd.grad(loss, [liger.lm_head.weight], create_graph=True)
-
-
-@pytest.mark.parametrize("change", ["hook", "loss", "float64"])
-def test_where_the_loss_would_be_another_the_model_computes_its_own(change: str, device: str) -> None:
-    _, liger = pair(device)
-    calls = []
-    if change == "hook":
-        liger.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    elif change == "loss":
-        liger.loss_function = scale_loss
-    else:
-        liger.double()
-    expected = copy.deepcopy(liger)
-    fused_norm.remove_fused_norm(expected)
-    labels = tokens(device)
-    found = run(liger, labels)
-    assert found.logits is not None
-    assert relative(found.loss, run(expected, labels).loss) < 1e-6
-    assert len(calls) == (2 if change == "hook" else 0)
-
-
-@pytest.mark.parametrize("where", ["on the instance", "its class's forward"])
-def test_what_liger_has_put_there_is_kept(where: str, monkeypatch) -> None:
-    lce_forward = importlib.import_module("liger_kernel.transformers.model.llama").lce_forward
-    model = build("llama", seed=0)
-    if where == "on the instance":
-        model.forward = types.MethodType(lce_forward, model)
-    else:
-        monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", lce_forward)
-    (row,) = fused_norm.apply_fused_norm(model, loss="liger").loss or ()
-    assert row.cause == "overridden"
-    assert where in str(row.reason)
-    assert "liger_kernel.transformers.model.llama.lce_forward" in str(row.reason)
-    assert type(model) is modeling_llama.LlamaForCausalLM
-
-
-class OwnForward(modeling_llama.LlamaForCausalLM):
-    """A model of the user's own, whose forward does something else."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-def own_forward() -> nn.Module:
-    return OwnForward(build("llama", seed=0).config)
-
-
-def classifier() -> nn.Module:
-    return modeling_llama.LlamaForSequenceClassification(build("llama", seed=0).config)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: build("granite", seed=0), "liger has no loss for it"),
-        (own_forward, "liger has no loss for it"),
-        (classifier, "it has no lm_head"),
-    ],
-)
-def test_a_model_without_such_a_loss_is_an_error(make: Any, reason: str) -> None:
-    model = make()
-    before = type(model)
-    with pytest.raises(FusedNormError, match=f"loss='liger': {before.__name__} keeps its own, for {reason}"):
-        fused_norm.apply_fused_norm(model, loss="liger")
-    report = fused_norm.apply_fused_norm(model, loss="liger", strict=False)
-    assert [row.reason for row in report.loss or ()] == [reason]
-    assert report.fused
-    assert type(model) is before
-
-
-def test_without_the_package_the_error_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.model", None)
-    model = build("llama", seed=0)
-    with pytest.raises(FusedNormError, match=r"needs the package liger-kernel .*pip install 'fused-norm\[liger\]'"):
-        fused_norm.apply_fused_norm(model, loss="liger", strict=False)
-    assert type(model.model.norm) is modeling_llama.LlamaRMSNorm
-
-
-def test_an_unknown_loss_is_an_error() -> None:
-    with pytest.raises(ValueError, match="loss must be 'liger' or None, not 'cce'"):
-        fused_norm.FuseOptions(loss="cce")  # type: ignore[arg-type]
-
-
-def losses_of_sharded_models(rank: int, world: int) -> list[float]:
-    """The losses of two steps of SGD: of the own loss alone; of Liger's in DDP, and sharded, the head by itself too."""
+def test_the_trainer_trains_as_without_and_reads_no_logits(
+    name: str, device: str, tmp_path: Path, reads: list[str]
+) -> None:
     losses = []
-    for loss, unit in ((None, None), ("liger", "ddp"), ("liger", "root"), ("liger", "head")):
-        model = build("llama", seed=0).train()
-        fused_norm.apply_fused_norm(model, loss=loss)
-        if unit == "ddp":
-            model = nn.parallel.DistributedDataParallel(model)
-        elif unit is not None:
+    for model in pair(device):
+        one = trainer(model, tmp_path, **TRAINERS[name])
+        one.train()
+        losses.append([row["loss"] for row in one.state.log_history if "loss" in row])
+        losses[-1].append(one.evaluate()["eval_loss"])
+    assert reads == []
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if name == "bf16" else 1e-4)
+
+
+def test_the_trainer_reads_them_for_metrics_and_label_smoothing(device: str, tmp_path: Path, reads: list[str]) -> None:
+    found = []
+    for model in pair(device):
+        one = trainer(model, tmp_path, lambda given: {"sum": float(given.predictions.sum())})
+        found.append(one.evaluate())
+        smoothed = trainer(model, tmp_path, label_smoothing_factor=0.1)
+        smoothed.train()
+        found[-1]["smoothed"] = smoothed.state.log_history[0]["loss"]
+    assert len(reads) == 6
+    for name in ("eval_sum", "eval_loss", "smoothed"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+
+
+def sharded(rank: int, world: int) -> list[dict[str, Any]]:
+    """Two steps of SGD by each way to shard, with the class of the logits, and what a late read gives."""
+    results = []
+    for loss, unit in (
+        *((False, "alone"), (None, "ddp"), (None, "unused"), (None, "static")),
+        *((None, "root"), (None, "root, patch"), (None, "mixed"), (None, "head")),
+    ):
+        model: Any = build("llama", seed=0).train()
+        if unit != "root, patch":
+            fused_norm.apply_fused_norm(model, loss=loss)
+        if unit in ("ddp", "unused", "static"):
+            options = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+            model = nn.parallel.DistributedDataParallel(model, **options.get(unit, {}))
+        elif unit != "alone":
             mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if unit == "mixed" else MixedPrecisionPolicy()
             for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
             if unit == "head":
                 fully_shard(model.lm_head, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
             report = fused_norm.apply_fused_norm(model, loss=loss, strict=False)
-            assert [row.reason is None for row in report.loss or ()] == [unit == "root"]
+            assert [row.reason is None for row in (*report.fused, *report.kept) if row.kind == "loss"] == [
+                unit != "head"
+            ]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, late = [], ""
         for _ in range(2):
             output = run(model, tokens())
-            assert (output.logits is None) is (unit in ("ddp", "root"))
+            logits = output.logits
             optimizer.step()
             optimizer.zero_grad()
             losses.append(output.loss.item())
-    return losses
+        is_lazy = isinstance(logits, LazyLogits)
+        if is_lazy and unit not in ("unused", "static"):
+            run(model, tokens())  # gathers the weights again
+            try:
+                logits.sum()
+                late = "numbers"
+            except RuntimeError as error:
+                late = str(error)
+        results.append({"unit": unit, "losses": losses, "lazy": is_lazy, "late": late})
+    return results
 
 
 @pytest.mark.slow
 def test_two_ranks_of_ddp_and_fsdp2_train_as_one_device(tmp_path: Path) -> None:
-    for losses in on_two_ranks(losses_of_sharded_models, tmp_path):
-        alone, *wrapped = losses[:2], losses[2:4], losses[4:6], losses[6:]
-        for found in wrapped:
-            assert found == pytest.approx(alone, rel=1e-5)
+    for results in on_two_ranks(sharded, tmp_path):
+        alone = results[0]["losses"]
         assert alone[1] < alone[0]
+        for one in results[1:]:
+            tolerance = 1e-2 if one["unit"] == "mixed" else 1e-5
+            assert one["losses"] == pytest.approx(alone, rel=tolerance), one["unit"]
+            if one["unit"] in ("ddp", "root", "root, patch", "mixed"):
+                assert one["lazy"], one["unit"]
+                assert "written to or freed" in one["late"], one["unit"]
+            if one["unit"] == "head":
+                assert not one["lazy"]
+
+
+def test_a_model_without_a_head_has_no_row_and_one_without_a_loss_keeps_it() -> None:
+    config = build("llama", seed=0).config
+    classifier = modeling_llama.LlamaForSequenceClassification(config)
+    report = fused_norm.apply_fused_norm(classifier)
+    assert not [row for row in (*report.fused, *report.kept) if row.kind == "loss"]
+
+
+def test_what_is_no_option_is_an_error() -> None:
+    for value in ("liger", 1):
+        with pytest.raises(TypeError, match="loss must be True, False or None"):
+            fused_norm.FuseOptions(loss=value)  # type: ignore[arg-type]
+    with pytest.raises(FusedNormError, match="nothing to fuse"):
+        fused_norm.apply_fused_norm(nn.Linear(2, 2))

@@ -102,7 +102,13 @@ def _unless_replaced(origin: Any, rewritten: Callable[..., Any]) -> Callable[...
 def fused_loss_class(origin: Any) -> type[nn.Module]:
     """The fused class for language models of class ``origin``."""
     made_by = (fused_loss_class,)
-    return _known(origin, made_by) or _derive(FusedLoss, origin, made_by, forward=fused_forward(origin))
+    return _known(origin, made_by) or _derive(
+        FusedLoss,
+        origin,
+        made_by,
+        fused_norm_head_class=fused_head_class(nn.Linear),
+        forward=fused_forward(origin),
+    )
 
 
 def fused_head_class(origin: Any) -> type[nn.Module]:

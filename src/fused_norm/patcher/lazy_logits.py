@@ -26,8 +26,8 @@ plain_functions = torch._C.DisableTorchFunctionSubclass
 _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
     "is_xpu", "is_mps", "is_mkldnn", "is_sparse", "is_nested", "is_quantized", "size", "dim", "numel", "nelement",
-    "ndimension", "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
-    "is_inference", "is_conj", "is_neg", "__hash__",
+    "ndimension", "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+    "get_device", "is_inference", "is_conj", "is_neg", "__hash__",
 })  # fmt: skip
 """Functions and attributes of tensors that tell nothing of their numbers."""
 
@@ -512,7 +512,7 @@ def _cast_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> 
         dtype: Any = torch.float32
     else:
         wanted = [*args, *(kwargs[key] for key in ("device", "dtype") if kwargs.get(key) is not None)]
-        if not {*kwargs} <= {"device", "dtype"}:
+        if not {*kwargs} <= {"device", "dtype", "non_blocking"}:
             return None
         dtypes = [one for one in wanted if isinstance(one, torch.dtype)]
         devices = [one for one in wanted if isinstance(one, (str, torch.device))]

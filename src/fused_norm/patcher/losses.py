@@ -36,6 +36,7 @@ class FusedLoss(nn.Module):
 
     fused_norm_origin: ClassVar[Any]
     fused_norm_origin_forward: ClassVar[Any]
+    fused_norm_head_class: ClassVar[type[nn.Module]]
 
 
 class FusedHead(nn.Module):
@@ -235,9 +236,11 @@ def _with_real_sums(output: Any) -> Any:
 def why_real_logits(model: Any) -> str | None:
     """The reason why the head of a model has to return real logits; None where it has not, if the loss allows it."""
     head = model.get_output_embeddings()
-    if not isinstance(head, FusedHead):
-        return f"its head is a {type(head).__name__} by now; apply_fused_norm once more fuses a linear"
     own = vars(head)
+    if type(head) is nn.Linear and "forward" not in own:  # a new one, as resize_token_embeddings makes
+        head.__class__ = model.fused_norm_head_class
+    if not isinstance(head, FusedHead):
+        return f"its head is a {type(head).__name__} by now, no plain linear"
     if has_hooks(head):
         return "hooks see a call of its head"
     if "forward" in own and "_old_forward" not in own:
