@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,6 +121,18 @@ def assert_as_near_as_stock(case: Case, dloss: float = 1.0, factor: float = FACT
         mine, theirs = error(one, true), error(other, true)
         assert mine <= max(factor * theirs, floor), f"the error of {name} is {mine}, stock's is {theirs}"
     assert len(found) == len(expected)
+
+
+@pytest.fixture(autouse=True)
+def _sums_in_fp32(device: str) -> Iterator[None]:
+    """cuBLAS sums up parts of a long product in fp16, or not, as it likes for a shape."""
+    if device == "cpu":
+        yield
+        return
+    usual = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    yield
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = usual
 
 
 @pytest.fixture

@@ -275,7 +275,8 @@ def test_exports(trained: bool, device: str) -> None:
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(block, (x,), dynamic_shapes=({1: tokens},))
     called = {str(node.target) for node in program.graph.nodes}
-    assert {f"fused_norm.{name}_forward.default" for name, one in OPERATORS.items() if not one.plain_name} <= called
+    wanted = {name for name, one in OPERATORS.items() if not one.plain_name} - {"linear_cross_entropy"}  # takes labels
+    assert {f"fused_norm.{name}_forward.default" for name in wanted} <= called
     for length in (6, 11):
         x = torch.randn(2, length, 16, device=device)
         assert torch.equal(program.module()(x), block(x))

@@ -17,9 +17,11 @@ KINDS = {
     "residual": "residual adds",
     "rope": "half rotations",
     "mlp": "gated products",
+    "loss": "heads with a loss",
 }
 """The kinds that are counted, and their names in a table: norms without a gate, norms with one, those without that are
-called q or k norms, adds that feed a norm in the same forward, attentions that rotate by halves, gated products."""
+called q or k norms, adds that feed a norm in the same forward, attentions that rotate by halves, gated products, heads
+whose logits a cross entropy takes."""
 
 PART = "a part of other models"
 """The reason why no model is built of a type that no auto class knows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 
 from .forward_hashes import forward_hash, name_of
 from .half_rotations import rotates
-from .inputs import inputs_of
+from .head_losses import inputs_with_labels, is_fused
+from .inputs import Inputs, inputs_of
 from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
 from .summary import PART
@@ -99,11 +101,20 @@ def count(model_type: str) -> TypeCount:
     else:
         result.found = dict.fromkeys(wanted, 0)
         result.fused = dict.fromkeys(wanted, 0)
-    if norms or wanted["rope"]:
+    if norms or wanted["rope"] or _has_head(whole):
         found, result.why_not_run = small_model(whole, config)
         if found is not None:
             _count_in_small_model(result, found)
     return result
+
+
+def _has_head(model: Any) -> bool:
+    """Return whether a model takes labels and has a vocabulary head."""
+    takes_labels = "labels" in inspect.signature(type(model).forward).parameters
+    try:
+        return takes_labels and model.get_output_embeddings() is not None
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 def whole_model(model_type: str) -> tuple[nn.Module, Any]:
@@ -222,7 +233,10 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
 def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:
     result.layers, result.divisor = found.layers, found.divisor
     result.norms_run = len(found.traced.called), len(found.norms)
+    given = inputs_with_labels(found.model) if _has_head(found.model) else None
     report = apply_fused_norm(found.model, strict=False)
+    if given is not None:
+        _count_loss(result, found.model, given, report)
     remove_fused_norm(found.model)
     modules = dict(found.model.named_modules())
     # Some q and k norms come behind the rotation, which adds too, but no residual.
@@ -240,6 +254,15 @@ def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:
     products: set[Any] = {type(modules[path]) for path in gated}
     for cls in products:
         result.classes.setdefault(name_of(cls), f"mlp {forward_hash(cls)}")
+
+
+def _count_loss(result: TypeCount, model: nn.Module, given: Inputs, report: PatchReport) -> None:
+    """Count a head whose loss the patched ``model`` computes, and whether it does by the fused operator."""
+    result.found["loss"], result.fused["loss"] = 1, int(is_fused(model, given))
+    if not result.fused["loss"]:
+        rows = [site for site in (*report.kept, *report.fused) if site.kind == "loss"]
+        reason = "no row" if not rows else rows[0].reason or "its loss takes real logits"
+        result.kept.append(("loss", name_of(type(model).__mro__[0]), reason[:SHOWN], 1))
 
 
 def _settle(result: TypeCount, kind: str, paths: Iterable[str], report: PatchReport, modules: Any) -> None:
