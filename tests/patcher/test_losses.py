@@ -216,6 +216,16 @@ def test_logits_are_not_kept(device: str) -> None:
     assert logits_alive(fused) == 0
 
 
+def test_a_loss_that_is_kept_keeps_nothing_after_its_backward(device: str) -> None:
+    _, fused = pair(device)
+    hidden: list[weakref.ref[Tensor]] = []
+    fused.model.register_forward_hook(lambda _, given, output: hidden.append(weakref.ref(output[0])))
+    loss = run(fused, tokens(device)).loss
+    gc.collect()
+    assert loss.grad_fn is not None
+    assert [one() for one in hidden] == [None]
+
+
 def test_a_head_that_is_trained_alone_and_one_that_is_frozen(device: str) -> None:
     for trained in (True, False):
         own, fused = pair(device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -65,14 +65,30 @@ class Step(NamedTuple):
     """An operation that makes lazy logits of others.
 
     Attributes:
-        name: ``float`` for any cast, ``mul``, ``div``, ``tanh``, ``rows`` for a selection of rows, ``same`` otherwise.
+        name: ``float``, ``mul``, ``div``, ``tanh``, ``detach``, ``rows`` for a selection of rows, ``view`` for another
+            shape in which they stay rows, ``same`` for nothing.
         run: does it to a tensor.
         number: what is multiplied with, or divided by.
+        shape: of what it makes, once it is taken.
     """
 
     name: str
     run: Callable[[Tensor], Tensor]
     number: float = 1.0
+    shape: torch.Size = torch.Size()
+
+
+class Family:
+    """All lazy logits of one call of a head.
+
+    Attributes:
+        members: those that somebody still has.
+        is_watched: somebody has asked for a gradient at one of them, by a hook or otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.members: WeakSet[LazyLogits] = WeakSet()
+        self.is_watched = False
 
 
 @dataclass(eq=False)
@@ -116,9 +132,7 @@ class Projection:
                 " since the forward, as by a step of the optimizer: read them before, or patch the model with"
                 " apply_fused_norm(model, loss=False)"
             )
-        device = self.x.device.type
-        with torch.autocast(device, self.dtype, enabled=self.dtype is not None):
-            return functional.linear(self.x, self.weight, self.bias)
+        return _logits(self.x, self.weight, self.bias, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -178,62 +192,58 @@ class LazyTensor(Tensor):
 class LazyLogits(LazyTensor):
     """Logits of a ``Projection``, or what steps make of them."""
 
-    def __init__(self, like: Tensor, device: torch.device) -> None:
-        self._projection: Projection | None = None
-        self._parent: LazyLogits | None = None
-        self._step: Step | None = None
-        self._real: Tensor | None = None
-        self._with_gradient = False
-        self._watched = False
-        self._family: WeakSet[LazyLogits] = WeakSet()
+    _projection: Projection
+    _steps: tuple[Step, ...]
+    _parent: LazyLogits | None
+    _family: Family
+    _real: Tensor | None
 
     @classmethod
     def of(cls, projection: Projection) -> LazyLogits:
         """The logits of a call of a head."""
-        x, weight, bias = projection.x, projection.weight, projection.bias
+        x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
-        with plain_functions():
-            lazy: LazyLogits = (
-                _Project.apply(like, projection, x, weight, bias)
-                if torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
-                else cls(like, x.device)
-            )
-        lazy._projection, lazy._with_gradient = projection, torch.is_grad_enabled()
-        lazy._family.add(lazy)
-        return lazy
+        is_connected = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
+        return cls._made(projection, (), None, like, is_connected)
 
     def then(self, step: Step) -> LazyLogits:
-        """What a step makes of these logits; themselves where that is nothing."""
+        """What a step makes of these logits."""
         with plain_functions(), torch.no_grad():
             like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
-            device, requires_grad = self.device, self.requires_grad
-        with plain_functions():
-            lazy: LazyLogits = (
-                _Then.apply(like, step, self)
-                if torch.is_grad_enabled() and requires_grad and step.name != "detach"
-                else LazyLogits(like, device)
-            )
-        lazy._parent, lazy._step, lazy._with_gradient = self, step, torch.is_grad_enabled()
-        lazy._family = self._family
-        lazy._family.add(lazy)
-        return lazy
+        is_connected = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
+        steps = (*self._steps, step._replace(shape=like.shape))
+        return self._made(self._projection, steps, self, like, is_connected)
 
-    @property
-    def chain(self) -> list[LazyLogits]:
-        """These logits and those that they were made of, the head's first."""
-        return [self] if self._parent is None else [*self._parent.chain, self]
+    @classmethod
+    def _made(
+        cls,
+        projection: Projection,
+        steps: tuple[Step, ...],
+        parent: LazyLogits | None,
+        like: Tensor,
+        is_connected: bool,
+    ) -> LazyLogits:
+        with plain_functions():
+            if is_connected:
+                given = projection.x, projection.weight, projection.bias
+                lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *given)
+            else:
+                lazy = cls(like, projection.x.device)
+        lazy._projection, lazy._steps, lazy._parent, lazy._real = projection, steps, parent, None
+        lazy._family = Family() if parent is None else parent._family
+        lazy._family.members.add(lazy)
+        return lazy
 
     def read(self, reader: str) -> Tensor:
         if self._real is None:
             with plain_functions():
                 is_connected = self.requires_grad
             if self._parent is None:
-                assert self._projection is not None
                 self._projection.noted(reader)
             # In the grad mode of the forward, whatever the reader's is.
             is_in_inference = torch.is_inference_mode_enabled() and not is_connected
             with torch.inference_mode(is_in_inference), torch.set_grad_enabled(is_connected):
-                if is_connected and (self._parent is None or self._watched):
+                if is_connected and (self._parent is None or self._family.is_watched):
                     with plain_functions():
                         self._real = _Read.apply(self)
                 else:
@@ -242,10 +252,8 @@ class LazyLogits(LazyTensor):
 
     def _computed(self, reader: str) -> Tensor:
         if self._parent is None:
-            assert self._projection is not None
             return self._projection.compute()
-        assert self._step is not None
-        return self._step.run(self._parent.read(reader))
+        return self._steps[-1].run(self._parent.read(reader))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,7 +266,7 @@ class LazyLogits(LazyTensor):
         if isinstance(lead, LazyLogits):
             if name in _OF_GRAPH or name in _OF_SHAPE:
                 if name == "retain_grad" or (name == "register_hook" and not _is_of_sharding(args[1])):
-                    lead._watched = True
+                    lead._family.is_watched = True
                 with plain_functions():
                     return func(*args, **kwargs)
             if lead._real is None and (step := _step_of(lead, name, func, args[1:], kwargs)) is not None:
@@ -296,9 +304,10 @@ class LazySum(LazyTensor):
         like = torch.empty((), dtype=torch.float32, device="meta")
         with plain_functions():
             device, requires_grad = logits.device, logits.requires_grad
-            lazy: LazySum = (
-                _Sum.apply(like, logits, how) if torch.is_grad_enabled() and requires_grad else cls(like, device)
-            )
+            projection = logits._projection
+            given = projection.x, projection.weight, projection.bias
+            is_connected = torch.is_grad_enabled() and requires_grad
+            lazy: LazySum = _Loss.apply(like, logits, how, True, *given) if is_connected else cls(like, device)
         lazy._logits, lazy._how = logits, how
         return lazy
 
@@ -322,42 +331,41 @@ class LazySum(LazyTensor):
             return func(*_real(args, name), **_real(kwargs or {}, name))
 
 
-class _Project(torch.autograd.Function):
-    """The head's logits in autograd's graph; the backward is that of a linear."""
+class _Lazy(torch.autograd.Function):
+    """Lazy logits in autograd's graph, behind those that they are made of, or behind what the head has got.
+
+    The backward is that of a linear, or takes the last step once more and differentiates it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, like: Tensor, projection: Projection, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype, ctx.dtype = None if bias is None else bias.dtype, projection.dtype
+    def forward(
+        ctx: Any,
+        like: Tensor,
+        steps: tuple[Step, ...],
+        dtype: torch.dtype | None,
+        parent: LazyLogits | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Any:
+        ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
+        ctx.steps, ctx.dtype, ctx.is_first = steps, dtype, parent is None
         return LazyLogits(like, x.device)
-
-    @staticmethod
-    def backward(ctx: Any, dlogits: Tensor | None) -> Any:
-        if dlogits is None:
-            return (None,) * 5
-        x, weight = ctx.saved_tensors
-        _, _, need_x, need_weight, need_bias = ctx.needs_input_grad
-        rows, cast = dlogits.flatten(0, -2), ctx.dtype or x.dtype
-        dx = (rows @ weight.to(cast)).view(x.shape).to(x.dtype) if need_x else None
-        dweight = (rows.t() @ x.to(cast).flatten(0, -2)).to(weight.dtype) if need_weight else None
-        return None, None, dx, dweight, rows.sum(0).to(ctx.bias_dtype) if need_bias else None
-
-
-class _Then(torch.autograd.Function):
-    """A step in autograd's graph; the backward takes the step once more, and differentiates it."""
-
-    @staticmethod
-    def forward(ctx: Any, like: Tensor, step: Step, parent: LazyLogits) -> Any:
-        ctx.step, ctx.parent, device = step, parent, parent.device
-        ctx.set_materialize_grads(False)
-        return LazyLogits(like, device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
-            return None, None, None
-        return None, None, _gradient_of(ctx.step.run, ctx.parent, gradient)
+            return (None,) * 7
+        x, weight, bias = ctx.saved_tensors
+        if not ctx.is_first:
+            before = (ctx.steps[:-1], ctx.dtype, x, weight, bias)
+            return None, None, None, _gradient_of(ctx.steps[-1].run, before, gradient), None, None, None
+        need_x, need_weight, need_bias = ctx.needs_input_grad[4:]
+        rows, cast = gradient.flatten(0, -2), ctx.dtype or x.dtype
+        dx = (rows @ weight.to(cast)).view(x.shape).to(x.dtype) if need_x else None
+        dweight = (rows.t() @ x.to(cast).flatten(0, -2)).to(weight.dtype) if need_weight else None
+        return None, None, None, None, dx, dweight, rows.sum(0).to(bias.dtype) if need_bias else None
 
 
 class _Read(torch.autograd.Function):
@@ -373,40 +381,53 @@ class _Read(torch.autograd.Function):
         return gradient
 
 
-class _Sum(torch.autograd.Function):
-    """A ``LazySum`` in autograd's graph, for code that hands it to an autograd function as it is."""
+class _Loss(torch.autograd.Function):
+    """The fused loss, or a ``LazySum`` in its place, in autograd's graph behind the lazy logits that it is of.
+
+    The backward of the fused loss needs no gradient of logits, and none is made unless somebody has asked for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, like: Tensor, logits: LazyLogits, how: CrossEntropy) -> Any:
-        ctx.logits, ctx.how = logits, how
-        return LazySum(like, logits.device)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        return None, _gradient_of(ctx.how.of, ctx.logits, dloss), None
-
-
-class _Watchable(torch.autograd.Function):
-    """The fused loss, and in the backward a gradient of the logits only if somebody has asked for it by a hook."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, logits: LazyLogits, how: CrossEntropy) -> Any:
-        ctx.logits, ctx.how = logits, how
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        logits: LazyLogits,
+        how: CrossEntropy,
+        is_lazy: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Any:
+        ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
-        return loss.clone()  # no view: callers scale and add in place
+        ctx.steps, ctx.dtype, ctx.family = logits._steps, logits._projection.dtype, logits._family
+        ctx.how, ctx.is_lazy = how, is_lazy
+        # A copy and no view: callers scale it, and add to it, in place.
+        return LazySum(loss, logits.device) if is_lazy else loss.clone()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None) -> Any:
-        if dloss is None or not any(one._watched for one in ctx.logits.chain):
-            return dloss, None, None
-        return None, _gradient_of(ctx.how.of, ctx.logits, dloss), None
+        if dloss is None or not (ctx.is_lazy or ctx.family.is_watched):
+            return dloss, *(None,) * 6
+        dlogits = _gradient_of(ctx.how.of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
+        return None, dlogits, *(None,) * 5
 
 
-def _gradient_of(function: Callable[[Tensor], Tensor], logits: LazyLogits, gradient: Tensor) -> Tensor:
-    """The gradient of logits for that of a function of them."""
-    real, again = logits.read("a gradient of the logits"), torch.is_grad_enabled()
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+        return functional.linear(x, weight, bias)
+
+
+def _gradient_of(function: Callable[[Tensor], Tensor], made_by: tuple[Any, ...], gradient: Tensor) -> Tensor:
+    """The gradient of logits for that of a function of them.
+
+    ``made_by``: the steps that made the logits, autocast's dtype, and what the head got.
+    """
+    steps, dtype, x, weight, bias = made_by
+    again = torch.is_grad_enabled()
+    logits = reduce(lambda logits, step: step.run(logits), steps, _logits(x, weight, bias, dtype))
     with torch.enable_grad():
-        leaf = real if again and real.requires_grad else real.detach().requires_grad_()
+        leaf = logits if again and logits.requires_grad else logits.detach().requires_grad_()
         return torch.autograd.grad(function(leaf), leaf, gradient, create_graph=again)[0]
 
 
@@ -440,14 +461,13 @@ def _cross_entropy(
 
 def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of lazy logits by the fused operator."""
-    transformation, projection = _transformation(logits), logits.chain[0]._projection
+    transformation, projection = _transformation(logits), logits._projection
     assert transformation is not None
-    assert projection is not None
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-        loss = projection.loss(_rows_of_x(logits, projection.x), replace(how, **transformation))
+        loss = projection.loss(_rows_of_x(logits), replace(how, **transformation))
         if loss.requires_grad:
             with plain_functions():
-                loss = _Watchable.apply(loss, logits, how)
+                loss = _Loss.apply(loss, logits, how, False, projection.x, projection.weight, projection.bias)
     return loss
 
 
@@ -455,9 +475,7 @@ def _transformation(logits: LazyLogits) -> dict[str, Any] | None:
     """Scale and cap of lazy logits, and in which dtype; None for steps that the fused operator does not take."""
     operations: list[Step] = []
     in_fp32 = is_done = False
-    for lazy in logits.chain[1:]:
-        step = lazy._step
-        assert step is not None
+    for step in logits._steps:
         if step.name == "float":
             in_fp32, is_done = not operations, bool(operations)
         elif step.name in ("mul", "div", "tanh"):
@@ -474,15 +492,14 @@ def _transformation(logits: LazyLogits) -> dict[str, Any] | None:
     return None if names else {"scale": scale, "cap": cap, "in_fp32": in_fp32 and bool(operations)}
 
 
-def _rows_of_x(logits: LazyLogits, x: Tensor) -> Tensor:
-    """The rows of x that lazy logits are of, in their order."""
-    for lazy in logits.chain[1:]:
-        step = lazy._step
-        assert step is not None
+def _rows_of_x(logits: LazyLogits) -> Tensor:
+    """The rows of the hidden states that lazy logits are of, in their order."""
+    x = logits._projection.x
+    for step in logits._steps:
         if step.name == "rows":
             x = step.run(x)
         elif step.name == "view":
-            x = x.reshape(*lazy.shape[:-1], x.shape[-1])
+            x = x.reshape(*step.shape[:-1], x.shape[-1])
     return x
 
 
@@ -591,7 +608,7 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` of lazy logits, whose place in the graph the fused loss leaves out unless asked."""
     for one in [inputs] if isinstance(inputs, Tensor) else inputs:
         if isinstance(one, LazyLogits):
-            one._watched = True
+            one._family.is_watched = True
     with plain_functions():
         return torch.autograd.grad(_real(outputs, "grad"), inputs, *_real(args, "grad"), **_real(kwargs, "grad"))
 
@@ -601,7 +618,7 @@ def _read_families(tree: Any, reader: str) -> None:
 
     def read(value: Any) -> Any:
         if isinstance(value, LazyLogits):
-            for one in list(value._family):
+            for one in list(value._family.members):
                 one.read(reader)
         return value
 
