@@ -24,6 +24,8 @@ from fused_norm.check.against_float64 import (
 )
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
+from ..planted.faults import FAULTS
+
 
 def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
@@ -128,6 +130,19 @@ def test_a_norm_that_is_off_by_little_is_over_budget(where, device):
     assert not found.ok
     assert "over budget" in str(found)
     assert json.loads(found.to_json())["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"), [("size", "loss"), ("dw-size", "lm_head.weight.grad"), ("dx-size", "model.norm.weight.grad")]
+)
+def test_a_head_whose_loss_or_gradient_is_off_by_little_is_over_budget(fault, where, device):
+    model = small("llama", device=device)
+    with FAULTS[f"linear_cross_entropy-{fault}"].planted(model) as planted:
+        found = check_step(model, tokens_of(model, device))
+    assert planted.calls == 1
+    over = {row.name for row in found.deviations if not row.ok}
+    assert where in over
+    assert fault == "dx-size" or over == {where}
 
 
 def test_a_nan_is_over_budget(device):

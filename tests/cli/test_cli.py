@@ -139,7 +139,7 @@ def test_inspect_takes_a_model_type(capsys):
 
 
 def test_inspect_fuses_only_what_it_is_told(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual", "--no-mlp"]) == 0
+    assert main(["inspect", str(checkpoint), "--json", "--no-qk", "--no-residual", "--no-mlp", "--no-loss"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {site["kind"] for site in report["fused"]} == {"norm"}
 
@@ -155,16 +155,16 @@ def test_inspect_tells_which_layers_recompute(checkpoint, capsys):
     ]
 
 
-def test_inspect_tells_which_loss_a_model_trains_with(checkpoint, capsys):
-    pytest.importorskip("liger_kernel")
-    assert main(["inspect", str(checkpoint), "--json", "--loss", "liger"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["loss"]
-    assert (row["module"], row["loss"], row["reason"]) == ("Qwen3ForCausalLM", "liger", None)
+@pytest.mark.parametrize(("option", "where"), [("--loss", "fused"), ("--no-loss", "kept")])
+def test_inspect_tells_whether_a_head_is_fused_with_its_loss(option, where, checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--json", option]) == 0
+    (row,) = [site for site in json.loads(capsys.readouterr().out)[where] if site["kind"] == "loss"]
+    assert (row["path"], row["module"]) == ("lm_head", "Qwen3ForCausalLM")
 
 
 def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
     BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32).save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path), "--no-loss"]) == 1
     assert "Bert" in capsys.readouterr().out
 
 
@@ -315,8 +315,8 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
         (
-            "--no-norms --no-qk --no-mlp --no-adapter",
-            "--no-norms and --no-qk and --no-mlp and --no-adapter leave nothing to fuse",
+            "--no-norms --no-qk --no-mlp --no-adapter --no-loss",
+            "--no-norms and --no-qk and --no-mlp and --no-adapter and --no-loss leave nothing to fuse",
         ),
     ],
 )
@@ -368,14 +368,23 @@ def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
     assert re.search(r"logits .* over\n", capsys.readouterr().out)
 
 
+def test_check_takes_a_model_of_which_head_and_loss_alone_are_fused(tmp_path, capsys):
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path), "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "verdict: within budget" in out
+    assert "no fused operator returns rows" in out
+
+
 def test_check_says_line_by_line_why_there_is_nothing_to_check(tmp_path, capsys):
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
-    assert main(["check", str(tmp_path)]) == 2
-    first, summary, head, *rows = capsys.readouterr().err.splitlines()[-6:]
+    assert main(["check", str(tmp_path), "--no-loss"]) == 2
+    first, summary, head, *rows = capsys.readouterr().err.splitlines()[-8:]
     assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
-    assert summary == "GPT2LMHeadModel (gpt2): fused nothing; kept 3"
+    assert summary == "GPT2LMHeadModel (gpt2): fused nothing; kept 4"
     assert head == "kept LayerNorm: LayerNorm subtracts a mean, so it is no RMSNorm"
-    assert rows == [f"     1 norm  transformer.{name}" for name in ("h.0.ln_1", "h.0.ln_2", "ln_f")]
+    assert rows[:3] == [f"     1 norm  transformer.{name}" for name in ("h.0.ln_1", "h.0.ln_2", "ln_f")]
+    assert rows[3:] == ["kept GPT2LMHeadModel: switched off: --no-loss", "     1 loss  lm_head"]
 
 
 def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypatch, capsys):

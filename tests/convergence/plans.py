@@ -20,7 +20,10 @@ def tiny_plan(comparisons, layers=1, **changes):
     packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
     plan = Plan(
         comparisons=tuple(comparisons),
-        sources={each.model: ModelSource.of_family(each.model, {"num_hidden_layers": layers}) for each in comparisons},
+        sources={
+            model: ModelSource.of_family(model, settings.overrides_of(model) | {"num_hidden_layers": layers})
+            for model in {each.model: None for each in comparisons}
+        },
         settings=settings,
         sequences=lambda comparison: training_order(packed, count=8, seed=comparison.seed),
         facts={"data": 1},

@@ -19,7 +19,7 @@ from fused_norm.patcher import Site
 from fused_norm.patcher.patch_report import ReadingBlock
 
 from ..planted.faults import FAULTS
-from ..planted.planting import PlantedFault
+from ..planted.planting import PlantedFault, linear_cross_entropy
 from ..planted.runs import faulty
 from .plans import tiny_plan
 
@@ -142,7 +142,7 @@ def test_the_next_forward_is_watched_and_no_other(fused):
     model, sites = fused
     calls = watch_next_forward(model, paths_of(model))
     assert calls == []
-    model(input_ids=TOKENS)
+    model(input_ids=TOKENS, labels=TOKENS)
     found = len(calls)
     assert sites_not_seen(sites, calls) == ()
     with disabled():
@@ -156,8 +156,93 @@ def test_a_forward_by_stock_code_is_seen(fused):
     model, sites = fused
     calls = watch_next_forward(model, paths_of(model))
     with disabled():
-        model(input_ids=TOKENS)
+        model(input_ids=TOKENS, labels=TOKENS)
     assert len(sites_not_seen(sites, calls, may_be_idle=True)) == len(sites)
+
+
+def with_bias():
+    """A model whose head has a bias; it has no norm that is fused."""
+    from transformers import PhiConfig
+
+    sizes = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 1}
+    model = build(PhiConfig(**sizes, num_attention_heads=4), seed=0, dtype=torch.bfloat16)
+    torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def head_of(model, **how):
+    """The site of a fused head, and its calls in a step."""
+    sites = [site for site in apply_fused_norm(model).fused if site.kind == "loss"]
+    calls = calls_of_step(model, TOKENS.repeat(2, 1), **how)
+    assert sites_not_seen(sites, calls) == ()
+    return [call for call in calls if call.path == sites[0].path]
+
+
+def record_of(model, calls, **how):
+    record = CallRecord()
+    compare(record, model, calls, **how)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "mixed"),
+    [
+        ("llama", {}, False),
+        pytest.param("llama", {}, True, marks=pytest.mark.slow),
+        pytest.param("granite", {"logits_scaling": 3.0}, False, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"final_logit_softcapping": 2.0}, False, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"final_logit_softcapping": 2.0}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed):
+    config = tiny_config(family, num_hidden_layers=1, **change)
+    model = build(config, seed=0, dtype=torch.float32 if mixed else torch.bfloat16)
+    calls = head_of(model, mixed=mixed)
+    rows = [call.arguments.arguments["x"].shape[:-1].numel() for call in calls]
+    labels = [call.arguments.arguments["how"].target for call in calls]
+    assert rows == [66, 3]  # a mean over 63 labels, and positions without one
+    assert [int((one >= 0).sum()) for one in labels] == [63, 3]
+    record = record_of(model, calls, mixed=mixed)
+    assert len(record.losses) == 6
+    assert len(record.turned) == 7
+    assert max(record.losses.values()) < 0.1
+    assert max(record.turned.values()) < 0.01
+    assert max(record.gradients.values()) < 1
+    assert not record.outputs
+    with disabled():
+        unfused = calls_of_step(model, TOKENS.repeat(2, 1), mixed=mixed)
+    assert "lm_head (loss)" in sites_not_seen([Site("lm_head", "loss", "Model")], unfused)
+
+
+def test_a_head_that_takes_several_chunks_is_held_to_the_stock_formula(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "MOST_ROWS", 16)
+    monkeypatch.setattr(linear_cross_entropy, "_MULTIPLE", 8)
+    assert linear_cross_entropy.chunk_rows(66, 131, 2) < 20
+    model = with_bias()
+    record = record_of(model, head_of(model))
+    assert max(record.losses.values()) < 0.1
+    assert max(record.turned.values()) < 0.01
+
+
+def test_the_gradient_of_a_heads_bias_is_held_to_stock():
+    model = with_bias()
+    calls = head_of(model)[1:]
+    place = "lm_head.fused_norm_cross_entropy: gradient of lm_head.bias"
+    assert record_of(model, calls).turned[place] < 0.01
+    with FAULTS["linear_cross_entropy-dbias"].planted(model) as planted:
+        record = record_of(model, calls)
+    assert planted.share == 1
+    assert record.turned[place] > 0.9
+    assert record.gradients[place] > 100
+
+
+def test_a_divisor_that_comes_after_a_rounding_is_seen_in_what_is_rounded():
+    model = with_bias()
+    calls = head_of(model)[:1]
+    with FAULTS["linear_cross_entropy-divided-late"].planted(model):
+        record = record_of(model, calls)
+    assert max(record.gradients.values()) < 3  # a distance does not show it
+    assert min(record.turned[f"{calls[0].name}: gradient of {one}"] for one in ("x", "lm_head.weight")) > 0.2
 
 
 def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):

@@ -33,8 +33,6 @@ def test_layers_are_found_and_experts_are_not():
 
 @pytest.mark.parametrize("execution", [one for one in EXECUTIONS if one not in LORA])
 def test_an_execution_is_set_up_without_a_warning(execution):
-    if execution == "liger":
-        pytest.importorskip("liger_kernel")
     model = build("llama", seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -24,7 +24,7 @@ def test_every_family_runs_in_every_precision_and_some_run_everything(tier):
     found = comparisons_of(TIERS[tier], TIERS[tier].families)
     assert {(each.model, each.precision) for each in found} == {(f, p) for f in FAMILIES for p in PRECISIONS}
     wide = [each for each in found if each.model == "qwen3"]
-    assert {each.execution for each in wide} == set(EXECUTIONS) - {"liger"}
+    assert {each.execution for each in wide} == set(EXECUTIONS)
     assert {each.feature for each in wide if each.precision == "bf16"} == set(FEATURES)
     assert {each.execution for each in wide if each.precision == "mixed"} == {"eager", *LORA}
     assert len(found) == len(set(found)) == len({each.name for each in found})
@@ -48,7 +48,7 @@ def test_an_axis_that_is_named_is_taken_in_full():
 
 def test_a_model_runs_no_feature_twice():
     assert set(features_of("qwen3")) == set(features_of("gemma3_text")) == set(FEATURES)
-    assert features_of("llama") == ["all", "norms", "norms+rope", "norms+residual", "norms+mlp"]
+    assert features_of("llama") == ["all", "norms", "norms+rope", "norms+residual", "norms+mlp", "norms+loss"]
 
 
 def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others():
@@ -63,5 +63,5 @@ def test_comparisons_that_share_their_stock_run_form_a_group():
 
 
 def test_what_the_fused_model_alone_does_is_compared_with_the_runs_of_the_eager_one():
-    eager, *alone = (Comparison("llama", "bf16", execution) for execution in ("eager", "recompute", "liger"))
-    assert by_baseline([eager, *alone]) == {eager: [eager, *alone]}
+    eager, alone, masked = (Comparison("llama", "bf16", execution) for execution in ("eager", "recompute", "loss"))
+    assert by_baseline([eager, alone, masked]) == {eager: [eager, alone], masked: [masked]}

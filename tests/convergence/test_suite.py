@@ -93,19 +93,19 @@ def test_the_quick_tier_covers_features_and_executions(tmp_path):
     arguments = ["--dtype", "bf16", "--dtype", "mixed", "--steps", "2", "--out", str(tmp_path)]
     assert main(["converge", "qwen3", *arguments]) == 0
     rows = results_in(tmp_path).values()
-    assert {row["comparison"]["execution"] for row in rows} == set(EXECUTIONS) - {"liger"}
+    assert {row["comparison"]["execution"] for row in rows} == set(EXECUTIONS)
     assert {row["comparison"]["feature"] for row in rows} == set(FEATURES)
 
 
 @pytest.mark.parametrize(
     "execution",
-    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compile", "recompute", "liger"))],
+    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compile", "recompute", "loss"))],
 )
 def test_a_model_is_green_however_its_steps_run(execution):
-    if execution == "liger":
-        pytest.importorskip("liger_kernel")
-    (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, "norms")]), None, Silent())
+    feature = "norms+loss" if execution == "loss" else "norms"
+    (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, feature)]), None, Silent())
     assert result.verdict.status == "green"
+    assert result.fused.sites["loss"] == (execution == "loss")
     assert result.fused.sites["readers"] == (execution != "compile")
 
 

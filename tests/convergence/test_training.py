@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from fused_norm import apply_fused_norm
 from fused_norm.convergence import training
 from fused_norm.convergence.tiers import TrainingOptions
-from fused_norm.convergence.training import SavedForBackward, accelerator_for, train
+from fused_norm.convergence.training import SavedForBackward, accelerator_for, masked_labels, train
+from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import build
 
 
@@ -47,6 +49,38 @@ def test_micro_batches_add_up_to_the_batch():
     assert split.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-4)
     with pytest.raises(ValueError, match="4 sequences cannot be split into 3"):
         TrainingOptions(steps=1, batch_size=4, accumulation=3)
+
+
+def test_masked_labels_are_the_same_in_any_order_of_a_step_and_some_leave_out_a_sequence():
+    tokens = sequences(8)
+    labels = masked_labels(tokens, 4)
+    counts = (labels[:, 1:] != IGNORED).sum(1)
+    assert torch.equal(labels[labels != IGNORED], tokens[labels != IGNORED])
+    assert [int((one == 0).sum()) for one in counts.split(4)] == [0, 1]
+    assert len(set(counts[:4].tolist())) > 1
+    turned = masked_labels(tokens.view(2, 4, -1).flip(1).flatten(0, 1), 4)
+    assert torch.equal(turned.view(2, 4, -1).flip(1).flatten(0, 1), labels)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_masked_labels_have_a_mean_over_the_step_in_any_micro_batches(fused):
+    tokens, results = sequences(8), []
+    labels = masked_labels(tokens, 4)[4:]
+    for accumulation in (2,) if fused else (1, 2, 4):
+        model = build("llama", seed=0)
+        if fused:
+            apply_fused_norm(model)
+        # A rate of next to nothing, so that the second step has the weights of the first.
+        options = TrainingOptions(steps=2, batch_size=4, accumulation=accumulation, learning_rate=1e-12)
+        results.append(train(model, tokens, options, masked=True))
+    model = build("llama", seed=0)
+    loss = model(input_ids=tokens[4:], labels=labels).loss
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    for result in results:
+        assert result.losses == pytest.approx([results[0].losses[0], loss.item()], rel=1e-5)
+        assert result.gradient_norms == pytest.approx([results[0].gradient_norms[0], norm.item()], rel=1e-4)
+        assert result.evaluation_loss == pytest.approx(results[0].evaluation_loss, rel=1e-5)
 
 
 def test_what_is_evaluated_does_not_depend_on_the_order_and_grouping_of_a_step():

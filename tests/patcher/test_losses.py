@@ -200,6 +200,15 @@ def test_under_autocast_it_rounds_as_stock(device: str, reads: list[str]) -> Non
     assert_gradients_are_near(fused, own, 6e-3)
 
 
+def test_a_loss_after_autocast_is_of_the_logits_of_its_forward(device: str) -> None:
+    losses = []
+    for model in pair(device, "qwen3"):
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).logits
+        losses.append(functional.cross_entropy(logits.float().flatten(0, 1), tokens(device).flatten()))
+    assert relative(losses[1], losses[0]) < 1e-6
+
+
 def test_logits_are_not_kept(device: str) -> None:
     own, fused = pair(device, tiny_config("llama", vocab_size=512))
     labels = tokens(device, length=12)

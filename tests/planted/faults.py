@@ -11,6 +11,7 @@ from functools import reduce
 from operator import add
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
@@ -32,23 +34,29 @@ from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
-from fused_norm.patcher import fused_block, linear_inputs
+from fused_norm.patcher import fused_block, linear_inputs, losses
 from fused_norm.patcher.adapters import FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
+from fused_norm.patcher.lazy_logits import LazyLogits
 from fused_norm.spec import Casting
 
 from .planting import (
     WEIGHTS,
     Backward,
     Forward,
+    Losses,
     Planting,
     falls_back,
     in_backward,
     in_compiled_backward,
     in_forward,
+    in_head,
+    in_losses,
     left_stock,
+    linear_cross_entropy,
     linears_recomputed_wrong,
+    logits_of_the_latest_batch,
     never_recomputes,
     recomputed_wrong,
     replaced_by,
@@ -79,9 +87,9 @@ class Fault:
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            ``readers`` for a step of one whose norms know their readers, another execution of the suite, that of calls
-            of adapters among them, or ``fp8`` for calls of operators that write FP8 codes, which no model makes by
-            itself.
+            ``readers`` for a step of one whose norms know their readers, another execution of the suite, those of calls
+            of adapters and of heads among them, or ``fp8`` for calls of operators that write FP8 codes, which no model
+            makes by itself.
     """
 
     name: str
@@ -507,6 +515,112 @@ def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], x: Tenso
     return right(x, before if before.grad_fn is own.grad_fn else own)
 
 
+# ---- Faults of heads with their losses ----
+
+
+def _all_but_chunk_ends(call: Losses) -> Sequence[Tensor | None]:
+    return call.right(target=_labels(call, ~_at_chunk_ends(call)))
+
+
+def _chunk_ends_twice(call: Losses) -> Sequence[Tensor | None]:
+    """The chunk after a row has it once more, which the losses do not show: they are written to the same place."""
+    losses, dx, *others = call.right()
+    _, _, *again = call.right(target=_labels(call, _at_chunk_ends(call)))
+    return losses, dx, *(one if one is None else one + more for one, more in zip(others, again, strict=True))
+
+
+def _at_chunk_ends(call: Losses) -> Tensor:
+    """A mask of the last of each ``_ROWS_OF_CHUNK`` rows."""
+    labels = call.arguments["target"].flatten()
+    return torch.arange(len(labels), device=labels.device) % _ROWS_OF_CHUNK == _ROWS_OF_CHUNK - 1
+
+
+def _labels(call: Losses, kept: Tensor) -> Tensor:
+    """The labels of these rows; the others have none."""
+    target: Tensor = call.arguments["target"]
+    return target.where(kept.view(target.shape), call.arguments["ignore_index"])
+
+
+def _rounded_by_chunk(call: Losses) -> Sequence[Tensor | None]:
+    losses, dx, dweight, dbias = call.right()
+    if dweight is not None:
+        target = call.arguments["target"]
+        rows = torch.arange(target.numel(), device=target.device)
+        chunks = [rows // _ROWS_OF_CHUNK == chunk for chunk in range(-(-len(rows) // _ROWS_OF_CHUNK))]
+        dweight = reduce(add, [call.right(target=_labels(call, chunk))[2] for chunk in chunks])
+    return losses, dx, dweight, dbias
+
+
+def _ignored_rows_counted(call: Losses) -> Sequence[Tensor | None]:
+    target, ignored = call.arguments["target"], call.arguments["ignore_index"]
+    return call.right(target=target.where(target != ignored, 0), max_labels=None)
+
+
+def _scaled_after_rounding(call: Losses) -> Sequence[Tensor | None]:
+    losses, *gradients = call.right(gradient=None)
+    factor = 1.0 if call.gradient is None else call.gradient
+    return losses, *(one if one is None else (one * factor).to(one.dtype) for one in gradients)
+
+
+def _gradient_of_a_neighbours_label(call: Losses) -> Sequence[Tensor | None]:
+    target = call.arguments["target"]
+    return call.right()[0], *call.right(target=target.flatten().roll(1).view(target.shape))[1:]
+
+
+def _edited(place: int, edit: Callable[[Tensor], Tensor]) -> Callable[[Losses], Sequence[Tensor | None]]:
+    """The losses, or the gradient of x, weight or bias, changed."""
+
+    def wrong(call: Losses) -> Sequence[Tensor | None]:
+        found = call.right()
+        found[place] = None if (one := found[place]) is None else edit(one)
+        return found
+
+    return wrong
+
+
+def _losses_wrong_without_gradients(call: Losses) -> Sequence[Tensor | None]:
+    losses, *gradients = call.right()
+    assert losses is not None
+    return (losses if any(one is not None for one in gradients) else losses * 1.01), *gradients
+
+
+def _dx_where_the_head_is_frozen(call: Losses) -> Sequence[Tensor | None]:
+    losses, dx, dweight, dbias = call.right()
+    return losses, dx * 0.99 if dx is not None and dweight is None else dx, dweight, dbias
+
+
+def _writes_over_its_rows(call: Losses) -> Sequence[Tensor | None]:
+    found = call.right()
+    call.arguments["x"].detach().mul_(0.5)
+    return found
+
+
+def _slope_of_cap_without_its_square(call: Losses) -> Sequence[Tensor | None]:
+    if call.arguments["softcap"] is None:
+        return call.right()
+    cap = call.arguments["softcap"]
+    launch = linear_cross_entropy.launch_cross_entropy
+
+    def wrong(logits: Tensor, labels: Tensor, losses: Tensor, gradient: Tensor | None, **how: Any) -> None:
+        tanh = (logits.float() * (how["scale"] or 1.0) / cap).tanh()
+        launch(logits, labels, losses, gradient, **how)
+        if gradient is not None:
+            logits.copy_(logits.float() / (1 - tanh.square()) * (1 - tanh))
+
+    with mock.patch.object(linear_cross_entropy, "launch_cross_entropy", wrong):
+        return call.right()
+
+
+def _rows_in_the_mean(right: Any, memory: Any, target: Tensor, *others: Any) -> Any:
+    *_, ignored = others
+    return right(target.clamp(min=0) if ignored < 0 else target, *others)
+
+
+def _cut_from_the_graph(right: Any, memory: Any, lazy: LazyLogits, reader: str) -> Tensor:
+    found: Tensor = right(lazy, reader).detach()
+    return found
+
+
 # ---- Faults of adapters ----
 
 
@@ -535,6 +649,50 @@ def _dropped_as_in_the_first(right: Any, memory: dict[str, Tensor], dropout: nn.
         torch.set_rng_state(state)
         return right(dropout, x)
 
+
+_ROWS_OF_CHUNK = 16
+
+_IN_LOSSES: tuple[tuple[Any, ...], ...] = (
+    ("size", "the loss is .3 % too large", in_losses(_edited(0, lambda losses: losses * 1.003))),
+    ("nan", "NaN becomes 0", in_losses(_edited(0, lambda losses: losses.nan_to_num(0.0)))),
+    ("no-grad", "wrong where no gradient is wanted", in_losses(_losses_wrong_without_gradients)),
+    ("in-place", "the input is written over", in_losses(_writes_over_its_rows)),
+    ("dx-size", "the gradient of the input is 1 % too small", in_losses(_edited(1, lambda dx: dx * 0.99))),
+    ("dw-size", "the gradient of the weight is 1 % too large", in_losses(_edited(2, lambda dw: dw * 1.01))),
+    ("dw", "the gradient of the weight is zero", in_losses(_edited(2, torch.zeros_like))),
+    ("dbias", "the gradient of the bias is zero", in_losses(_edited(3, torch.zeros_like)), "no head has a bias"),
+    ("frozen", "dx is wrong where the weight is frozen", in_losses(_dx_where_the_head_is_frozen)),
+    ("few", "the last row of a chunk is left out", in_losses(_all_but_chunk_ends)),
+    ("many", "dw has the last row of a chunk twice", in_losses(_chunk_ends_twice)),
+    ("dw-chunks", "dw is rounded once for each chunk", in_losses(_rounded_by_chunk)),
+    ("ignored", "rows without a label have one", in_losses(_ignored_rows_counted)),
+    ("mean", "rows without a label count in a mean", replaced_by(linear_cross_entropy, "_divisor", _rows_in_the_mean)),
+    (
+        "divided-late",
+        "gradients are divided by the number of labels after their rounding",
+        in_losses(_scaled_after_rounding),
+    ),
+    ("neighbour", "the gradient is that of the label of the row before", in_losses(_gradient_of_a_neighbours_label)),
+    (
+        "square",
+        "the slope of the cap without its square",
+        in_losses(_slope_of_cap_without_its_square),
+        "no logits are capped",
+    ),
+    ("unshifted", "labels are not shifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),
+    (
+        "num-items",
+        "the number of labels that a step has is not heeded",
+        in_head(lambda how: replace(how, num_items=(how.target != how.ignore_index).sum().clamp(min=1))),
+    ),
+)
+"""Faults of heads with their losses: the name, what is wrong, the fault, and why it may be hidden."""
+
+_IN_LAZY_LOGITS: tuple[tuple[Any, ...], ...] = (
+    ("batch", "logits that are read are those of the latest batch", logits_of_the_latest_batch, ROUNDINGS),
+    ("graph", "logits that are read have no gradient", replaced_by(LazyLogits, "read", _cut_from_the_graph), ROUNDINGS),
+)
+"""Faults of logits that are computed when they are read, as ``_IN_LOSSES``."""
 
 _IN_SUMS: tuple[tuple[Any, ...], ...] = (
     ("order", "gradients are added up from the first reader on", _FOR_READERS, _of_readers(lambda dys: dys[::-1])),
@@ -676,6 +834,9 @@ def _faults() -> Iterator[Fault]:
         yield Fault(f"readers-{name}", what, replaced_by(owner, function, wrong), where="readers")
     for name, what, where, planted, *hidden in _IN_ADAPTERS:
         yield Fault(f"adapter-{name}", what, planted, *hidden, where=where)
+    for what_has_it, faults in ((LINEAR_CROSS_ENTROPY.name, _IN_LOSSES), ("lazy_logits", _IN_LAZY_LOGITS)):
+        for name, what, planted, *hidden in faults:
+            yield Fault(f"{what_has_it}-{name}", what, planted, *hidden, where="loss")
     yield Fault("recomputed-size", "what is recomputed is .3 % too large", recomputed_wrong, where="recompute")
     what = "outputs of linears are .3 % too large where they are recomputed"
     yield Fault("recomputed-linears", what, linears_recomputed_wrong, where="recompute")
@@ -685,6 +846,7 @@ def _faults() -> Iterator[Fault]:
         ("fallback-rotated", "runs its parts in silence", falls_back(QK_NORM, ROPE, GLU)),
         ("fallback-sandwich", "runs its parts in silence", falls_back(NORM_ADD_NORM)),
         ("fallback-onto", "runs its parts in silence", falls_back(NORM_ADD)),
+        ("fallback-head", "logits are real in silence", replaced_by(losses, "_why_real", lambda *_: "")),
         ("fallback-one-row", "runs stock code for one sequence with gradients", one_row),
         ("readers-none", "linears read one tensor in silence", replaced_by(fused_block, "wanted_by", _none_is_wanted)),
         ("left-stock", "one block has its stock class, and the report says fused", left_stock),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -18,16 +19,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_norm.convergence.distances import share_different
+from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
 from fused_norm.patcher import adapters, fused_block, fused_norm_module, recompute_linears
 from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
+from fused_norm.patcher.losses import FusedHead
 from fused_norm.spec import NormSpec
 
 Results = tuple[Tensor | None, ...]
 
 Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault"]]
 """Puts a fault in its place in a model for the length of a ``with``."""
+
+# The package has the function under this name.
+linear_cross_entropy = sys.modules[LINEAR_CROSS_ENTROPY.__module__]
 
 WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight", "da", "db")
 """The gradients of weights, by their names in ``Operator.gradients``."""
@@ -164,6 +171,78 @@ def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault]
             yield state
 
     return planted
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A call of what computes the losses of rows and their gradients, which may go wrong.
+
+    Attributes:
+        arguments: the operator's, by name.
+        gradient: that of a row's loss; None for 1.
+        right: computes it as it should be, with other arguments, by name, or another gradient.
+    """
+
+    arguments: dict[str, Any]
+    gradient: Tensor | None
+    right: Callable[..., list[Tensor | None]]
+
+
+def in_losses(wrong: Callable[[Losses], Sequence[Tensor | None]]) -> Planting:
+    """Plant a fault in the operator of heads and losses.
+
+    ``wrong`` computes the losses of rows, and the gradients of x, weight and bias, instead.
+    """
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state, by_chunks = PlantedFault(), linear_cross_entropy._by_chunks
+
+        def wronged(arguments: Sequence[Any], gradient: Tensor | None, trained: Sequence[bool]) -> Results:
+            by_name = LINEAR_CROSS_ENTROPY.by_name(arguments)
+
+            def right(*, gradient: Tensor | None = gradient, **changed: Any) -> list[Tensor | None]:
+                return list(by_chunks(tuple((by_name | changed).values()), gradient, trained))
+
+            expected = right()
+            before = by_name["x"].clone()
+            found = wrong(Losses(by_name, gradient, right))
+            sums = [(expected[0].sum(), found[0].sum())]  # rows without a label may be left out of one of them
+            state.count([*sums, *zip(expected[1:], found[1:], strict=True), (before, by_name["x"])])
+            return tuple(found)
+
+        with mock.patch.object(linear_cross_entropy, "_by_chunks", wronged):
+            yield state
+
+    return planted
+
+
+def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
+    """Plant a fault in what a head is asked for: its loss is another one."""
+
+    def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, how: CrossEntropy, *further: Any) -> Tensor:
+        loss: Tensor = right(head, x, how if fused_norm_module.is_disabled() else change(how), *further)
+        return loss
+
+    return replaced_by(FusedHead, "fused_norm_cross_entropy", wrong)
+
+
+@contextlib.contextmanager
+def logits_of_the_latest_batch(model: nn.Module) -> Iterator[PlantedFault]:
+    """Plant logits that are computed of the hidden states which a head has got last, whenever they are read."""
+    state, compute, made = PlantedFault(), Projection.compute, Projection.__post_init__
+
+    def noted(projection: Projection) -> None:
+        state.memory["x"] = projection.x
+        made(projection)
+
+    def wrong(projection: Projection) -> Tensor:
+        found = compute(replace(projection, x=state.memory["x"]))
+        state.count([(compute(projection), found)])
+        return found
+
+    with mock.patch.multiple(Projection, compute=wrong, __post_init__=noted):
+        yield state
 
 
 def in_compiled_backward(operator: Operator) -> Planting:

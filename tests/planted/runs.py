@@ -20,6 +20,7 @@ from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, Unwatched, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
 from fused_norm.convergence.verdict import BY_NAME
+from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 
 from .faults import FAULTS, ROUNDINGS, Fault
@@ -98,7 +99,7 @@ class _Probes:
     def records(self, fault: Fault, state: PlantedFault) -> Iterator[CallRecord]:
         """The records of a model with this fault, the cheapest one first; ``state`` counts what it has changed."""
         precision = PRECISIONS[self._trainer.comparison.precision]
-        if fault.where == "eager" or fault.operator == LORA_ADD.name:
+        if fault.where == "eager" or fault.operator in (LORA_ADD.name, LINEAR_CROSS_ENTROPY.name):
             for half in (False, True) if precision.weights == "bfloat16" else (False,):
                 model, calls = self._calls(half)
                 record = CallRecord()
@@ -116,7 +117,7 @@ class _Probes:
             yield record
         elif fault.where == "readers":
             yield CallRecord(bits=self._trainer.probe_readers(faulty(self._trainer.comparison, fault, state)))
-        elif fault.where in (*SECOND_RUNS, *LORA):
+        elif fault.where in (*SECOND_RUNS, *LORA, "loss"):
             record = self._trainer.probe(faulty(self._trainer.comparison, fault, state))
             assert record is not None
             yield record
@@ -144,6 +145,8 @@ def _run_fault(baseline: Baseline, comparison: Comparison, probes: _Probes, faul
     if fault.hidden == ROUNDINGS and not calls.bits:
         return FaultResult(fault.name, "hidden", (fault.hidden,))
     is_probed = bool(calls.bits) if fault.where == "readers" else fault.where != "sites"
+    if fault.where == "loss" and not state.calls:  # a call that is made again has its labels
+        is_probed = False
     if is_probed and state.share <= BY_NAME["call_outputs"].bar:
         hidden = fault.hidden if state.calls else "nothing here calls what has it"
         if hidden:
@@ -180,6 +183,8 @@ def precision_of(comparison: Comparison) -> str:
     """The precision in which the faults of a comparison's execution are planted: its own where all show them."""
     if comparison.execution in LORA:  # autocast is what takes their casts back
         return "mixed"
+    if comparison.execution == "loss" and comparison.precision == "fp32":  # nothing is rounded in it
+        return "bf16"
     # In 16 bits one percent of a gradient is at the limit of what compiled code, which has no calls, shows.
     return "fp32" if comparison.execution == "compile" else comparison.precision
 

@@ -7,6 +7,7 @@ from fused_norm import apply_fused_norm
 from fused_norm.kernels import glu, rope
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
+from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
@@ -15,13 +16,17 @@ from fused_norm.patcher import (
     fused_block,
     fused_norm_module,
     linear_inputs,
+    losses,
     recompute,
     recompute_linears,
 )
 from fused_norm.patcher.adapters import FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
+from fused_norm.patcher.lazy_logits import LazyLogits, Projection
+from fused_norm.patcher.losses import FusedHead
 
 from .faults import FAULTS
+from .planting import linear_cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +66,9 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
-    modules = adapters, fused_block, fused_norm_module, linear_inputs, recompute, recompute_linears
-    owners = (*OPERATORS.values(), *modules, FusedAdapter, FusedBlock, Recompute, torch.nn.Dropout)
+    modules = adapters, fused_block, fused_norm_module, linear_inputs, losses, recompute, recompute_linears
+    classes = FusedAdapter, FusedBlock, FusedHead, LazyLogits, Projection, Recompute, torch.nn.Dropout
+    owners = (*OPERATORS.values(), *modules, linear_cross_entropy, *classes)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):
         assert (name == "left-stock") == ([dict(vars(owner)) for owner in owners] == before)
@@ -88,7 +94,11 @@ def test_every_operator_has_every_fault_that_it_can_have():
             assert {f"{operator.name}-{fault}" for fault in OF_CODES} <= set(FAULTS)
             continue
         mine = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
-        assert {"size", "last-row", "nan", "no-grad", "shape", "in-place", "even"} <= mine
+        assert {"size", "nan", "no-grad", "in-place"} <= mine
+        if operator is LINEAR_CROSS_ENTROPY:  # its output is one number, and its gradients are made in its forward
+            assert {"dx-size", "dw-size", "dw", "dbias", "frozen"} <= mine
+            continue
+        assert {"last-row", "shape", "even"} <= mine
         assert operator is LORA_ADD or "checkpointed" in mine  # no model is checkpointed with adapters
         assert not operator.has_norm or {"casting", "centering", "eps"} <= mine
         if type(operator).backward is not Operator.backward:

@@ -83,6 +83,29 @@ def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_
     assert caught >= everywhere
 
 
+HEADS = [name for name, fault in FAULTS.items() if fault.where == "loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "precision", "names"),
+    [
+        ("gemma2", "bf16", HEADS),  # whose logits are capped
+        (
+            "granite",
+            "mixed",
+            [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")],
+        ),
+    ],
+)
+def test_no_fault_of_heads_and_their_losses_is_missed(family, precision, names):
+    comparison = Comparison(family, precision, "loss")
+    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
+    assert sound.outcome == "sound"
+    outcomes = dict.fromkeys(names, "caught") | {"linear_cross_entropy-dbias": "hidden"}
+    assert {result.fault: result.outcome for result in results} == {name: outcomes[name] for name in names}
+
+
 @pytest.mark.slow
 def test_no_fault_of_adapters_is_missed():
     names = [name for name, fault in FAULTS.items() if fault.where == "lora"]

@@ -231,8 +231,7 @@ def check_step(
                 errors_of_stock = _stock_errors(model, input_ids, labels, exact)
             else:
                 report = apply_fused_norm(model, **vars(options))
-                asked = {} if options.loss is None else {"skip_logits": True}
-                errors_of_fused = relative_errors(_step(model, input_ids, labels, **asked), exact)
+                errors_of_fused = relative_errors(_step(model, input_ids, labels), exact)
     finally:
         remove_fused_norm(model)
         model.zero_grad(set_to_none=True)
@@ -290,16 +289,13 @@ def _truth(
     return exact
 
 
-def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **asked: bool) -> dict[str, torch.Tensor]:
+def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """Logits, loss and the gradient of every trainable parameter; the model keeps no gradients."""
     model.zero_grad(set_to_none=True)
-    output = model(input_ids=input_ids, labels=labels, use_cache=False, **asked)
+    output = model(input_ids=input_ids, labels=labels, use_cache=False)
     output.loss.backward()
-    logits = output.logits
-    if logits is None:
-        with torch.no_grad():
-            logits = model(input_ids=input_ids, use_cache=False).logits
-    results = {"logits": logits.detach(), "loss": output.loss.detach()}
+    # Where head and loss are fused, logits are computed by this copy, and no earlier.
+    results = {"logits": output.logits.detach().clone(), "loss": output.loss.detach()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # An expert that saw no token has no gradient, or zeros, depending on the release of transformers.

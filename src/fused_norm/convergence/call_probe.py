@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.linear_cross_entropy import IGNORED
 from ..patcher import disabled
 from .distances import TURNED_ROWS, distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from .fused_calls import (
@@ -32,6 +34,10 @@ from .fused_calls import (
 )
 
 _LOSS_SCALE = 2.0**12
+
+_ROWS_TO_A_TURNED_ONE = 64
+"""Rows of which one may have the logit at its label rounded the other way, as sums in another order turn two in a
+thousand."""
 
 _BEGINNING, _LONG = 21, 32
 """Positions in the beginning of a sequence, and positions above which a sequence has one."""
@@ -52,17 +58,23 @@ class CallRecord:
             where NaN is in other places.
         gradients: distance from the stock modules' gradients over the size of those, in last places of the coarsest
             dtype on their way.
+        losses: relative gap of the loss that a head's call returns, over what roundings explain of it.
+        turned: share of the numbers in a gradient of a head's call that are rounded otherwise in 16 bits. Its products
+            are of the numbers that those of the stock modules are of, and are rounded where those are.
         slopes: relative difference of the slope from one, of a line through the gradients over the stock modules', in
             the last places of the same dtype that chance would explain.
         changes: share of the numbers handed to the call, or to its backward, that it changed.
         bits: share of the numbers in a parameter's gradient that are others where values of the forward are computed
-            a second time in the backward, or where each linear that reads a norm has an output of that of its own.
+            a second time in the backward, each linear that reads a norm has an output of that of its own, or logits are
+            computed when they are read.
         not_seen: sites, with their kinds, that did not run fused, and layers that were to recompute and did not.
     """
 
     outputs: dict[str, float] = field(default_factory=dict)
     rows: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    turned: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     changes: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
@@ -72,8 +84,9 @@ class CallRecord:
 def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> list[FusedCall]:
     """The fused calls of a micro-batch; the model is left without gradients.
 
-    Every position has a gradient, the last one too, which no label has in training. The loss is scaled, as it is where
-    fp16 is trained.
+    Every position has a gradient, the last one too, which has no label in training. The second one has none here
+    either, as a mean over a power of two has no roundings. The logits of positions without a label have a loss of their
+    own. The loss is scaled, as it is where fp16 is trained.
 
     Args:
         model: a causal language model, neither wrapped nor sharded.
@@ -81,10 +94,15 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
         mixed: under bf16 autocast.
     """
     with watched_calls(paths_of(model)) as calls:
+        following = tokens.roll(-1, 1)
+        labels, without = tokens.clone(), torch.zeros_like(tokens, dtype=torch.bool)
+        labels[0, 2], without[0, 1], without[:, -1] = IGNORED, True, True
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
-        (_LOSS_SCALE * loss).backward()
+            output = model(input_ids=tokens, labels=labels, use_cache=False)
+            others = nn.functional.cross_entropy(output.logits[without].float(), following[without])
+        # About as much for each position, by a power of two.
+        share = 2.0 ** round(math.log2(int(without.sum()) / int((~without).sum())))
+        (_LOSS_SCALE * (output.loss + share * others)).backward()
     model.zero_grad(set_to_none=True)
     return calls
 
@@ -96,11 +114,15 @@ def compare(
 
     Each is made as it was. The first of each kind is also made with its norms frozen, without gradients, of the
     beginning of the first sequence and of larger numbers in packed sequences, which are other shapes, and with a number
-    that is none. ``where`` goes behind the names of all.
+    that is none. ``where`` goes behind the names of all. Of several calls with one name the worst counts.
     """
     kinds: set[tuple[Any, ...]] = set()
+
+    def add(distances: dict[str, float], name: str, value: float) -> None:
+        distances[name] = max(distances.get(name, 0.0), value)
+
     for call in filter(computes, calls):
-        found.changes[f"{call.name}{where}"] = call.changed
+        add(found.changes, f"{call.name}{where}", call.changed)
         ways = _ways(call)
         if call.kind in kinds:
             ways = {"": ways[""]}
@@ -111,15 +133,22 @@ def compare(
             with disabled():
                 stock = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             pairs = list(zip(fused.outputs, stock.outputs, strict=True))
-            left_out = TURNED_ROWS if _has_products(call) else 0.0
-            found.outputs[name] = max(share_apart(*pair, rows_left_out=left_out) for pair in pairs)
-            found.rows[name] = max(share_far_in_worst_row(*pair) for pair in pairs)
-            found.changes[name] = max(found.changes.get(name, 0.0), fused.changed)
+            if _is_of_head(call):
+                one, other = pairs[0]
+                gap = 0.0 if one.isnan() and other.isnan() else distance(one, other)
+                add(found.losses, name, gap / stock.rounding_of_loss())
+            else:
+                left_out = TURNED_ROWS if _has_products(call) else 0.0
+                add(found.outputs, name, max(share_apart(*pair, rows_left_out=left_out) for pair in pairs))
+                add(found.rows, name, max(share_far_in_worst_row(*pair) for pair in pairs))
+            add(found.changes, name, fused.changed)
             for argument, one in fused.gradients.items():
                 place, other = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = stock.rounding_of(argument)
-                found.gradients[place] = distance(one, other) / rounding
-                found.slopes[place] = slope_error(one, other) / _slope_by_chance(rounding, one.numel())
+                add(found.gradients, place, distance(one, other) / rounding)
+                if _is_of_head(call) and stock.computes_in_16_bits:
+                    add(found.turned, place, share_apart(one, other))
+                add(found.slopes, place, slope_error(one, other) / _slope_by_chance(rounding, one.numel()))
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
@@ -127,10 +156,11 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
     Each with whether norms are frozen, and whether it is differentiated.
     """
-    sequences = max(len(one) for one in tensors_in(call.arguments.arguments))
+    sequences = max(len(one) for one in tensors_in(call.arguments.arguments) if one.dim())
     beginning = _with_tensors(call, _beginning)
     packed = _with_tensors(call, functools.partial(_packed, sequences=sequences))
-    spoilt = _with_tensors(call, _with_a_nan)
+    # The last positions of a head's sequence have no label, and the one before the last is the last then.
+    spoilt = _with_tensors(call, lambda one: _with_a_nan(one.roll(1, 0) if _is_of_head(call) else one))
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),
@@ -146,9 +176,10 @@ class _Made:
 
     def __init__(self, model: nn.Module, call: FusedCall, *, frozen: bool, differentiated: bool, mixed: bool) -> None:
         given = with_arguments(call.arguments, copied)
-        weights = {f"{path}.weight": model.get_submodule(path)._parameters.get("weight") for path in call.weighted}
-        trained = {name: one for name, one in weights.items() if one is not None and one.requires_grad}
+        parameters = {f"{path}.{name}": one for path in call.weighted for name, one in _parameters_of(model, path)}
+        trained = {name: one for name, one in parameters.items() if one.requires_grad}
         leaves = {name: one for name, one in given.arguments.items() if is_tensor(one) and one.requires_grad}
+        self._rows = tensors_in(given.arguments)[0].shape[:-1].numel()
         device = tensors_in(given.arguments)[0].device
         with contextlib.ExitStack() as stack:
             for weight in trained.values() if frozen else ():
@@ -162,6 +193,7 @@ class _Made:
             outputs = returned(call.method(*given.args, **given.kwargs))
             self._has_products = _has_products(call)
             self._dtypes = [one.dtype for one in (*tensors_in(given.arguments), *outputs)]
+            self._dtypes += [torch.bfloat16] if mixed and self._has_products else []
             # Stock code returns one norm, which each reader reads, and autocast casts.
             readers = 1 + len(call.dtypes) - len(outputs)
             outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:readers]]
@@ -187,14 +219,39 @@ class _Made:
 
     def rounding_of(self, name: str) -> float:
         """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
-        is_sum = name.endswith(".weight") or self._has_products
-        dtypes = [self.gradients[name].dtype, *(self._dtypes if is_sum else ())]
-        return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        is_sum = name.endswith((".weight", ".bias")) or self._has_products
+        return _last_place(self.gradients[name].dtype, *(self._dtypes if is_sum else ()))
+
+    @property
+    def computes_in_16_bits(self) -> bool:
+        return _last_place(*self._dtypes) > torch.finfo(torch.float32).eps
+
+    def rounding_of_loss(self) -> float:
+        """What roundings make of a mean over rows: a last place of the logit in one row of 64, and some of fp32."""
+        return max(
+            _last_place(*self._dtypes) / min(self._rows, _ROWS_TO_A_TURNED_ONE), 4 * torch.finfo(torch.float32).eps
+        )
+
+
+def _last_place(*dtypes: torch.dtype) -> float:
+    """The last place of the coarsest of some dtypes."""
+    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+
+
+def _parameters_of(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    for name, one in model.get_submodule(path)._parameters.items():
+        if one is not None and name in ("weight", "bias"):
+            yield name, one
+
+
+def _is_of_head(call: FusedCall) -> bool:
+    """Return whether a call is that of a head with its loss."""
+    return "linear_cross_entropy" in call.operators
 
 
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
-    return "lora_add" in call.operators
+    return "lora_add" in call.operators or _is_of_head(call)
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:
@@ -214,7 +271,7 @@ def _beginning(tensor: Tensor) -> Tensor:
 
 def _packed(tensor: Tensor, sequences: int) -> Tensor:
     """Larger numbers in sequences of ``_PACKED`` positions; angles that they share become those of other positions."""
-    longer = _LARGE * tensor.detach()
+    longer = _LARGE * tensor.detach() if tensor.is_floating_point() else tensor
     for dim, size in enumerate(tensor.shape[1:-1], start=1):
         if size > _LONG:
             longer = longer.index_select(dim, torch.arange(_PACKED, device=tensor.device) % size)
@@ -224,11 +281,20 @@ def _packed(tensor: Tensor, sequences: int) -> Tensor:
 
 
 def _with_a_nan(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
     spoilt = tensor.detach().clone()
     spoilt[tuple(size - 1 for size in spoilt.shape)] = torch.nan
     return spoilt
 
 
 def _with_tensors(call: FusedCall, change: Callable[[Tensor], Tensor]) -> FusedCall:
-    gradients = [None if one is None else change(one) for one in call.gradients]
-    return replace(call, arguments=with_arguments(call.arguments, change), gradients=gradients)
+    """A call with other tensors of rows; its labels, one for each row, are those of the same rows."""
+
+    def changed(one: Tensor) -> Tensor:
+        if not one.dim():
+            return one
+        return change(one) if one.is_floating_point() else change(one[..., None])[..., 0]
+
+    gradients = [None if one is None else changed(one) for one in call.gradients]
+    return replace(call, arguments=with_arguments(call.arguments, changed), gradients=gradients)

@@ -45,15 +45,17 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
         "norms+rope": frozenset({"norm", "qk", "rope"}),
         "norms+residual": frozenset({"norm", "residual"}),
         "norms+mlp": frozenset({"norm", "mlp"}),
+        "norms+loss": frozenset({"norm", "loss"}),
         "all": frozenset(KINDS),
     }
 )
 """The kinds of sites that are fused."""
 
-EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "liger", "lora", "lora-alone", "lora-dropout")
-"""The ways a step runs. ``recompute`` and ``liger``, with Liger's loss, are ways of the fused model alone: its stock
-model and controls run eagerly. ``lora`` trains adapters on every linear layer, and the norms beside them;
-``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout."""
+EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "loss", "lora", "lora-alone", "lora-dropout")
+"""The ways a step runs. ``recompute`` is a way of the fused model alone: its stock model and controls run eagerly.
+``loss`` leaves out labels, those of whole sequences too, so that micro-batches have unequal numbers of them, and gives
+the model the number of labels in a step, as trainers do. ``lora`` trains adapters on every linear layer, and the norms
+beside them; ``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout."""
 
 LORA = ("lora", "lora-alone", "lora-dropout")
 """The executions that train adapters, which are peft's."""
@@ -63,7 +65,12 @@ FROZEN_NORMS = ("lora-alone", "lora-dropout")
 
 _WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
 _WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms alone", "norms+qk": "norms+QK"}
-_WORDS |= {"norms+rope": "norms+RoPE", "norms+residual": "norms+adds", "norms+mlp": "norms+MLPs"}
+_WORDS |= {
+    "loss": "masked labels",
+    "norms+rope": "norms+RoPE",
+    "norms+residual": "norms+adds",
+    "norms+mlp": "norms+MLPs",
+}
 
 SECOND_RUNS = ("checkpointing", "recompute")
 """The executions that compute values of the forward a second time in the backward."""
@@ -103,9 +110,7 @@ class Comparison:
     @property
     def baseline(self) -> Comparison:
         """The comparison whose stock and control runs this one shares with others."""
-        return replace(
-            self, feature="all", execution="eager" if self.execution in ("recompute", "liger") else self.execution
-        )
+        return replace(self, feature="all", execution="eager" if self.execution == "recompute" else self.execution)
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:

@@ -15,14 +15,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from ..kernels.operator import Operator
 from ..kernels.operator import calls as operator_calls
 from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
+from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import FURTHER
+from ..patcher.losses import FusedHead
 from ..patcher.patch_report import ReadingBlock, Site
 from .distances import share_different
 
@@ -33,9 +35,13 @@ _METHODS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     "mlp": frozenset({"fused_norm_gate", "fused_norm_gate_packed"}),
     "adapter": frozenset({"forward"}),
+    "loss": frozenset({"fused_norm_cross_entropy"}),
     ReadingBlock.kind: frozenset({"fused_norm_inputs"}),
 }
-"""The methods that stand for a site which is a block or a LoRA layer; sites of other kinds are norms."""
+"""The methods that stand for a site which is a block, a LoRA layer or a vocabulary head; other sites are norms."""
+
+# A call of a head has its labels in the dataclass that says what its loss is.
+register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), lambda values, _: CrossEntropy(*values))
 
 _BLOCK_METHODS = (
     "fused_norm_add",
@@ -59,6 +65,7 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
     "rope": frozenset({"qk_norm_rope", "rope"}),
     "mlp": frozenset({"glu"}),
     "adapter": frozenset({"lora_add", _IN_FLOAT32}),
+    "loss": frozenset({"linear_cross_entropy"}),
     ReadingBlock.kind: frozenset({_OWN_INPUTS}),
 }
 """The operators that make a site of each kind fused."""
@@ -66,12 +73,12 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
 
 @dataclass
 class FusedCall:
-    """A call of a fused norm, of a block's fused method, or of a fused LoRA layer.
+    """A call of a fused norm, of a block's fused method, of a fused LoRA layer, or of a head with its loss.
 
     Attributes:
         path: of the module that was called.
         method: that was called.
-        weighted: paths of the modules whose weights took part: norms, or the products of adapters.
+        weighted: paths of the modules whose weights took part: norms, the products of adapters, or the head.
         arguments: the method's, by its parameters' names; tensors are copies, or empty ones.
         operators: names of the operators that it ran, and what else makes a site fused.
         changed: share of the numbers among its arguments that it changed.
@@ -113,6 +120,7 @@ def watched_calls(paths: Mapping[int, str], *, with_tensors: bool = True) -> Ite
     watch = _Watch(paths, with_tensors)
     methods: list[tuple[type, str]] = [(one, "forward") for one in (FusedNorm, FusedGatedNorm, FusedAdapter)]
     methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
+    methods += [(FusedHead, name) for name in _METHODS_OF["loss"]]
     with contextlib.ExitStack() as stack:
         stack.enter_context(operator_calls.by(watch))
         for owner, name in methods:
@@ -235,7 +243,7 @@ def copied(tensor: Tensor) -> Tensor:
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
     """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
     for one in arguments:
-        if isinstance(one, FusedNorm):
+        if isinstance(one, FusedNorm | FusedHead):
             yield one
         elif isinstance(one, FusedAdapter):
             layer: Any = one

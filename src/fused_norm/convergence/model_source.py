@@ -64,8 +64,8 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 def set_up_execution(
     model: Any, comparison: Comparison, compile_backend: str, compiled_calls: list[str] | None = None
 ) -> nn.Module:
-    """The model set up for the comparison's execution; patched or not, it is the same call, but for ``recompute``
-    and ``liger``, which no stock model is compared in.
+    """The model set up for the comparison's execution; patched or not, it is the same call, but for ``recompute``,
+    which no stock model is compared in.
 
     Names of operators that compiled code calls are appended to ``compiled_calls`` when it is compiled.
     """
@@ -75,8 +75,6 @@ def set_up_execution(
         enable({"use_reentrant": False})
     elif comparison.execution == "recompute":
         apply_fused_norm(model, recompute="attention", **options_for_feature(comparison.feature))
-    elif comparison.execution == "liger":
-        apply_fused_norm(model, loss="liger", **options_for_feature(comparison.feature))
     elif comparison.execution == "compile":
         torch._dynamo.reset()
         backend = torch._dynamo.lookup_backend(compile_backend)

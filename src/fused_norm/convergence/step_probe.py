@@ -58,8 +58,19 @@ def probe_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> tupl
     )
 
 
+def own_loss(model: Any, tokens: Tensor) -> Tensor:
+    """The loss that a model computes of tokens."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
 def probe_bits(
-    model: nn.Module, tokens: Tensor, change: Callable[[nn.Module], object], *, mixed: bool = False
+    model: nn.Module,
+    tokens: Tensor,
+    change: Callable[[nn.Module], object],
+    *,
+    mixed: bool = False,
+    loss_of: Callable[[Any, Tensor], Tensor] = own_loss,
 ) -> dict[str, float]:
     """Hold the step of a model that is changed to the bits of its step before.
 
@@ -70,6 +81,7 @@ def probe_bits(
         tokens: [batch, sequence] of token ids, on the model's device.
         change: changes how the model's steps run.
         mixed: under bf16 autocast.
+        loss_of: computes the loss that is differentiated, of the model and the tokens.
 
     Returns:
         The share of the numbers in each parameter's gradient that are others.
@@ -80,8 +92,9 @@ def probe_bits(
         with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
             torch.manual_seed(0)  # dropout drops the same in all
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-                loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
+                loss = loss_of(model, tokens)
+            if loss.requires_grad:  # one that has lost its graph leaves no gradients
+                loss.backward()
         found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         model.zero_grad(set_to_none=True)
         return found
@@ -93,6 +106,18 @@ def probe_bits(
         name: 0.0 if share_different(one, again[name]) else share_different(found.get(name, torch.zeros_like(one)), one)
         for name, one in kept.items()
     }
+
+
+def loss_of_read_logits(model: Any, tokens: Tensor) -> Tensor:
+    """A loss that no operator has, of logits that are read after those of another batch.
+
+    It is the cross entropy of the next tokens, squared in each position, which leaves none of them without a gradient.
+    """
+    logits = model(input_ids=tokens, labels=tokens, use_cache=False).logits
+    other = tokens.flip(-1)
+    _ = model(input_ids=other, labels=other, use_cache=False).logits
+    log_probabilities = logits.float().log_softmax(-1)
+    return log_probabilities.gather(-1, tokens.roll(-1, 1)[..., None]).square().mean()
 
 
 def same_plans(model: nn.Module) -> PlanTable:

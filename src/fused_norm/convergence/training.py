@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
+from ..kernels.linear_cross_entropy import IGNORED
 from .model_source import layers_of
 from .tiers import TrainingOptions
 
@@ -67,6 +68,7 @@ def train(
     *,
     accelerator: Accelerator | None = None,
     cut_last: bool = False,
+    masked: bool = False,
     on_step: Callable[[int, float], object] | None = None,
     on_gradients: Callable[[int, nn.Module], object] | None = None,
     on_end: Callable[[nn.Module], object] | None = None,
@@ -82,6 +84,8 @@ def train(
         options: how to train.
         accelerator: made for ``options.accumulation`` when None: a GPU if there is one, else the CPU.
         cut_last: the sequences of the last of several steps lose a third, so that a second shape is seen.
+        masked: labels are ``masked_labels``, and the model is given the number of them in a step, by which it divides
+            the sum of its losses, as trainers do. Otherwise all tokens are labels, and each micro-batch has its mean.
         on_step: called after each step with its index and loss, the mean over all processes.
         on_gradients: called in each step, with its index and the prepared model, before gradients are clipped.
         on_end: called with the prepared model after the last step.
@@ -90,19 +94,27 @@ def train(
         ValueError: there are fewer sequences than ``options`` ask for.
     """
     accelerator = accelerator or accelerator_for(accumulation=options.accumulation)
-    prepared = _prepare(model.train(), sequences, options, accelerator)
+    step_size = options.batch_size * accelerator.num_processes
+    labels = masked_labels(sequences, step_size) if masked else sequences
+    prepared = _prepare(model.train(), sequences, labels, options, accelerator)
+
+    def cut(batch: Tensor, step: int) -> Tensor:
+        return batch[:, : -(batch.shape[1] // 3)] if cut_last and 0 < step == options.steps - 1 else batch
+
+    steps_labels = enumerate(labels.split(step_size)) if masked else ()
+    counts = [int((cut(one, step)[:, 1:] != IGNORED).sum()) for step, one in steps_labels]
     on_gpu = accelerator.device.type == "cuda"
     meter = _GpuPeak(accelerator.device) if on_gpu else SavedForBackward(prepared.model)
     steps: list[_Step] = []
-    for step in _steps(prepared, options, accelerator, meter.forward, cut_last, on_gradients):
+    for step in _steps(prepared, options, accelerator, meter.forward, cut, counts, on_gradients):
         steps.append(step)
         if on_step is not None:
             on_step(len(steps) - 1, step.loss)
         if not (math.isfinite(step.loss) and math.isfinite(step.gradient_norm)):
             break
-    last = steps[-1].batch
+    tokens, labels = steps[-1].batch
     with torch.no_grad():
-        evaluated = prepared.model.eval()(input_ids=last, labels=last, use_cache=False).loss
+        evaluated = prepared.model.eval()(input_ids=tokens, labels=labels, use_cache=False).loss
     prepared.model.train()
     if on_end is not None:
         on_end(prepared.model)
@@ -117,16 +129,35 @@ def train(
     )
 
 
+def masked_labels(sequences: Tensor, step_size: int) -> Tensor:
+    """Labels of sequences, none for a beginning of each, up to a half, and none for one sequence of every other step.
+
+    Which ones goes by their tokens: a step has the same labels in any order and grouping of its sequences.
+
+    Args:
+        sequences: token ids in training order, (sequences, length).
+        step_size: sequences in a step, of all processes.
+    """
+    sums = sequences.sum(1)
+    beginnings = sums % (1 + sequences.shape[1] // 2)
+    for start in range(step_size, len(sums), 2 * step_size) if step_size > 1 else ():
+        beginnings[start + int(sums[start : start + step_size].argmin())] = sequences.shape[1]
+    places = torch.arange(sequences.shape[1])
+    return sequences.masked_fill(places < beginnings[:, None], IGNORED)
+
+
 class _Prepared(NamedTuple):
     """The model, optimizer and batches that accelerate has prepared for a training loop."""
 
     model: Any
     optimizer: Any
-    batches: Iterable[Tensor]
+    batches: Iterable[Sequence[Tensor]]
     schedule: Any
 
 
-def _prepare(model: nn.Module, sequences: Tensor, options: TrainingOptions, accelerator: Accelerator) -> _Prepared:
+def _prepare(
+    model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
+) -> _Prepared:
     wanted = options.steps * options.batch_size * accelerator.num_processes
     if len(sequences) < wanted:
         raise ValueError(
@@ -143,7 +174,7 @@ def _prepare(model: nn.Module, sequences: Tensor, options: TrainingOptions, acce
         weight_decay=options.weight_decay,
     )
     batches: Any = torch.utils.data.DataLoader(
-        sequences[:wanted],  # type: ignore[arg-type]
+        torch.utils.data.TensorDataset(sequences[:wanted], labels[:wanted]),
         batch_size=options.batch_size // options.accumulation,
     )
     if shards_here:
@@ -157,12 +188,12 @@ def _prepare(model: nn.Module, sequences: Tensor, options: TrainingOptions, acce
 
 
 class _Step(NamedTuple):
-    """An optimizer step: its numbers, and its sequences, which are the same in any order and grouping."""
+    """An optimizer step: its numbers, and its sequences with labels, the same in any order and grouping."""
 
     loss: float
     gradient_norm: float
     seconds: float
-    batch: Tensor
+    batch: tuple[Tensor, ...]
 
 
 def _steps(
@@ -170,21 +201,27 @@ def _steps(
     options: TrainingOptions,
     accelerator: Accelerator,
     metered: Callable[[], contextlib.AbstractContextManager[None]],
-    cut_last: bool,
+    cut: Callable[[Tensor, int], Tensor],
+    counts: Sequence[int],
     on_gradients: Callable[[int, nn.Module], object] | None,
 ) -> Iterator[_Step]:
-    """Train, and give each step when it is done; forwards of the first one run ``metered``."""
+    """Train, and give each step when it is done; forwards of the first one run ``metered``.
+
+    ``counts``: the number of labels in each step, of all processes, where the model is given it.
+    """
     model, done, began = prepared.model, 0, None
     total, batches = torch.zeros((), device=accelerator.device), []
     for batch in prepared.batches:
         began = time.perf_counter() if began is None else began
-        if cut_last and 0 < done == options.steps - 1:
-            batch = batch[:, : -(batch.shape[1] // 3)]
-        batches.append(batch)
+        tokens, labels = (cut(one, done) for one in batch)
+        batches.append((tokens, labels))
+        how = {"num_items_in_batch": torch.tensor(counts[done], device=tokens.device)} if counts else {}
         with accelerator.accumulate(model):
             # Counting costs time, so it is done in the step whose time is left out.
             with contextlib.nullcontext() if done else metered():
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+                loss = model(input_ids=tokens, labels=labels, use_cache=False, **how).loss
+            if counts:  # its share of the step's mean, which is divided once more by each of these
+                loss = loss * (options.accumulation * accelerator.num_processes)
             accelerator.backward(loss)
             total += loss.detach().float() / options.accumulation
             if not accelerator.sync_gradients:
@@ -198,7 +235,7 @@ def _steps(
         # Reading the numbers waits for the device, so the clock stops when the step is done.
         mean = accelerator.reduce(total, "mean").item()
         whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
-        yield _Step(mean, whole, time.perf_counter() - began, torch.cat(batches))
+        yield _Step(mean, whole, time.perf_counter() - began, tuple(map(torch.cat, zip(*batches, strict=True))))
         done, began, total, batches = done + 1, None, torch.zeros_like(total), []
 
 

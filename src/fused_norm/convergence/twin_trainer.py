@@ -23,7 +23,7 @@ from .control_perturbations import regroup
 from .fused_calls import AnySite, paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import probe_bits, probe_step, recomputed_operators, same_plans
+from .step_probe import loss_of_read_logits, probe_bits, probe_step, recomputed_operators, same_plans
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, train
 
@@ -61,11 +61,11 @@ class TwinTrainer:
         """The sites that can be fused in this model.
 
         Raises:
-            FusedNormError: there is none.
+            FusedNormError: there is no norm among them, which controls perturb.
         """
         model = self.source.build(seed=self.comparison.seed, dtype=torch.float32, device=torch.device("cpu"))
         report = apply_fused_norm(model, strict=False)
-        if not report.fused:
+        if not any(site.kind in NORM_KINDS for site in report.fused):
             raise FusedNormError(f"{report.model} has no norm that can be fused; fused-norm inspect says why")
         return report.fused
 
@@ -88,8 +88,9 @@ class TwinTrainer:
         """Hold what a fused model computes in one step to what is known to be right.
 
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
-        one output of a norm. Where an execution computes values a second time, the step is held to one that keeps them.
-        None for compiled code, which has no calls.
+        one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. Where
+        an execution computes values a second time, the step is held to one that keeps them. None for compiled code,
+        which has no calls.
 
         Args:
             fused: makes the model.
@@ -104,7 +105,10 @@ class TwinTrainer:
             return CallRecord(bits=bits, not_seen=tuple(f"{path} (recompute)" for path in layers_of(model) if kept))
         if self.comparison.execution == "compile":
             return None
-        record, not_seen = CallRecord(bits=self.probe_readers(fused)), list[str]()
+        bits = self.probe_readers(fused)
+        if self.comparison.execution == "loss":
+            bits |= self.probe_logits(fused)
+        record, not_seen = CallRecord(bits=bits), list[str]()
         in_half &= self.comparison.execution == "eager" and PRECISIONS[self.comparison.precision].weights == "bfloat16"
         with fused(model) as sites:
             for where in ("", " (fp16)") if in_half else ("",):
@@ -124,6 +128,25 @@ class TwinTrainer:
         apply_fused_norm(model, readers=False, **options_for_feature(self.comparison.feature))
         with contextlib.ExitStack() as twin, use_plans(same_plans(model)):
             return probe_bits(model, tokens[:1], lambda model: twin.enter_context(fused(model)), mixed=mixed)
+
+    def probe_logits(self, fused: MakeTwin) -> dict[str, float]:
+        """Hold a step that reads logits to one whose head returns them.
+
+        Empty on a GPU, where products may add up in another order.
+        """
+        model, tokens, mixed = self.probed_model()
+        if tokens.is_cuda:
+            return {}
+        apply_fused_norm(model, **options_for_feature(self.comparison.feature) | {"loss": False})
+        with contextlib.ExitStack() as twin:
+            bits = probe_bits(
+                model,
+                tokens[:1],
+                lambda model: twin.enter_context(fused(model)),
+                mixed=mixed,
+                loss_of=loss_of_read_logits,
+            )
+        return {f"{name}, of logits that are read": share for name, share in bits.items()}
 
     def probed_model(self) -> tuple[nn.Module, Tensor, bool]:
         """The stock model at its initial weights, the tokens that it is probed with, and whether under autocast."""
@@ -180,13 +203,14 @@ class TwinTrainer:
                 options,
                 accelerator=accelerator,
                 cut_last=self.comparison.execution != "compile",  # it would be compiled twice
+                masked=self.comparison.execution == "loss",
                 on_step=on_step,
                 on_gradients=lambda step, trained: None if step else gradients.update(_gradients(trained)),
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
         not_seen: tuple[str, ...] = ()
-        if self.comparison.execution == "compile":  # where linears read what a stock norm returns
-            changed = [site for site in changed if site.kind != ReadingBlock.kind]
+        if self.comparison.execution == "compile":  # linears read what a stock norm returns, and the head is stock
+            changed = [site for site in changed if site.kind not in (ReadingBlock.kind, "loss")]
             not_seen = sites_not_compiled(changed, called)
         return RunTensors(
             **vars(result),

@@ -89,12 +89,19 @@ MEASURES: tuple[Measure, ...] = (
         why=_OUTPUTS,
     ),
     Measure("call_rows", "row of a call", "share of a fused call's worst row that is far off", bar=0.05, why=_OUTPUTS),
+    Measure(
+        "call_losses",
+        "call, loss",
+        "gap of the loss of a head's call, over what its roundings explain",
+        bar=1.0,
+        why="Losses of calls: a last place of the logit in one row of 64, and four of an fp32.",
+    ),
     Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
     Measure(
         "call_bits",
         "same bits",
-        "share of a parameter's gradient that is another where values of the forward are computed a second time, or "
-        "where linears that read a norm have an output of it each",
+        "share of a parameter's gradient that is another where values of the forward are computed a second time, "
+        "linears that read a norm have an output of it each, or logits are computed when they are read",
         bar=0.0,
     ),
     _to_a_last_place("output_gradients", "layer, grad", "gradient of a layer's output, relative distance"),
@@ -111,6 +118,13 @@ MEASURES: tuple[Measure, ...] = (
         "slope of a fused call's gradient over the stock modules', off by as many chances",
         bar=2.0,
         why=_GRADIENTS,
+    ),
+    Measure(
+        "call_turned",
+        "call, turned",
+        "share of a head's gradients in 16 bits that are rounded otherwise than the stock modules' on equal inputs",
+        bar=0.05,
+        why="Turned: a logit that is rounded the other way, in a row of some hundreds, turns one in fifty of the row.",
     ),
     _to_a_last_place(
         "output_gradient_slopes", "layer, slope", "slope of a layer's output gradient over stock's, less one"
@@ -346,7 +360,7 @@ def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
     def places(*measures: str) -> list[tuple[str, str]]:
         return [(check.where, check.where) for name in measures for check in failed if check.measure == name]
 
-    if forward := places("call_outputs", "call_rows", "outputs"):
+    if forward := places("call_outputs", "call_rows", "call_losses", "outputs"):
         where, _ = min(forward, key=lambda place: position(place[0]))
         return f"{_layer(where)}, forward: {where}"
     after = {
@@ -354,7 +368,7 @@ def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
         for where, _ in places("output_gradients", "output_gradient_slopes")
     }
     backward = [(after[where], f"gradient of {where}") for where in after]
-    backward += places("call_changes", "call_bits", "call_gradients", "call_slopes", "gradients")
+    backward += places("call_changes", "call_bits", "call_gradients", "call_turned", "call_slopes", "gradients")
     backward += places("gradient_slopes")
     if backward := backward or places("drifts"):
         where, what = max(backward, key=lambda place: position(place[0]))

@@ -463,8 +463,10 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of lazy logits by the fused operator."""
     transformation, projection = _transformation(logits), logits._projection
     assert transformation is not None
+    is_cast = projection.dtype is not None  # as it was for the head, whatever autocast is now
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-        loss = projection.loss(_rows_of_x(logits), replace(how, **transformation))
+        with torch.autocast(projection.x.device.type, projection.dtype, enabled=is_cast):
+            loss = projection.loss(_rows_of_x(logits), replace(how, **transformation))
         if loss.requires_grad:
             with plain_functions():
                 loss = _Loss.apply(loss, logits, how, False, projection.x, projection.weight, projection.bias)
