@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: host time, kernels and whole models beside their peers, and what each option saves."""
+"""``python -m benchmarks``: host time, kernels, losses and whole models beside peers, and what each option saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PARTS = ("host", "models", "features", "kernels")
+PARTS = ("host", "models", "features", "losses", "kernels")
 """What can be measured, in the order of measuring."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -34,7 +34,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with arguments, those of the process for None, and return the exit code."""
-    description = "Kernels, host time and whole models, side by side with their peers."
+    description = "Kernels, losses, host time and whole models, side by side with their peers."
     return parse_and_run(sys.modules[__name__], "python -m benchmarks", description, argv)
 
 
@@ -43,17 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
 host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of
-apply_fused_norm saves on whole models. kernels: GPU time and memory of every operator, beside peers. tune: prints rows
-of launch plans for this device. plots RESULTS: tables and charts of a results.json. Results, tables and charts are
-written to the folder of --out.
+apply_fused_norm saves on whole models. losses: time, memory and errors of a vocabulary head with its loss, beside
+peers. kernels: GPU time and memory of every other operator, beside peers. tune: prints rows of launch plans for this
+device. plots RESULTS: tables and charts of a results.json. Results, tables and charts are written to the folder of
+--out.
 
 NAMES are separated by commas. Rows are patterns such as 'glu*' or 'Qwen3-0.6B*', or the names of any operator and shape
-('add_rms_norm 4096x2560', 'qk_norm 4096x(28+4)x128') and any model and step ('Qwen3-4B lora loss 1x512')."""
+('add_rms_norm 4096x2560', 'qk_norm 4096x(28+4)x128'), head with its loss ('linear_cross_entropy 8192x1024x32000
+masked': rows, H and V) and model and step ('Qwen3-4B lora loss 1x512')."""
     parser.add_argument("part", nargs="?", choices=(*PARTS, "all", "tune", "plots"), default="all", metavar="PART",
                         help=f"{', '.join(PARTS)}, tune or plots (default: all that can be measured)")  # fmt: skip
     parser.add_argument("stored", nargs="?", type=Path, metavar="RESULTS", help="of plots: a results.json")
     parser.add_argument("--rows", type=_names, metavar="NAMES", help="only these; of models there are more by name")
-    parser.add_argument("--providers", type=_names, metavar="NAMES", help="of kernels and host; a wrong name lists all")
+    parser.add_argument(
+        "--providers", type=_names, metavar="NAMES", help="of kernels, losses and host; a wrong one lists all"
+    )
     parser.add_argument("--variants", type=_names, metavar="NAMES", help="of models and features, in the same way")
     parser.add_argument("--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (bfloat16)")
     parser.add_argument("--widths", type=_widths, metavar="NUMBERS", help="of tune: row lengths (default: common ones)")
@@ -139,12 +143,19 @@ def _measurements(run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[
     """
     import torch
 
-    from . import host, kernels, models, providers
+    from . import host, kernels, losses, models, providers
+    from .loss_providers import LOSS_PROVIDERS
     from .model_variants import DEFAULT, FEATURES, VARIANTS
 
     wanted = PARTS if args.part == "all" else (args.part,)
     rows = _rows(wanted, args.rows)
-    peers = _named(providers.EVERY, args.providers, "provider", list(providers.PROVIDERS))
+    of_operators = {} if wanted == ("losses",) else providers.EVERY
+    of_losses = LOSS_PROVIDERS if "losses" in wanted else {}
+    names = {name: name for name in (*of_operators, *of_losses)}
+    chosen = _named(names, args.providers, "provider", (*providers.PROVIDERS, *LOSS_PROVIDERS))
+    peers, loss_peers = (
+        [provider for name, provider in every.items() if name in chosen] for every in (of_operators, of_losses)
+    )
     every_dtype = {name: getattr(torch, name) for name in _DTYPES}
     dtypes = _named(every_dtype, args.dtype, "dtype", _DTYPES[:1])
     variants = _named({name: name for name in VARIANTS}, args.variants, "variant", DEFAULT)
@@ -154,6 +165,7 @@ def _measurements(run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[
         "host": partial(host.measure, run, peers),
         "models": partial(models.measure, run, rows["models"], variants, dtypes[0]),
         "features": partial(models.measure, run, rows["features"], compared_here, dtypes[0], "features"),
+        "losses": partial(losses.measure, run, rows["losses"], dtypes[0], loss_peers),
         "kernels": partial(kernels.measure, run, rows["kernels"], dtypes, peers),
     }
     return [measure[part] for part in wanted]
@@ -165,18 +177,23 @@ def _rows(parts: Sequence[str], names: Sequence[str] | None) -> Mapping[str, Seq
     Raises:
         UsageError: one has none.
     """
+    from .loss_cases import CASES as LOSS_CASES
+    from .loss_cases import LossCase
     from .model_cases import CASES, DEFAULT, FEATURES, ModelCase
     from .operator_cases import CASES as OPERATOR_CASES
     from .operator_cases import OperatorCase
 
     if names is None:
-        return {"kernels": OPERATOR_CASES, "models": DEFAULT, "features": FEATURES}
-    known: Mapping[str, Sequence[Any]] = {"kernels": OPERATOR_CASES, "models": CASES, "features": FEATURES}
+        return {"kernels": OPERATOR_CASES, "losses": LOSS_CASES, "models": DEFAULT, "features": FEATURES}
+    known: Mapping[str, Sequence[Any]] = {
+        "kernels": OPERATOR_CASES, "losses": LOSS_CASES, "models": CASES, "features": FEATURES
+    }  # fmt: skip
+    kinds: Mapping[str, Any] = {"kernels": OperatorCase, "losses": LossCase}
 
     def of_name(part: str, name: str) -> Sequence[Any]:
         matching = [row for row in known[part] if fnmatchcase(row.name, name)]
         with contextlib.suppress(ValueError):  # it is the name of no row
-            return matching or [(OperatorCase if part == "kernels" else ModelCase).named(name)]
+            return matching or [kinds.get(part, ModelCase).named(name)]
         return matching
 
     found: dict[str, list[Any]] = {part: [] for part in known}

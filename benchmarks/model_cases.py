@@ -24,6 +24,7 @@ WORDS = (
     "packed",
     "fsdp2",
     "loss",
+    "masked",
     "generate",
     "static",
 )
@@ -61,7 +62,10 @@ class ModelCase:
         if found is None:
             raise ValueError(f"{name!r} is no model, step and size such as 'Qwen3-0.6B loss 4x4096'")
         model, layers, batch, length = found[1], found[2], int(found[4]), int(found[5])
-        step = tuple(word for word in WORDS if word in found[3].split())
+        words = {*found[3].split()}
+        if "masked" in words:  # labels belong to a loss
+            words.add("loss")
+        step = tuple(word for word in WORDS if word in words)
         if model.removeprefix("tiny-") in FAMILIES:
             return cls(model.removeprefix("tiny-"), None, batch, length, step)
         whole = f"{model} ({layers} layers)"
@@ -119,22 +123,37 @@ def _cases(models: Sequence[str], *steps: str) -> list[ModelCase]:
     return [ModelCase.named(f"{model} {step}") for step in steps for model in models]
 
 
-TRAINED = tuple(
-    f"{step}{loss} {size}"
-    for loss in ("", " loss")
-    for step, size in (
-        ("lora checkpointing", "4x4096"),
-        ("lora dropout checkpointing", "4x4096"),
-        ("lora", "4x4096"),
-        ("autocast checkpointing", "4x4096"),
-        ("autocast", "4x4096"),
-        ("qlora checkpointing", "4x4096"),
-        ("qlora dropout checkpointing", "4x4096"),
-        ("packed", "1x16384"),
-        ("fsdp2", "4x4096"),
-    )
+WITH_LOSS = (
+    "loss 4x4096",
+    "lora loss 4x4096",
+    "lora checkpointing loss 4x4096",
+    "autocast loss 4x4096",
+    "checkpointing loss 4x4096",
+    "autocast checkpointing loss 4x4096",
+    "loss masked 4x4096",
+    "lora loss masked 4x4096",
+    "lora dropout checkpointing loss 4x4096",
+    "qlora checkpointing loss 4x4096",
+    "qlora dropout checkpointing loss 4x4096",
+    "packed loss 1x16384",
+    "fsdp2 loss 4x4096",
 )
-"""The steps that people run, the most frequent first."""
+"""The steps that people run: they end in the loss."""
+
+WITHOUT_HEAD = (
+    "lora checkpointing 4x4096",
+    "lora dropout checkpointing 4x4096",
+    "lora 4x4096",
+    "autocast checkpointing 4x4096",
+    "autocast 4x4096",
+    "qlora checkpointing 4x4096",
+    "qlora dropout checkpointing 4x4096",
+    "packed 1x16384",
+    "fsdp2 4x4096",
+)
+"""The layers of such steps alone."""
+
+TRAINED = (*WITH_LOSS, *WITHOUT_HEAD)
 
 DEFAULT = tuple(_cases(_SMALL[:1], *TRAINED))
 """The rows that are measured where none are named."""
@@ -152,5 +171,5 @@ CASES: tuple[ModelCase, ...] = (
     *_cases(["flan-t5-large"], "8x512"),
 )
 
-FEATURES = (*_cases(_SMALL, "4x4096", "1x512"), ModelCase.named("Qwen3-0.6B generate 1x32"))
+FEATURES = (*_cases(_SMALL, "loss 4x4096", "4x4096", "1x512"), ModelCase.named("Qwen3-0.6B generate 1x32"))
 """The rows on which options are compared."""

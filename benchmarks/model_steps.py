@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.patcher import apply_fused_norm, remove_fused_norm
 from fused_norm.spec import GatedNormSpec, NormSpec
 
@@ -246,8 +247,9 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     from transformers import AutoModel, AutoModelForCausalLM
 
     words = {*case.step}
+    has_head = words & {"loss", "masked"} or case.generates
     weights = torch.float32 if words & {"autocast", "fsdp2"} else dtype
-    model = build(case, weights, device, AutoModelForCausalLM if "loss" in words or case.generates else AutoModel)
+    model = build(case, weights, device, AutoModelForCausalLM if has_head else AutoModel)
     generator = torch.Generator(device).manual_seed(1)
     config = model.config.get_text_config(decoder=True)
     length = case.length + (_PROMPT_TOKENS if case.generates else 0)
@@ -369,6 +371,16 @@ def _with_loss(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     return replace(step, inputs={**step.inputs, "labels": step.tokens})
 
 
+def _with_masked_prompts(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
+    """Take the labels of the first half of every sequence away, as those of a prompt are in instruction tuning."""
+    lengths = torch.tensor([case.length] * case.batch)
+    if "packed" in case.step:
+        lengths = step.inputs["cu_seq_lens_q"].diff().cpu()
+    is_prompt = torch.cat([torch.arange(length) < length // 2 for length in lengths.tolist()])
+    labels = step.tokens.masked_fill(is_prompt.view(step.tokens.shape).to(step.tokens.device), IGNORED)
+    return replace(step, inputs={**step.inputs, "labels": labels})
+
+
 def _with_image(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     """Let the first half of the tokens be those of a square image, or as many as a square has."""
     config = step.model.config
@@ -406,6 +418,7 @@ _CHANGES: Mapping[str, Callable[[BenchmarkedModel, ModelCase], BenchmarkedModel]
     "qlora": lambda step, case: _with_adapters(_in_nf4(step, case), case),
     "lora": _with_adapters,
     "loss": _with_loss,
+    "masked": _with_masked_prompts,
     "generate": _generation,
     "fsdp2": _sharded,
 }

@@ -106,10 +106,10 @@ def _fused_recompute(level: RecomputeLevel) -> Variant:
     return variant
 
 
-def _fused_with_ligers_loss(step: BenchmarkedModel) -> Patched:
+def _fused_with_stock_loss(step: BenchmarkedModel) -> Patched:
     if not step.has_loss:
         raise RefusedError("the step has no loss")
-    return _fused(step, loss="liger")
+    return _fused(step, loss=False)
 
 
 def _without(option: str) -> Variant:
@@ -186,7 +186,7 @@ def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
 def _liger_and_fused(step: BenchmarkedModel) -> Patched:
     patched = _liger(step, rms_norm=False, rope=False)
     with patched.running():
-        apply_fused_norm(step.model, strict=False)
+        apply_fused_norm(step.model, loss=False, strict=False)
     return patched
 
 
@@ -279,7 +279,7 @@ VARIANTS: Mapping[str, Variant] = {
     "compile-layers": _compiled_by_layer(_stock),
     "fused": _fused,
     "fused again": _fused,
-    "fused-liger-loss": _fused_with_ligers_loss,
+    "fused-stock-loss": _fused_with_stock_loss,
     **{f"without {option}": _without(option) for option in _OPTIONS},
     "fused-compile-layers": _compiled_by_layer(_fused),
     "fused-recompute": _fused_recompute(True),
@@ -299,7 +299,7 @@ VARIANTS: Mapping[str, Variant] = {
 }
 """What each of them is, is said under *Steps* and *Features* in ``docs/measuring.md``."""
 
-FEATURES = ("fused", "fused again", *(f"without {option}" for option in _OPTIONS), "stock")
+FEATURES = ("fused", "fused again", "fused-stock-loss", *(f"without {option}" for option in _OPTIONS), "stock")
 """The variants that show what each option brings."""
 
 DEFAULT = ("stock", "liger", "compile-layers", "fused", "fused-compile-layers")

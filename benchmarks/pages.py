@@ -10,15 +10,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from .results import Result, Results
-from .tables import in_markdown, pivot, speed, steps_in_markdown
+from .tables import in_markdown, losses_in_markdown, pivot, speed, steps_in_markdown
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
 
-STEPS = {
+WITH_LOSS = {
     "full fine-tuning, Qwen3-0.6B": "Qwen3-0.6B loss 4x4096",
     "full fine-tuning, Llama-3.2-1B": "Llama-3.2-1B loss 4x4096",
     "full fine-tuning, gemma-3-1b-pt": "gemma-3-1b-pt loss 4x4096",
+    "LoRA with loss, Qwen3-0.6B": "Qwen3-0.6B lora loss 4x4096",
+    "LoRA with loss, Llama-3.2-1B": "Llama-3.2-1B lora loss 4x4096",
+    "LoRA with loss, gemma-3-1b-pt": "gemma-3-1b-pt lora loss 4x4096",
+    "LoRA with loss, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing loss 4x4096",
+    "bf16 autocast with loss, Qwen3-0.6B": "Qwen3-0.6B autocast loss 4x4096",
+    "half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B loss masked 4x4096",
+    "LoRA, half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B lora loss masked 4x4096",
+}
+"""The README's names for steps that end in the loss, which are what people run."""
+
+AWAITED = frozenset(step for name, step in WITH_LOSS.items() if not name.startswith("full fine-tuning"))
+"""Those that the stored run does not have yet. Tables leave them out; any other step that is not there is an error."""
+
+STEPS = {
+    **WITH_LOSS,
     "LoRA, Qwen3-0.6B": "Qwen3-0.6B lora 4x4096",
     "LoRA, Llama-3.2-1B": "Llama-3.2-1B lora 4x4096",
     "LoRA, gemma-3-1b-pt": "gemma-3-1b-pt lora 4x4096",
@@ -33,7 +48,7 @@ STEPS = {
     "bf16, Llama-3.2-1B": "Llama-3.2-1B 4x4096",
     "bf16, gemma-3-1b-pt": "gemma-3-1b-pt 4x4096",
 }
-"""The README's names for rows of the run, in its order."""
+"""The README's names for rows of the run, in its order. Without a loss they are the layers of such steps alone."""
 
 VARIANTS = {"stock": "stock", "Liger": "liger", "compiled": "compile-layers", "ours": "fused"}
 """The README's names for variants."""
@@ -91,12 +106,14 @@ def first_table(run: Results) -> str:
     for name, variant in VARIANTS.items():
         head = head.replace(f"| {variant} ms ", f"| {name} ms ")
     by_step = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in STEPS.items())])
+    shown = {name: step for name, step in STEPS.items() if step in by_step or step not in AWAITED}
+    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in shown.items())])
 
 
 def all_steps(run: Results) -> str:
     """Every step of the run, with the variants that were measured in all kinds of step."""
-    return "\n".join(_steps(run, [*VARIANTS.values(), "fused-liger-loss"]))
+    # The last is a variant of former releases, which there is no more when the steps with a loss are measured again.
+    return "\n".join(_steps(run, [*VARIANTS.values(), "fused-stock-loss", "fused-liger-loss"]))
 
 
 def _steps(run: Results, variants: Iterable[str]) -> list[str]:
@@ -116,14 +133,20 @@ def less_memory(run: Results) -> str:
 
 
 def options(run: Results) -> str:
-    """What each option brings."""
+    """What each option brings to the first step that was measured for it."""
     lines = [["", "ms", "time against everything on, 95 %", "GiB"]]
-    for step in run.of("features"):
-        if step.ratio is not None and step.ratio.low is not None:
+    steps = run.of("features")
+    for step in steps:
+        if step.row == steps[0].row and step.ratio is not None and step.ratio.low is not None:
             time, memory = milliseconds_and_gibibytes(step)
             interval = "" if step.by == "fused" else f"{step.ratio.low:.3f} to {step.ratio.high:.3f}"
             lines.append([step.by, time, interval, memory])
     return in_markdown(lines)
+
+
+def losses(run: Results) -> str:
+    """Milliseconds, GiB beyond the inputs and the error of dW, or of dX, of heads with their loss."""
+    return losses_in_markdown(run) or ""
 
 
 def operators(run: Results) -> str:

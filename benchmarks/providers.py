@@ -30,8 +30,9 @@ class Provider:
 
     Attributes:
         name: in options and tables.
-        build: makes the function of a case, from the arguments of a call to a tuple of outputs. It, or the function,
-            raises ``RefusedError`` for a case that is not taken.
+        build: makes the function of a case, which returns a tuple of outputs; that of an ``OperatorCase`` takes the
+            tensors of a call, that of a ``LossCase`` its ``LossInputs``. It, or the function, raises ``RefusedError``
+            for a case that is not taken.
         package: the package that must be importable.
         on_cpu: it runs where there is no GPU.
         overwrites_gradients: its backward writes into the gradient that it is given.
@@ -39,7 +40,7 @@ class Provider:
     """
 
     name: str
-    build: Callable[[OperatorCase], OperatorFunction]
+    build: Callable[[Any], Callable[..., Any]]
     package: str = "torch"
     on_cpu: bool = True
     overwrites_gradients: bool = False

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from .samples import PairedRatio, Timing
 
-Part = Literal["kernels", "host", "models", "features", "copy"]
+Part = Literal["kernels", "losses", "host", "models", "features", "copy"]
 Verdict = Literal["ok", "wrong", "refused", "failed"]
 """``wrong``: the result is further from the right one than allowed, so no time was taken. ``refused``: the
 implementation does not take this case. ``failed``: it raised any other error."""
@@ -24,25 +24,26 @@ class Result:
     """One thing that was measured: a cell of a table.
 
     Attributes:
-        part: ``kernels``: operators beside peers. ``host``: the host's time for a call. ``models``: steps of whole
-            models. ``features``: the same, and ratios to everything on. ``copy``: a copy from device to device, whose
-            bandwidth is the limit of every operator's.
+        part: ``kernels``: operators beside peers. ``losses``: a vocabulary head with its loss, beside peers.
+            ``host``: the host's time for a call. ``models``: steps of whole models. ``features``: the same, and ratios
+            to everything on. ``copy``: a copy from device to device, whose bandwidth is the limit of every operator's.
         row: the case: an operator and its shape, or a model and its step; for a copy its size.
         by: the provider or the variant.
         kind: of operators ``forward``, which is without autograd, or ``backward``, all gradients; of host times
-            ``forward``, or ``training``, which is both.
+            ``forward``, or ``training``, which is both; of losses ``training``.
         dtype: of activations and weights.
         verdict: see ``Verdict``.
         detail: what is wrong, or was raised, or why there is no such variant.
         error: the largest relative error: of any row to float64, or of a model's outputs and gradients to stock's;
             None where it is not finite.
+        errors: of a loss, the relative errors of ``loss``, ``dX`` and ``dW`` to float64, of whole tensors.
         timing: of a call, a step, or a token of a generation; None unless the verdict is ``ok``.
         host: the part of a step's time until the host has launched everything.
         ratio: of the times of a step to those of the base, each to that of the same round.
         bytes: the least that a call must move.
         cold: the sets of inputs together are too large for the L2 cache.
         extra_bytes: the peak of memory during a call beyond inputs and outputs; of a backward, what its forward has
-            kept for it counts, and all gradients are outputs.
+            kept for it counts, and all gradients are outputs. Of losses the gradients count.
         peak_bytes: of allocated GPU memory during a step, weights included.
         reserved_bytes: the same of the memory that PyTorch's allocator held.
     """
@@ -55,6 +56,7 @@ class Result:
     verdict: Verdict = "ok"
     detail: str | None = None
     error: float | None = None
+    errors: dict[str, float | None] | None = None
     timing: Timing | None = None
     host: Timing | None = None
     ratio: PairedRatio | None = None

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from .loss_providers import PRODUCTS
 from .providers import FUSED
 from .results import Result, Results
 from .samples import Timing
@@ -14,6 +15,9 @@ _DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA
 """Bytes per second of the memory of a GPU, as its maker gives them."""
 
 _SMALL = 3e-6  # Cases whose bytes a copy moves in less time are in microseconds: they are bound by launches.
+
+_OF_A_LOSS = ("loss", "dX", "dW")
+"""What the errors of a loss are of."""
 
 Text = Callable[[Result, Sequence[Result]], str]
 """What a cell says of a result, beside all of its row and kind."""
@@ -29,6 +33,9 @@ def describe(results: Results) -> str:
         parts.append(_bandwidth_line(results, results.copy_bandwidth))
         for dtype in dict.fromkeys(row.dtype for row in results.of("kernels")):
             parts += _operator_tables(results, dtype, results.copy_bandwidth)
+    losses = results.of("losses")
+    if losses:
+        parts.append(_loss_table(losses))
     host = results.of("host")
     if host:
         table = pivot(host, lambda result, _: f"{1e6 * result.seconds:.1f}" if result.seconds else result.verdict)
@@ -37,7 +44,7 @@ def describe(results: Results) -> str:
     if steps:
         parts.append(f"Steps, time and peak memory; * as below\n{aligned(_ways(steps, '*{}'))}")
     parts += filter(None, (_step_table(steps), _step_table(results.of("features"))))
-    bad = [row for row in results.rows if row.bad or (row.detail and row.part in ("models", "features"))]
+    bad = [row for row in results.rows if row.bad or (row.detail and row.part in ("losses", "models", "features"))]
     if bad:
         lines = (f"  {r.by}, {' '.join(filter(None, (r.row, r.dtype, r.kind)))}: {r.verdict}, {r.detail}" for r in bad)
         parts.append("Not timed:\n" + "\n".join(lines))
@@ -47,7 +54,9 @@ def describe(results: Results) -> str:
         middle, most = statistics.median(spreads), max(spreads)
         parts.append(f"Spread of kernel times, quartile to quartile: {middle:.1%} in the middle, {most:.1%} at most")
     by_events = [
-        f"{row.by} {row.row} {row.kind}" for row in results.rows if row.timing and row.timing.method == "events"
+        f"{row.by} {row.row} {row.kind}"
+        for row in results.of("kernels")
+        if row.timing and row.timing.method == "events"
     ]
     if by_events:
         parts.append(f"Not capturable in a CUDA graph, so host time may be in it: {', '.join(by_events)}")
@@ -134,6 +143,49 @@ def _lead(_: Result, rivals: Sequence[Result]) -> str:
     ours = [row.seconds for row in rivals if row.by == FUSED.name]
     others = [row.seconds for row in rivals if row.by != FUSED.name and row.seconds]
     return f"{min(others) / ours[0]:.2f}" if others and ours and ours[0] else ""
+
+
+def _loss_table(losses: Sequence[Result]) -> str:
+    lines = [["", "", "ms", "quartiles", "GiB", *(f"error of {name}" for name in _OF_A_LOSS), "rounds"]]
+    for row_name in dict.fromkeys(one.row for one in losses):
+        of_row = [one for one in losses if one.row == row_name]
+        best = _clearly_best([one for one in of_row if one.by != PRODUCTS.name])
+        for index, one in enumerate(of_row):
+            errors = one.errors or {}
+            lines.append(
+                [
+                    "" if index else row_name,
+                    one.by,
+                    f"{'*' if one is best else ''}{1e3 * one.seconds:.1f}" if one.seconds else one.verdict,
+                    _quartiles(one.timing),
+                    "" if one.extra_bytes is None else f"{one.extra_bytes / 2**30:.1f}",
+                    *(_error(errors[name]) if name in errors else "" for name in _OF_A_LOSS),
+                    str(one.timing.samples) if one.timing else "",
+                ]
+            )
+    return (
+        "Head and loss, forward and backward: time, peak of memory beyond the inputs, relative errors to float64; * is "
+        "the fastest where its quartiles are apart from all others'; products: those of matrices alone, which no "
+        f"implementation can do without\n{aligned(lines)}"
+    )
+
+
+def losses_in_markdown(results: Results) -> str | None:
+    """The table of heads with their loss for a page: ms, GiB and the error of dW, or of dX if the head is frozen."""
+
+    def text(result: Result, _: Sequence[Result]) -> str:
+        if result.seconds is None or result.extra_bytes is None:
+            return "-" if result.verdict == "refused" else result.verdict
+        cell = f"{1e3 * result.seconds:.1f}, {result.extra_bytes / 2**30:.1f}"
+        errors = result.errors or {}
+        return f"{cell}, {_error(errors.get('dW', errors['dX']))}" if errors else cell
+
+    losses = results.of("losses")
+    return in_markdown(pivot(losses, text)) if losses else None
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2e}"
 
 
 def _step_table(steps: Sequence[Result]) -> str | None:

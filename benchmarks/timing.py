@@ -108,6 +108,17 @@ def sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
     return Sampler(lambda: _between_events(graph.replay) / (rounds * len(calls)), "graph")
 
 
+def long_call_sampler(call: Call, device: torch.device) -> Sampler:
+    """Make what times a call of many milliseconds by events, without a CUDA graph, which would keep its memory.
+
+    The host is ahead of the GPU in such a call, unless the call itself waits for the GPU: then that wait counts.
+    """
+    if device.type == "cpu":
+        return Sampler(lambda: _wall([call]), "wall")
+    call()
+    return Sampler(lambda: _between_events(call), "events")
+
+
 def copy_sampler(moved_bytes: int, device: torch.device) -> Sampler:
     """Make what times a copy that moves ``moved_bytes``, half of them read and half written, as all else is timed."""
     shape = max(moved_bytes // 4, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import command, kernels, model_cases, model_variants, models, plots, providers
+from benchmarks import command, host, kernels, losses, model_cases, model_variants, models, plots, providers
 from benchmarks.command import main
+from benchmarks.loss_cases import CASES as LOSS_CASES
+from benchmarks.loss_providers import LOSS_PROVIDERS
 from benchmarks.results import Results
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,12 @@ def test_without_a_gpu_nothing_is_timed(part, tmp_path, capsys):
         (["--providers", "stock,apex"], "no provider 'apex'; there are stock, torch"),
         (["--variants", "eager"], "no variant 'eager'; there are stock, liger"),
         (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
+        (
+            ["losses", "--providers", "stock,static_persistent"],
+            "no provider 'static_persistent'; there are stock, comp",
+        ),
+        (["kernels", "--providers", "stock,liger-fp32"], "no provider 'liger-fp32'; there are stock, torch"),
+        (["losses", "--rows", "linear_cross_entropy 8x8"], "--rows 'linear_cross_entropy 8x8' is no operator"),
         (["kernels", "--rows", "rms_norm *,conv *"], "--rows 'conv *' is no operator and shape, and no model"),
         (["models", "--rows", "add_rms_norm 8x64"], "--rows 'add_rms_norm 8x64' is no"),
         (["--widths", "128"], "--widths belongs to tune"),
@@ -108,7 +117,7 @@ def _quick_runs(tmp_path, capsys):
         ("models", [], [case.name for case in model_cases.DEFAULT], list(model_variants.DEFAULT)),
         (
             "models",
-            ["--rows", "L*B lora 4*,L*B lora loss *,[QL]* fsdp2 4*"],
+            ["--rows", "L*B lora 4*,L*B lora loss 4*,[QL]* fsdp2 4*"],
             ["Llama-3.2-1B lora 4x4096", "Llama-3.2-1B lora loss 4x4096", *SHARDED],
             None,
         ),
@@ -133,6 +142,30 @@ def test_any_shape_can_be_measured(tmp_path):
     assert [case.name for case in measure.call_args.args[1]] == ["add_rms_norm 3x40", "qk_norm 2x(3+1)x8"]
 
 
+@pytest.mark.parametrize(
+    ("part", "given", "of_losses", "of_kernels"),
+    [
+        ("losses", [], list(LOSS_PROVIDERS), []),
+        ("losses", ["--providers", "products,liger-fp32"], ["liger-fp32", "products"], []),
+        ("kernels", ["--providers", "liger,fused"], [], ["liger", "fused"]),
+        ("all", ["--providers", "torch,liger-fp32"], ["liger-fp32", "torch"], ["torch"]),
+    ],
+)
+def test_losses_and_kernels_have_providers_of_their_own(part, given, of_losses, of_kernels, tmp_path):
+    found = {}
+    with contextlib.ExitStack() as stack:
+        for module in (losses, kernels, models, host):
+            found[module] = stack.enter_context(mock.patch.object(module, "measure"))
+        assert main([part, "--quick", "--out", str(tmp_path), *given]) == 0
+    if of_losses:
+        _, cases, dtype, peers = found[losses].call_args.args
+        assert ([case.name for case in cases], dtype) == ([case.name for case in LOSS_CASES], torch.bfloat16)
+        assert [provider.name for provider in peers] == of_losses
+    if of_kernels:
+        assert [provider.name for provider in found[kernels].call_args.args[-1]] == of_kernels
+    assert (found[losses].called, found[kernels].called) == (bool(of_losses), bool(of_kernels))
+
+
 def test_after_the_budget_nothing_is_started(tmp_path, capsys):
     assert main(["--quick", "--budget-seconds", "0", "--out", str(tmp_path)]) == 0
     results = Results.load(tmp_path / "results.json")
@@ -142,6 +175,7 @@ def test_after_the_budget_nothing_is_started(tmp_path, capsys):
         "models: Qwen3-0.6B lora checkpointing 4x4096",
         "features: ",
         "rms_norm 8192x4096 bf",
+        "linear_cross_entropy 16384x1024x151936 bf",
     ):
         assert any(line.startswith(part) and line.endswith("after 0 s") for line in results.left_out)
     assert "Left out:" in capsys.readouterr().out

@@ -85,6 +85,27 @@ def test_with_loss_a_step_begins_its_backward_from_the_loss_over_the_vocabulary(
     assert all(weight.grad.any() for weight in step.model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["masked", "packed masked"])
+def test_masked_prompts_take_the_labels_of_the_first_half_of_every_sequence(kind):
+    step = prepared(kind, batch=2, length=32)
+    positions = step.inputs["position_ids"] if "packed" in kind else torch.arange(32).expand(2, -1)
+    starts = [place for place, position in enumerate(positions.flatten().tolist()) if position == 0]
+    ends = [*starts[1:], step.tokens.numel()]
+    expected = step.tokens.flatten().clone()
+    for start, end in zip(starts, ends, strict=True):
+        expected[start : start + (end - start) // 2] = -100
+    labels = step.inputs["labels"]
+    assert torch.equal(labels.flatten(), expected)
+    assert labels.shape == step.tokens.shape
+    assert 0.4 < (labels == -100).float().mean() <= 0.5
+    assert step.has_loss
+    loss, _ = step.outputs_and_gradients()
+    with torch.no_grad():
+        inputs = {name: value for name, value in step.inputs.items() if name != "labels"}
+        logits = step.model(input_ids=step.tokens, use_cache=False, **inputs).logits[:, :-1]
+    assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+
 def test_under_autocast_weights_stay_in_fp32_and_products_are_in_the_dtype():
     step = prepared("autocast", dtype=torch.bfloat16)
     assert {weight.dtype for weight in step.model.parameters()} == {torch.float32}

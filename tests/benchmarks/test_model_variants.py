@@ -23,7 +23,7 @@ from benchmarks.model_variants import (
     float8_linears_alone,
     missing,
 )
-from fused_norm.patcher.losses import FusedLoss
+from fused_norm.patcher.losses import FusedHead
 
 CPU = torch.device("cpu")
 
@@ -133,15 +133,26 @@ def test_what_liger_has_no_kernels_for_is_refused(liger):
         VARIANTS["liger"](prepared())
 
 
-def test_all_is_fused_around_ligers_loss():
-    pytest.importorskip("liger_kernel")
+def test_the_head_and_its_loss_are_fused_unless_the_variant_leaves_them_stock():
     step = prepared("qwen3", "loss")
-    stock, twin = step.outputs_and_gradients(), step.twin()
-    patched = VARIANTS["fused-liger-loss"](twin)
-    assert isinstance(patched.model, FusedLoss)
-    assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
+    stock = step.outputs_and_gradients()
+    for variant, loss_is_fused in (("fused", True), ("fused-stock-loss", False)):
+        twin = step.twin()
+        patched = VARIANTS[variant](twin)
+        assert isinstance(twin.model.lm_head, FusedHead) == loss_is_fused
+        assert type(twin.model.model.norm) is not type(step.model.model.norm)
+        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
     with pytest.raises(RefusedError, match="the step has no loss"):
-        VARIANTS["fused-liger-loss"](prepared("qwen3"))
+        VARIANTS["fused-stock-loss"](prepared("qwen3"))
+
+
+@pytest.mark.parametrize("variant", ["fused-recompute", "fused-recompute-mlp", "fused-recompute-attention"])
+def test_levels_of_recompute_run_in_steps_with_a_loss(variant):
+    step = prepared("qwen3", "masked")
+    stock, twin = step.outputs_and_gradients(), step.twin()
+    patched = VARIANTS[variant](twin)
+    assert isinstance(twin.model.lm_head, FusedHead)
+    assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
 
 
 def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
@@ -248,7 +259,7 @@ def test_transformers_compiles_a_generation_with_a_static_cache_and_no_other():
         VARIANTS["compile-layers"](static)
 
 
-OF_LIGER = ("liger", "liger-fused", "liger-norms", "fused-liger-loss")
+OF_LIGER = ("liger", "liger-fused", "liger-norms")
 
 
 def test_what_is_not_here_is_missing(monkeypatch):

@@ -31,7 +31,7 @@ from benchmarks.samples import PairedRatio
 from .tiny_cases import MODEL_CASES
 
 TINY = ModelCase("llama", None, 1, 4)
-IN_FEATURES = frozenset(FEATURES) - {"stock", "fused"}
+IN_FEATURES = frozenset(FEATURES) - {"stock", "fused", "fused-stock-loss"}
 OF_MODELS = [name for name in VARIANTS if name not in IN_FEATURES]
 
 
@@ -82,6 +82,9 @@ def test_every_variant_that_is_here_is_right_and_timed(case, run):
     assert run.results.of("models")
     for result in run.results.of("models"):
         if result.by.startswith("fused-recompute") and case.generates:
+            assert result.verdict == "refused"
+            continue
+        if result.by == "fused-stock-loss" and not {"loss", "masked"} & {*case.step}:
             assert result.verdict == "refused"
             continue
         if result.by in FLOAT8 and (case.generates or {"lora", "qlora"} & {*case.step}):
@@ -330,10 +333,10 @@ def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-gemma3_text 1x8", "tiny-qwen3 generate 1x2"])
+@pytest.mark.parametrize("name", ["tiny-gemma3_text 1x8", "tiny-qwen3 loss 1x8", "tiny-qwen3 generate 1x2"])
 def test_every_option_can_be_left_out(name, run):
     models.measure(run, [ModelCase.named(name)], FEATURES, torch.float32, "features")
-    may_be_absent = "without sandwich", "without adapter"
+    may_be_absent = ["without sandwich", "without adapter", *(() if "loss" in name else ("fused-stock-loss",))]
     assert {row.verdict for row in run.results.of("features") if row.by not in may_be_absent} == {"ok"}
 
 

@@ -8,8 +8,20 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.first_screen import cells_of
-from benchmarks.pages import ROOT, STEPS, TABLES, first_table, less_memory, stored_run, with_tables
-from benchmarks.results import Results
+from benchmarks.pages import (
+    AWAITED,
+    ROOT,
+    STEPS,
+    TABLES,
+    WITH_LOSS,
+    first_table,
+    less_memory,
+    losses,
+    options,
+    stored_run,
+    with_tables,
+)
+from benchmarks.results import Result, Results
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +56,47 @@ def test_a_page_without_its_marks_is_an_error(run: Results) -> None:
 
 def test_the_first_table_has_every_step_of_4x4096_tokens(run: Results) -> None:
     measured = {row.row for row in run.of("models") if row.row.endswith(" 4x4096")}
-    assert {*STEPS.values()} == measured
-    assert {row for row, _ in cells_of(first_table(run))} == {*STEPS}
+    assert {*STEPS.values()} - AWAITED == measured - AWAITED
+    assert {row for row, _ in cells_of(first_table(run))} == {name for name, step in STEPS.items() if step in measured}
+
+
+def test_steps_with_a_loss_come_first_once_they_are_measured(run: Results) -> None:
+    rows = [row for row in run.rows if row.row not in AWAITED]
+    loss = next(row for row in rows if row.row == "Qwen3-0.6B loss 4x4096" and row.by == "fused")
+    later = [replace(loss, row=step) for step in sorted(AWAITED)]
+    shown = list(dict.fromkeys(row for row, _ in cells_of(first_table(replace(run, rows=[*rows, *later])))))
+    assert shown == [*STEPS]
+    assert shown[: len(WITH_LOSS)] == [*WITH_LOSS]
+    assert all("loss" in step.split() for step in WITH_LOSS.values())
+
+
+def test_a_step_that_is_missing_and_not_awaited_is_an_error(run: Results) -> None:
+    rows = [row for row in run.rows if row.row != "Qwen3-0.6B loss 4x4096"]
+    with pytest.raises(KeyError, match=re.escape("Qwen3-0.6B loss 4x4096")):
+        first_table(replace(run, rows=rows))
+
+
+def test_options_are_those_of_the_first_step(run: Results) -> None:
+    (other, *_) = run.of("features")
+    again = replace(run, rows=[*run.rows, replace(other, row="Qwen3-0.6B 1x512", by="of another step")])
+    assert options(again) == options(run)
+
+
+def test_heads_with_their_loss_have_a_table(run: Results) -> None:
+    timing = run.of("models")[0].timing
+    assert timing is not None
+    made = Result("losses", "linear_cross_entropy 8x4x9", "fused", "training", timing=replace(timing, median=0.0281))
+    rows = [
+        replace(made, extra_bytes=3 * 2**29, errors={"loss": 1e-4, "dX": 2e-3, "dW": 1.69e-3}),
+        replace(made, by="frozen", extra_bytes=2**30, errors={"loss": 1e-4, "dX": 2e-3}),
+        replace(made, by="products", extra_bytes=2**32),
+        replace(made, by="torch", timing=None, verdict="refused"),
+        replace(made, by="liger", timing=None, verdict="wrong", error=1.0),
+    ]
+    assert losses(replace(run, rows=rows)).splitlines()[-1] == (
+        "| linear_cross_entropy 8x4x9 | 28.1, 1.5, 1.69e-03 | 28.1, 1.0, 2.00e-03 | 28.1, 4.0 | - | wrong |"
+    )
+    assert losses(replace(run, rows=[])) == ""
 
 
 def test_what_was_not_measured_is_an_empty_cell(run: Results) -> None:

@@ -146,6 +146,21 @@ def test_memory_has_a_table_where_it_was_measured(results):
     assert cells(text[text.index("Memory, bfloat16: MiB at the peak") :], row.row)[1] == "1.5 / 2.0"
 
 
+def test_losses_have_a_table_of_times_memory_and_errors(results):
+    row, errors = "linear_cross_entropy 8x4x9", {"loss": 1e-4, "dX": 2e-3, "dW": None}
+    fused = Result("losses", row, "fused", "training", timing=seconds(0.0281), extra_bytes=3 * 2**29, errors=errors)
+    floor = replace(fused, by="products", timing=seconds(0.02), errors=None)
+    slower = replace(fused, by="stock", timing=replace(seconds(0.05), method="events"))
+    refused = replace(fused, by="torch", verdict="refused", detail="it has no softcap", timing=None, errors=None)
+    results.rows += slower, fused, floor, refused
+    text = tables.describe(results)
+    assert cells(text, row) == [row, "stock", "50.0", "49.5 to 50.5", "1.5", "1.00e-04", "2.00e-03", "not finite", "9"]
+    assert re.search(r"^ +fused +\*28.1 +27.8 to 28.4 +1.5 ", text, re.MULTILINE), "the floor is no implementation"
+    assert re.search(r"^ +products +20.0 ", text, re.MULTILINE)
+    assert f"torch, {row} training: refused, it has no softcap" in text
+    assert "Not capturable" not in text
+
+
 def test_steps_options_and_host_time_have_their_tables(results):
     text = tables.describe(results)
     assert cells(text, ROW, 1) == [ROW, "stock", "295.6", "292.6 to 298.6", "20.0", "19.8 to 20.2", "32.0", "33.0", "9"]

@@ -1,7 +1,8 @@
-"""Operators and models so small that measuring them takes no time."""
+"""Operators, heads with their loss and models so small that measuring them takes no time."""
 
 from __future__ import annotations
 
+from benchmarks.loss_cases import LossCase
 from benchmarks.model_cases import ModelCase
 from benchmarks.operator_cases import OPERATORS, OperatorCase
 
@@ -13,13 +14,19 @@ OPERATOR_CASES = tuple(
 )
 """Every operator with all of its options."""
 
+LOSS_CASES = tuple(
+    LossCase.named(f"linear_cross_entropy 21x16x37{words}")
+    for words in ("", " masked", " frozen", " softcap", " masked frozen softcap")
+)
+"""Every word, alone and with the others."""
+
 MODEL_CASES = (
     ModelCase.named("tiny-gemma3_text 1x16"),
     *(
         ModelCase.named(f"tiny-qwen3 {step}")
         for step in (
             "loss 1x16", "autocast checkpointing 1x16", "lora dropout checkpointing loss 1x16", "qlora 1x16",
-            "packed 1x16", "fsdp2 1x16", "generate 1x2", "generate static 2x2",
+            "packed 1x16", "loss masked 2x16", "fsdp2 1x16", "generate 1x2", "generate static 2x2",
         )
     ),
 )  # fmt: skip

@@ -92,6 +92,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "to its device": lambda one: one.to(one.device, non_blocking=False) if False else one.to(one.device),
     "detach": lambda one: one.detach(),
     "contiguous": lambda one: one.contiguous(),
+    "contiguous rows": lambda one: one[..., :-1, :].contiguous().view(-1, VOCABULARY),
     "times a number": lambda one: one * 0.5,
     "a number times": lambda one: 2 * one,
     "over a number": lambda one: one / 3.0,

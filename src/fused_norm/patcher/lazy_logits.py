@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
     Attributes:
         name: ``float``, ``mul``, ``div``, ``tanh``, ``detach``, ``rows`` for a selection of rows, ``view`` for another
-            shape in which they stay rows, ``same`` for nothing.
+            shape in which they stay rows, ``copy``, ``same`` for nothing.
         run: does it to a tensor.
         number: what is multiplied with, or divided by.
         shape: of what it makes, once it is taken.
@@ -526,7 +526,8 @@ def _cast_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> 
     if name == "detach":
         return Step("detach", Tensor.detach)
     if name == "contiguous":
-        return Step("same", Tensor.contiguous) if not args and not kwargs and lazy.is_contiguous() else None
+        name = "same" if lazy.is_contiguous() else "copy"
+        return Step(name, Tensor.contiguous) if not args and not kwargs else None
     if name == "float":
         dtype: Any = torch.float32
     else:

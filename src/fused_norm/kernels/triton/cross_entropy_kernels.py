@@ -44,21 +44,23 @@ def _load(row_ptr, col, V, fill, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _transformed(x, scale, cap, dtype: tl.constexpr):
+def _transformed(x, scale, cap, inverse_cap, dtype: tl.constexpr):
     """Logits times the scale, then capped, and the tanh in between; every operation is rounded to ``dtype``."""
     tanh = x
     if scale is not None:
         x = round_to(x * scale, dtype)
     if cap is not None:
-        tanh = round_to(_tanh(round_to(x * (1.0 / cap), dtype)), dtype)
+        tanh = round_to(_tanh(round_to(x * inverse_cap, dtype)), dtype)
         x = round_to(tanh * cap, dtype)
     return x, tanh
 
 
 @triton.jit
-def _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype: tl.constexpr, MASKED: tl.constexpr):
+def _statistics_step(
+    row_ptr, col, V, m, s, total_x, scale, cap, inverse_cap, smoothing, dtype: tl.constexpr, MASKED: tl.constexpr
+):
     """``m``, ``s`` and the sum of logits of each lane with one more block of logits."""
-    x, _ = _transformed(_load(row_ptr, col, V, 0.0, MASKED), scale, cap, dtype)
+    x, _ = _transformed(_load(row_ptr, col, V, 0.0, MASKED), scale, cap, inverse_cap, dtype)
     if smoothing is not None:
         total_x += tl.sum(tl.where(col < V, x, 0.0), 1)
     if MASKED:
@@ -70,10 +72,11 @@ def _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtyp
 
 @triton.jit
 def _gradient_step(
-    row_ptr, col, V, label, top, total, share, scale, cap, smoothing, dtype: tl.constexpr, MASKED: tl.constexpr
+    row_ptr, col, V, label, top, total, share, scale, cap, inverse_cap, smoothing,
+    dtype: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a block of logits over it; ``share`` is the gradient of the row's loss over ``total``."""
-    x, tanh = _transformed(_load(row_ptr, col, V, 0.0, MASKED), scale, cap, dtype)
+    x, tanh = _transformed(_load(row_ptr, col, V, 0.0, MASKED), scale, cap, inverse_cap, dtype)
     e = tl.exp(x - top)
     logits_dtype: tl.constexpr = row_ptr.dtype.element_ty
     if smoothing is None:
@@ -85,7 +88,7 @@ def _gradient_step(
     if cap is not None:
         d = round_to(d * cap, dtype)
         d = round_to(d * (1 - tanh * tanh), dtype)
-        d = round_to(d * (1.0 / cap), dtype)
+        d = round_to(d * inverse_cap, dtype)
     if scale is not None:
         d = round_to(d * scale, dtype)
     d = round_to(d, logits_dtype)
@@ -102,7 +105,7 @@ def _cross_entropy_kernel(
     losses_ptr,  # [M] fp32
     gradient_ptr,  # [1] fp32: the gradient of a row's loss, or None without GRAD
     V, stride, ignored,
-    scale, cap, smoothing,
+    scale, cap, inverse_cap, smoothing,
     GRAD: tl.constexpr, IN_FP32: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = LANES * VECTOR
@@ -124,16 +127,20 @@ def _cross_entropy_kernel(
         # Before the gradient overwrites it. A label that is none makes the loss NaN.
         known = (label >= 0) & (label < V)
         at_label = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
-        at_label, _ = _transformed(at_label, scale, cap, dtype)
+        at_label, _ = _transformed(at_label, scale, cap, inverse_cap, dtype)
         m = tl.full([LANES], -1e38, tl.float32)
         s = tl.zeros([LANES], tl.float32)
         total_x = tl.zeros([LANES], tl.float32)
         for block in range(whole):
             col = block * BLOCK + tile
-            m, s, total_x = _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype, False)
+            m, s, total_x = _statistics_step(
+                row_ptr, col, V, m, s, total_x, scale, cap, inverse_cap, smoothing, dtype, False
+            )
         if whole * BLOCK < V:
             col = whole * BLOCK + tile
-            m, s, total_x = _statistics_step(row_ptr, col, V, m, s, total_x, scale, cap, smoothing, dtype, True)
+            m, s, total_x = _statistics_step(
+                row_ptr, col, V, m, s, total_x, scale, cap, inverse_cap, smoothing, dtype, True
+            )
         top = tl.max(m, 0)
         total = tl.sum(s * tl.exp(m - top), 0)
         if smoothing is None:
@@ -148,10 +155,14 @@ def _cross_entropy_kernel(
             # From the end: what was read last is still in the L2 cache.
             if whole * BLOCK < V:
                 col = whole * BLOCK + tile
-                _gradient_step(row_ptr, col, V, column, top, total, share, scale, cap, smoothing, dtype, True)
+                _gradient_step(
+                    row_ptr, col, V, column, top, total, share, scale, cap, inverse_cap, smoothing, dtype, True
+                )
             for block in range(whole):
                 col = (whole - 1 - block) * BLOCK + tile
-                _gradient_step(row_ptr, col, V, column, top, total, share, scale, cap, smoothing, dtype, False)
+                _gradient_step(
+                    row_ptr, col, V, column, top, total, share, scale, cap, inverse_cap, smoothing, dtype, False
+                )
 
 
 @triton.jit
@@ -197,7 +208,7 @@ def launch_cross_entropy(
         _cross_entropy_kernel,
         (rows, 1),
         (logits, labels, losses, gradient),
-        (vocabulary, logits.stride(0), ignored, scale, cap, smoothing),
+        (vocabulary, logits.stride(0), ignored, scale, cap, None if cap is None else 1 / cap, smoothing),
         {"GRAD": gradient is not None, "IN_FP32": in_fp32, "LANES": lanes, "VECTOR": _VECTOR},
         warps=_WARPS,
     )

@@ -1,0 +1,161 @@
+"""The implementations of a vocabulary head with its loss that are measured, and the products alone as their floor."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fused_norm import kernels
+
+from .benchmark_run import RefusedError
+from .loss_cases import LossCase, LossInputs, capped
+from .providers import FUSED, Provider
+
+LossFunction = Callable[[LossInputs], Tensor]
+LossCall = Callable[[LossInputs], tuple[Tensor, ...]]
+"""A forward and a backward: the loss, and the gradients of what is trained."""
+
+_LARGER_CHUNKS = 16  # times Liger's own
+_CHUNK_ROWS = 4096
+_ROWS_OF_TRL = 256  # of a release that has no name for them
+
+
+def with_backward(loss_of: Callable[[LossCase], LossFunction]) -> Callable[[LossCase], LossCall]:
+    """What builds the call of a case from what builds its loss."""
+
+    def build(case: LossCase) -> LossCall:
+        function = loss_of(case)
+
+        def run(inputs: LossInputs) -> tuple[Tensor, ...]:
+            loss = function(inputs)
+            return loss.detach(), *torch.autograd.grad(loss, inputs.trained())
+
+        return run
+
+    return build
+
+
+def _eager(x: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    """Head and loss as models of transformers have them."""
+    logits = capped(functional.linear(x, weight), softcap)
+    return functional.cross_entropy(logits.float(), target)
+
+
+def _stock(case: LossCase) -> LossFunction:
+    return lambda inputs: _eager(inputs.x, inputs.weight, inputs.target, case.softcap)
+
+
+def _compile(case: LossCase) -> LossFunction:
+    torch.compiler.reset()  # Other cases would count as recompilations, of which there is a limit.
+    compiled = torch.compile(_eager, dynamic=False)
+    return lambda inputs: compiled(inputs.x, inputs.weight, inputs.target, case.softcap)
+
+
+def _liger(case: LossCase, *, in_fp32: bool = False) -> LossFunction:
+    """Liger's function as it comes, or with the weight's gradient summed in fp32 and 16 times its chunk."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction as Function
+
+    takes = list(inspect.signature(Function.forward).parameters.values())[1:]  # after ctx
+    options: dict[str, Any] = {"softcap": case.softcap}
+    if in_fp32:
+        options |= {"accum_dtype": torch.float32, "chunk_mem_const": _LARGER_CHUNKS}
+    if missing := options.keys() - {one.name for one in takes}:
+        raise RefusedError(f"this release of Liger has no {' and '.join(sorted(missing))}")
+
+    def loss(inputs: LossInputs) -> Tensor:
+        given = options | {"_input": inputs.x, "weight": inputs.weight, "target": inputs.target}
+        found: Tensor = Function.apply(*(given.get(one.name, one.default) for one in takes))[0]
+        return found
+
+    return loss
+
+
+def _torch(case: LossCase, **options: Any) -> LossFunction:
+    """PyTorch's function in chunks: of its own choice, or as ``options`` of ``LinearCrossEntropyOptions`` say."""
+    chunking: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    function: Any = getattr(functional, "linear_cross_entropy", None)
+    if chunking is None or function is None:
+        raise RefusedError("PyTorch has it in chunks from 2.13 on")
+    if case.softcap is not None:
+        raise RefusedError("it has no softcap")
+    chosen = chunking(**options)
+    return lambda inputs: function(inputs.x, inputs.weight, inputs.target, options=chosen)
+
+
+def _trl(case: LossCase) -> LossFunction:
+    trainer = importlib.import_module("trl.trainer.sft_trainer")
+    function = getattr(trainer, "_chunked_cross_entropy_loss", None)
+    if function is None:
+        raise RefusedError("this release of TRL has no loss in chunks")
+    rows = getattr(trainer, "_CHUNKED_LM_HEAD_CHUNK_SIZE", _ROWS_OF_TRL)
+
+    def loss(inputs: LossInputs) -> Tensor:
+        options = {"shift_labels": inputs.target, "final_logit_softcapping": case.softcap}
+        found: Tensor = function(inputs.x, inputs.weight, rows, **options)[0]
+        return found
+
+    return loss
+
+
+def _quack(case: LossCase) -> LossFunction:
+    if case.softcap is not None:
+        raise RefusedError("it has no softcap")
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda inputs: function(inputs.x, inputs.weight, inputs.target, reduction="mean")
+
+
+def _fused(case: LossCase) -> LossFunction:
+    def loss(inputs: LossInputs) -> Tensor:
+        return kernels.linear_cross_entropy(
+            inputs.x,
+            inputs.weight,
+            inputs.target,
+            softcap=case.softcap,
+            max_labels=inputs.labels if "masked" in case.words else None,
+        )
+
+    return loss
+
+
+def _products(case: LossCase) -> LossCall:
+    """The products of rows with a label, whole: the logits, and as if these were their gradients, dX and dW."""
+
+    def run(inputs: LossInputs) -> tuple[Tensor, ...]:
+        x, weight = inputs.labelled, inputs.weight.detach()
+        logits = x @ weight.t()
+        return (logits @ weight, logits.t() @ x) if inputs.weight.requires_grad else (logits @ weight,)
+
+    return run
+
+
+PRODUCTS = Provider("products", _products)
+"""The floor: it computes no loss."""
+
+_ON_GPU = partial(Provider, on_cpu=False)
+
+LOSS_PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider("stock", with_backward(_stock)),
+        _ON_GPU("compile", with_backward(_compile)),
+        _ON_GPU("liger", with_backward(_liger), "liger_kernel"),
+        _ON_GPU("liger-fp32", with_backward(partial(_liger, in_fp32=True)), "liger_kernel"),
+        Provider("torch", with_backward(_torch)),
+        Provider(
+            "torch-fp32",
+            with_backward(partial(_torch, acc_policy="balanced", batch_chunk_size=_CHUNK_ROWS, chunking_method=None)),
+        ),
+        Provider("trl", with_backward(_trl), "trl"),
+        _ON_GPU("quack", with_backward(_quack), "quack"),
+        Provider(FUSED.name, with_backward(_fused)),
+        PRODUCTS,
+    )
+}
+"""In the order of tables. ``liger-fp32`` and ``torch-fp32`` sum the weight's gradient in fp32, over larger chunks."""
