@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..plans import next_power_of_2
 from .devices import INTERPRETED
-from .language import round_to
+from .language import interpreted, round_to
 from .launch import launch
 
 _LANES, _WARPS = 1024, 32
@@ -87,7 +87,11 @@ def _gradient_step(
     d = round_to(d, dtype)
     if cap is not None:
         d = round_to(d * cap, dtype)
-        d = round_to(d * (1 - tanh * tanh), dtype)
+        if interpreted:
+            slope = 1 - tanh * tanh
+        else:  # PyTorch rounds these two operations on a GPU, and not on a CPU
+            slope = round_to(1 - round_to(tanh * tanh, dtype), dtype)
+        d = round_to(d * slope, dtype)
         d = round_to(d * inverse_cap, dtype)
     if scale is not None:
         d = round_to(d * scale, dtype)
