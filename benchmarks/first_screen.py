@@ -26,8 +26,8 @@ COLOURS = {"stock": "#8b949e", "Liger": "#3a9a5b", "compiled": "#3b7dd8", "ours"
 DRAWN = {
     "full fine-tuning, Qwen3-0.6B": "full fine-tuning",
     "bf16 autocast, Qwen3-0.6B": "autocast",
-    "checkpointing, Qwen3-0.6B": "checkpointing",
     "LoRA, Qwen3-0.6B": "LoRA",
+    "LoRA, checkpointing, Qwen3-0.6B": "checkpointing",
 }
 """Rows of the table, by what the picture calls them."""
 

@@ -15,40 +15,20 @@ from .tables import in_markdown, losses_in_markdown, pivot, speed, steps_in_mark
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
 
-WITH_LOSS = {
+STEPS = {
     "full fine-tuning, Qwen3-0.6B": "Qwen3-0.6B loss 4x4096",
     "full fine-tuning, Llama-3.2-1B": "Llama-3.2-1B loss 4x4096",
     "full fine-tuning, gemma-3-1b-pt": "gemma-3-1b-pt loss 4x4096",
-    "LoRA with loss, Qwen3-0.6B": "Qwen3-0.6B lora loss 4x4096",
-    "LoRA with loss, Llama-3.2-1B": "Llama-3.2-1B lora loss 4x4096",
-    "LoRA with loss, gemma-3-1b-pt": "gemma-3-1b-pt lora loss 4x4096",
-    "LoRA with loss, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing loss 4x4096",
-    "bf16 autocast with loss, Qwen3-0.6B": "Qwen3-0.6B autocast loss 4x4096",
-    "half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B loss masked 4x4096",
+    "full, half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B loss masked 4x4096",
+    "bf16 autocast, Qwen3-0.6B": "Qwen3-0.6B autocast loss 4x4096",
+    "LoRA, Qwen3-0.6B": "Qwen3-0.6B lora loss 4x4096",
+    "LoRA, Llama-3.2-1B": "Llama-3.2-1B lora loss 4x4096",
+    "LoRA, gemma-3-1b-pt": "gemma-3-1b-pt lora loss 4x4096",
     "LoRA, half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B lora loss masked 4x4096",
+    "LoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing loss 4x4096",
+    "QLoRA, checkpointing, without the loss, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing 4x4096",
 }
-"""The README's names for steps that end in the loss, which are what people run."""
-
-AWAITED = frozenset(step for name, step in WITH_LOSS.items() if not name.startswith("full fine-tuning"))
-"""Those that the stored run does not have yet. Tables leave them out; any other step that is not there is an error."""
-
-STEPS = {
-    **WITH_LOSS,
-    "LoRA, Qwen3-0.6B": "Qwen3-0.6B lora 4x4096",
-    "LoRA, Llama-3.2-1B": "Llama-3.2-1B lora 4x4096",
-    "LoRA, gemma-3-1b-pt": "gemma-3-1b-pt lora 4x4096",
-    "LoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing 4x4096",
-    "QLoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing 4x4096",
-    "bf16 autocast, Qwen3-0.6B": "Qwen3-0.6B autocast 4x4096",
-    "bf16 autocast, Llama-3.2-1B": "Llama-3.2-1B autocast 4x4096",
-    "autocast, checkpointing, Qwen3-0.6B": "Qwen3-0.6B autocast checkpointing 4x4096",
-    "checkpointing, Qwen3-0.6B": "Qwen3-0.6B checkpointing 4x4096",
-    "checkpointing, Llama-3.2-1B": "Llama-3.2-1B checkpointing 4x4096",
-    "bf16, Qwen3-0.6B": "Qwen3-0.6B 4x4096",
-    "bf16, Llama-3.2-1B": "Llama-3.2-1B 4x4096",
-    "bf16, gemma-3-1b-pt": "gemma-3-1b-pt 4x4096",
-}
-"""The README's names for rows of the run, in its order. Without a loss they are the layers of such steps alone."""
+"""The README's names for rows of the run, in its order: the steps that people run, which end in the loss."""
 
 VARIANTS = {"stock": "stock", "Liger": "liger", "compiled": "compile-layers", "ours": "fused"}
 """The README's names for variants."""
@@ -106,14 +86,12 @@ def first_table(run: Results) -> str:
     for name, variant in VARIANTS.items():
         head = head.replace(f"| {variant} ms ", f"| {name} ms ")
     by_step = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    shown = {name: step for name, step in STEPS.items() if step in by_step or step not in AWAITED}
-    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in shown.items())])
+    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in STEPS.items())])
 
 
 def all_steps(run: Results) -> str:
     """Every step of the run, with the variants that were measured in all kinds of step."""
-    # The last is a variant of former releases, which there is no more when the steps with a loss are measured again.
-    return "\n".join(_steps(run, [*VARIANTS.values(), "fused-stock-loss", "fused-liger-loss"]))
+    return "\n".join(_steps(run, [*VARIANTS.values(), "fused-stock-loss"]))
 
 
 def _steps(run: Results, variants: Iterable[str]) -> list[str]:
@@ -157,7 +135,7 @@ def operators(run: Results) -> str:
 
 TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     "README.md": {"steps": first_table},
-    "docs/numbers.md": {"steps": all_steps, "options": options, "operators": operators},
+    "docs/numbers.md": {"steps": all_steps, "losses": losses, "options": options, "operators": operators},
     "docs/options.md": {"memory": less_memory},
 }
 """What makes the tables of each page, by their marks."""

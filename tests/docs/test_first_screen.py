@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from benchmarks.first_screen import COLOURS, DRAWN, cells_of, draw, steps_of_the_readme
-from benchmarks.pages import STEPS, milliseconds_and_gibibytes, step_of, stored_run
+from benchmarks.pages import step_of, stored_run
 
 from .markdown_pages import ROOT, blocks_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PICTURE = (ROOT / "docs" / "first_screen.svg").read_text(encoding="utf-8")
 
-NAMES = {step: name for name, step in STEPS.items()}
 SHOWN = cells_of(steps_of_the_readme())
 
 
@@ -32,17 +29,12 @@ def ahead_of_ours(other: str, unit: str) -> dict[str, float]:
 def test_where_others_are_ahead_is_said() -> None:
     said = " ".join(README.split())
     run = stored_run()
-    assert [*ahead_of_ours("compiled", "ms")] == ["QLoRA, checkpointing, Qwen3-0.6B"]
+    assert [*ahead_of_ours("compiled", "ms")] == ["QLoRA, checkpointing, without the loss, Qwen3-0.6B"]
     short = [step_of(run, "Qwen3-0.6B 1x512", variant) for variant in ("compile-layers", "fused")]
     assert short[0].seconds < short[1].seconds
     assert "compiled layers are ahead: in QLoRA, and at [1x512 tokens]" in said
-    assert [*ahead_of_ours("Liger", "ms")] == ["full fine-tuning, Llama-3.2-1B"]
-    full = [step for name, step in STEPS.items() if name.startswith("full fine-tuning")]
-    assert {row for row, share in ahead_of_ours("Liger", "GiB").items() if share < 0.9} == {*map(NAMES.get, full)}
-    ours = [milliseconds_and_gibibytes(step_of(run, step, "fused-liger-loss")) for step in full]
-    assert "ours takes {}, {} and {} ms in full fine-tuning".format(*(time for time, _ in ours)) in said
-    ligers = [float(milliseconds_and_gibibytes(step_of(run, step, "liger"))[1]) for step in full]
-    assert [float(memory) for _, memory in ours] == pytest.approx(ligers, rel=0.02)
+    assert not ahead_of_ours("Liger", "ms")
+    assert min(ahead_of_ours("Liger", "GiB").values()) > 0.94
 
 
 def test_the_picture_shows_the_cells_of_the_table() -> None:

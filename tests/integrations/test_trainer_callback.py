@@ -86,20 +86,6 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
     torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
 
 
-def test_with_ligers_loss_a_trainer_accumulates_and_evaluates_as_with_stock_code(tmp_path: Path) -> None:
-    pytest.importorskip("liger_kernel")
-    callback = FusedNormCallback(loss="liger")
-    fused, stock = (
-        trainer(llama(), tmp_path, callbacks, gradient_accumulation_steps=2) for callbacks in ([callback], [])
-    )
-    for one in (fused, stock):
-        one.train()
-    assert [row.reason for row in callback.report.loss or ()] == [None]
-    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-5, atol=0)
-    found, expected = (one.evaluate(one.train_dataset)["eval_loss"] for one in (fused, stock))
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["model_init", "add_callback"])
 def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_path: Path) -> None:

@@ -430,7 +430,7 @@ def test_the_report_has_a_row() -> None:
     (row,) = [one for one in json.loads(report.to_json())["fused"] if one["kind"] == "loss"]
     assert (row["path"], row["module"]) == ("lm_head", "LlamaForCausalLM")
     assert "1 loss;" in report.summary()
-    assert "fused LlamaForCausalLM: loss of the head without its logits" in str(report)
+    assert "fused LlamaForCausalLM: cross entropy without logits" in str(report)
 
 
 def test_copies_have_it_and_checkpoints_are_stock(device: str, tmp_path: Path) -> None:

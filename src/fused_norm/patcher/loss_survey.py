@@ -107,7 +107,7 @@ def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
     if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
         return row.kept_for(f"its head has a {type(head.weight).__name__} for a weight")
     if head.weight.dtype == torch.float64:
-        return row.kept_for("its head computes in torch.float64")
+        return row.kept_for(f"its head computes in {head.weight.dtype}")
     if owner := replaced_function():
         return row.kept_for(owner, "overridden")
     for fused in (fused_loss_class(origin), fused_head_class(linear)):

@@ -49,7 +49,7 @@ class Site:
         if self.kind == "adapter":
             return "sum with the adapter"
         if self.kind == "loss":
-            return "loss of the head without its logits"
+            return "cross entropy without logits"
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"

@@ -87,10 +87,8 @@ def _gradient_step(
     d = round_to(d, dtype)
     if cap is not None:
         d = round_to(d * cap, dtype)
-        if interpreted:
-            slope = 1 - tanh * tanh
-        else:  # PyTorch rounds these two operations on a GPU, and not on a CPU
-            slope = round_to(1 - round_to(tanh * tanh, dtype), dtype)
+        # PyTorch rounds the slope, and the square in it, on a GPU and not on a CPU.
+        slope = 1 - tanh * tanh if interpreted else round_to(1 - round_to(tanh * tanh, dtype), dtype)
         d = round_to(d * slope, dtype)
         d = round_to(d * inverse_cap, dtype)
     if scale is not None:
