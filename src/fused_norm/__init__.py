@@ -1,4 +1,4 @@
-"""Fused Triton kernels for norms, residual adds, rotary embeddings, gates, LoRA adapters and losses of Hugging Face models."""
+"""Fused Triton kernels for norms, residual adds, rotary embeddings, gates, LoRA and losses of Hugging Face models."""
 
 from __future__ import annotations
 

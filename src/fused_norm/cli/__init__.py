@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = max(map(len, _COMMANDS))
     top = argparse.ArgumentParser(
         prog="fused-norm",
-        description="Fused Triton kernels for norms, residual adds, rotary embeddings, gates and LoRA\n"
-        "adapters of Hugging Face models.",
+        description="Fused Triton kernels for norms, residual adds, rotary embeddings, gates, LoRA and\n"
+        "losses of Hugging Face models.",
         epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
