@@ -399,8 +399,10 @@ def test_what_was_written_to_since_is_an_error_and_never_other_numbers(written: 
         else:
             getattr(head, written).mul_(1.5)
     assert lazy.shape == (*ROWS, VOCABULARY)
-    with pytest.raises(RuntimeError, match=r"outputs.logits are computed when they are first read.*loss=False"):
-        lazy.sum()
+    for late in (Tensor.sum, lambda logits: shifted_loss(logits, labels())):
+        with pytest.raises(RuntimeError, match=r"outputs.logits are computed when they are first read.*loss=False"):
+            late(lazy)
+    assert head.losses == []
 
 
 def test_what_was_read_before_stays() -> None:
@@ -411,13 +413,13 @@ def test_what_was_read_before_stays() -> None:
     assert torch.equal(lazy + 0, expected)
 
 
-def test_weights_that_sharding_has_gathered_again_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd does not count what FSDP2 gathers into the same memory."""
-    monkeypatch.setattr(lazy_logits, "_is_distributed", lambda: True)
-    head = Head(trained=False)
+@pytest.mark.parametrize("by", ["an optimizer of another library", "FSDP2, which gathers into the same memory"])
+def test_writes_that_autograd_does_not_count_are_an_error(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_logits, "_is_distributed", lambda: "FSDP2" in by)
+    head = Head(trained="optimizer" in by)
     lazy, again = head.lazy(), head.lazy()
     assert torch.equal(lazy + 0, head.real())
-    with torch.autograd._unsafe_preserve_version_counter(head.weight):
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(head.weight):
         head.weight.add_(1e-3)
     with pytest.raises(RuntimeError, match="written to or freed"):
         again.sum()

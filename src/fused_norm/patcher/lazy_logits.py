@@ -100,6 +100,7 @@ class Projection:
         dtype: what autocast casts them to; None without autocast.
         loss: computes the cross entropy of rows of x: takes these and a ``CrossEntropy``.
         noted: is told that logits of this call were read, and by what.
+        is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
     """
 
     x: Tensor
@@ -108,11 +109,13 @@ class Projection:
     dtype: torch.dtype | None
     loss: Callable[[Tensor, CrossEntropy], Tensor]
     noted: Callable[[str], None]
+    is_running: bool = False
 
     def __post_init__(self) -> None:
         self._versions = [_version(one) for one in self._tensors]
-        # Sharding writes gathered weights into memory that autograd has no count of.
-        self._sample = _sample(self.weight) if _is_distributed() else None
+        # Autograd does not count what optimizers of other libraries write, and what sharding gathers.
+        may_be_written = self.weight.requires_grad or _is_distributed()
+        self._sample = _sample(self.weight) if may_be_written else None
 
     @property
     def _tensors(self) -> list[Tensor]:
@@ -122,17 +125,27 @@ class Projection:
         """The logits.
 
         Raises:
-            RuntimeError: where they would not be those of the forward any more.
+            RuntimeError: as ``check``.
+        """
+        self.check()
+        return _logits(self.x, self.weight, self.bias, self.dtype)
+
+    def check(self) -> None:
+        """Check that logits computed now would be those of the forward.
+
+        Raises:
+            RuntimeError: if they would not, because hidden states or weights were written to or freed.
         """
         changed = [_version(one) for one in self._tensors] != self._versions
         changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
-        if changed or (self._sample is not None and not torch.equal(self._sample, _sample(self.weight))):
+        if self._sample is not None and not self.is_running:
+            changed = changed or not torch.equal(self._sample, _sample(self.weight))
+        if changed:
             raise RuntimeError(
                 "outputs.logits are computed when they are first read, and the weights have been written to or freed"
                 " since the forward, as by a step of the optimizer: read them before, or patch the model with"
                 " apply_fused_norm(model, loss=False)"
             )
-        return _logits(self.x, self.weight, self.bias, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,7 @@ class CrossEntropy:
     Attributes:
         target: a label for each row.
         reduction, ignore_index, label_smoothing: as there.
-        num_items: what a sum is divided by; None where it is not.
+        num_items: what a sum is divided by, or None.
         scale, cap, in_fp32: as ``linear_cross_entropy`` has them.
     """
 
@@ -332,7 +345,7 @@ class LazySum(LazyTensor):
 
 
 class _Lazy(torch.autograd.Function):
-    """Lazy logits in autograd's graph, behind those that they are made of, or behind what the head has got.
+    """Lazy logits in autograd's graph, a result of those that they are made of, or of the head's arguments.
 
     The backward is that of a linear, or takes the last step once more and differentiates it.
     """
@@ -382,7 +395,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The fused loss, or a ``LazySum`` in its place, in autograd's graph behind the lazy logits that it is of.
+    """The fused loss, or a ``LazySum`` in its place, as a result of its lazy logits in autograd's graph.
 
     The backward of the fused loss needs no gradient of logits, and none is made unless somebody has asked for it.
     """
@@ -463,6 +476,7 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of lazy logits by the fused operator."""
     transformation, projection = _transformation(logits), logits._projection
     assert transformation is not None
+    projection.check()
     is_cast = projection.dtype is not None  # as it was for the head, whatever autocast is now
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
         with torch.autocast(projection.x.device.type, projection.dtype, enabled=is_cast):

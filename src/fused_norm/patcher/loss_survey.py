@@ -42,7 +42,7 @@ def survey_losses(
     The model is not touched.
 
     Raises:
-        FusedNormError: where a head is to be stock again and other code has built on its fused class.
+        FusedNormError: if a head is to be stock again and other code has built on its fused class.
     """
     paths: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -118,7 +118,7 @@ def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
 
 
 def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
-    """The reason why a model's loss is none of its logits' cross entropy; None where it is, as far as is known.
+    """The reason why a model's loss is no cross entropy of its logits; None if it is one, as far as is known.
 
     A loss function is run on a few lazy logits. A forward that computes its loss itself is told by the names in it.
     """

@@ -90,21 +90,24 @@ class LossCall:
 
     Attributes:
         head: whose logits the loss is of.
-        max_labels: the number of labels, on its way to the host.
+        labels: those that the model is given, with their number on its way to the host.
         is_fused: the operator has computed a loss.
-        reason: why it has not; None where nothing is known.
+        reason: why it has not, or None.
     """
 
     def __init__(self, head: FusedHead, labels: Tensor) -> None:
         self.head, self.labels = head, CountedLabels.of(labels)
         self.is_fused = False
         self.reason: str | None = None
+        self._projections: list[Projection] = []
 
     def logits(self, head: FusedHead, x: Tensor) -> LazyLogits:
         """The head's lazy logits."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return LazyLogits.of(Projection(x, head.weight, head.bias, dtype, self._loss, self._noted))
+        projection = Projection(x, head.weight, head.bias, dtype, self._loss, self._noted, is_running=True)
+        self._projections.append(projection)
+        return LazyLogits.of(projection)
 
     def _loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
         target, max_labels = how.target, None
@@ -123,6 +126,9 @@ class LossCall:
 
     def __exit__(self, *_: object) -> None:
         _calls.stack.pop()
+        for projection in self._projections:
+            projection.is_running = False
+        self._projections.clear()
 
 
 class _Calls(threading.local):
@@ -194,7 +200,7 @@ def _current_call(head: FusedHead) -> LossCall | None:
 
 
 def fused_forward(origin: Any) -> Callable[..., Any]:
-    """A forward of models of class ``origin`` that is their own; where it gets labels the head's logits are lazy."""
+    """A forward of models of class ``origin`` that is their own; if it gets labels the head's logits are lazy."""
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
     place = names.index("labels")
 
@@ -234,7 +240,7 @@ def _with_real_sums(output: Any) -> Any:
 
 
 def why_real_logits(model: Any) -> str | None:
-    """The reason why the head of a model has to return real logits; None where it has not, if the loss allows it."""
+    """The reason why the head of a model has to return real logits, or None."""
     head = model.get_output_embeddings()
     own = vars(head)
     if type(head) is nn.Linear and "forward" not in own:  # a new one, as resize_token_embeddings makes
