@@ -98,6 +98,7 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
         "sandwich": 0,
         "mlp": 2,
         "adapter": 0,
+        "loss": 1,
         "readers": 4,
     }
 

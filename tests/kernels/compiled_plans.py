@@ -26,6 +26,7 @@ from fused_norm.kernels.fp8 import FORMATS
 from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
@@ -41,6 +42,7 @@ from fused_norm.kernels.recomputed_norm import RECOMPUTED_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton import devices
+from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import launches
 from fused_norm.kernels.triton.norm_backward import MOST_READERS
 
@@ -128,6 +130,22 @@ def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True, None)
 
 
+def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
+    """The head and its loss, plain and with all that may stand between them."""
+    x, weight, target = torch.zeros(8, 64, dtype=dtype), torch.zeros(20_000, 64, dtype=dtype), torch.arange(8)
+
+    def call(*options: Any) -> Callable[[], Any]:
+        def launch_all() -> None:
+            arguments = x, weight, None, target, None, "mean", -100, *options, None, [True, True, False]
+            loss, *gradients = LINEAR_CROSS_ENTROPY.forward(None, *arguments, training=True)
+            launch_multiply(gradients[0], loss.reshape(1))
+
+        return launch_all
+
+    yield LINEAR_CROSS_ENTROPY, "", call(0.0, None, None, True)
+    yield LINEAR_CROSS_ENTROPY, "capped", call(0.1, 0.5, 30.0, False)
+
+
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     """Operators that give FP8, on rows of a width."""
     x, w, rstd = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype), torch.empty(256, 1)
@@ -151,6 +169,7 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
         for rows in (64, 8192):  # tiles of few rows and of many
             base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
             yield LORA_ADD, f"rank {rank}, {rows} rows", both(LORA_ADD, base, x16, a, b, 0.5)
+    yield from loss_calls(dtype)
     for width in widths:
         several = [*rows_calls(width, dtype)]
         if width <= 256:

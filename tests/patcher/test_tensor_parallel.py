@@ -49,8 +49,9 @@ TAKES_PLANS = not transformers.__version__.startswith("4.")
 HEADS = {"rms_norm": 10, "rope": 3} if TAKES_PLANS else {"rms_norm": 4, "qk_norm": 3}
 """What is called for norms of queries and keys and those by themselves: transformers 5 hooks the former."""
 
-WITHOUT_ADDS = {**sites("llama"), "residual": 0}
-"""The sites of a model whose norms take DTensors from hooks or functions around them, which see no residual."""
+WITHOUT_ADDS = {**sites("llama"), "residual": 0, "loss": 0}
+"""The sites of a model whose norms take DTensors from hooks or functions around them, which see no residual; its head
+is sharded."""
 
 EACH_BY_ITSELF = {"rms_norm": 5, "rope": 2, "glu": 2}
 
@@ -180,7 +181,7 @@ WAYS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, int], dict[str,
     "transformers": (
         by_transformers,
         "gemma3_text",
-        sites("gemma3_text"),
+        {**sites("gemma3_text"), "loss": 0},
         {**HEADS, "norm_add_norm": 3, "norm_add": 3, "glu": 3},
     ),
     "torch, along sequences": (by_torch, "llama", WITHOUT_ADDS, EACH_BY_ITSELF),

@@ -23,9 +23,8 @@ from .class_swap import (
     stock_class,
 )
 from .fused_classes import fused_head_class, fused_loss_class
-from .fused_norm_module import has_hooks
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
-from .losses import FusedHead, FusedLoss, replaced_function
+from .losses import FusedHead, FusedLoss, replaced_function, why_seen
 from .patch_report import Site
 from .probe import plain_pytorch
 from .source import names_in
@@ -102,8 +101,8 @@ def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
         return row.kept_for(f"its head is a {name_of(linear)}, no plain linear")
     if owner := foreign_forward(head) or class_forward_replaced(linear):
         return row.kept_for(f"its head: {owner}", "overridden")
-    if has_hooks(head):
-        return row.kept_for("hooks see a call of its head", "overridden")
+    if seen := why_seen(head):  # such as the forward of transformers' tensor parallelism
+        return row.kept_for(seen, "overridden")
     if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
         return row.kept_for(f"its head has a {type(head.weight).__name__} for a weight")
     if head.weight.dtype == torch.float64:

@@ -239,6 +239,15 @@ def _with_real_sums(output: Any) -> Any:
     return output
 
 
+def why_seen(head: Any) -> str | None:
+    """The reason why other code sees a call of a head: hooks, or a forward of its own that accelerate has not made."""
+    if has_hooks(head):
+        return "hooks see a call of its head"
+    if "forward" in vars(head) and "_old_forward" not in vars(head):
+        return "other code has put a forward on its head"
+    return None
+
+
 def why_real_logits(model: Any) -> str | None:
     """The reason why the head of a model has to return real logits, or None."""
     head = model.get_output_embeddings()
@@ -247,10 +256,8 @@ def why_real_logits(model: Any) -> str | None:
         head.__class__ = model.fused_norm_head_class
     if not isinstance(head, FusedHead):
         return f"its head is a {type(head).__name__} by now, no plain linear"
-    if has_hooks(head):
-        return "hooks see a call of its head"
-    if "forward" in own and "_old_forward" not in own:
-        return "other code has put a forward on its head"
+    if reason := why_seen(head):
+        return reason
     hook = own.get("_hf_hook")
     if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
         return "its head is offloaded, and has no weights between its calls"
