@@ -218,5 +218,5 @@ def launch_cross_entropy(
 
 def launch_multiply(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, a float32 tensor of one element on x's device, which the host never looks at."""
-    blocks = -(-x.numel() // _MULTIPLIED)
-    launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=device_facts(x.device).warps(8))
+    blocks, warps = -(-x.numel() // _MULTIPLIED), device_facts(x.device).warps(8)
+    launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=warps)
