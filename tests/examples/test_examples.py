@@ -204,7 +204,7 @@ def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: 
     command += ["--model", checkpoint, "--output", tmp_path, "--steps", "2", "--length", "16"]
     found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]
-    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;" in found.stdout
+    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in found.stdout
     assert "kernels do not run" not in found.stderr
     printed = [float(loss) for loss in re.findall(r"loss (\S+)", found.stdout)]
     assert printed == pytest.approx(stock_losses_of_two_ranks(checkpoint, 16), rel=1e-4)
@@ -228,7 +228,7 @@ def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint) -> None:
         "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
         for cell in cells[2:]
     )
-    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;" in report
+    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in report
     numbers = re.search(r"loss (\S+), stock loss (\S+); .* (\S+) apart", compared).groups()
     fused, stock, apart = map(float, numbers)
     assert fused == pytest.approx(stock, rel=1e-2)

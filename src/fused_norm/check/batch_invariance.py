@@ -101,7 +101,7 @@ def check_rows(
 
     Raises:
         FusedNormError: as ``apply_fused_norm``.
-        UncheckableError: where the model calls no operator, and more than its loss is fused.
+        UncheckableError: if the model calls no operator, although more than its loss is fused.
     """
     options = options if isinstance(options, FuseOptions) else FuseOptions(**(options or {}))
     seen, training = _Calls(), model.training

@@ -227,7 +227,10 @@ class _Made:
         return _last_place(*self._dtypes) > torch.finfo(torch.float32).eps
 
     def rounding_of_loss(self) -> float:
-        """What roundings make of a mean over rows: a last place of the logit in one row of 64, and some of fp32."""
+        """The error of a mean over rows that roundings explain.
+
+        That is a last place of the logit in one row of 64, and some of fp32.
+        """
         return max(
             _last_place(*self._dtypes) / min(self._rows, _ROWS_TO_A_TURNED_ONE), 4 * torch.finfo(torch.float32).eps
         )

@@ -106,7 +106,8 @@ _HEADS: Mapping[str, Mapping[str, Any]] = {
     "granite": {"logits_scaling": 3.0},
     "gemma2": {"final_logit_softcapping": 2.0},
 }
-"""What is done to logits: a scale that is no power of two, and a cap near the logits of an untrained model."""
+"""Options of heads that transform logits: a scale that is no power of two, and a cap near the logits of an untrained
+model."""
 
 _WITHOUT_ADAPTERS = tuple(execution for execution in EXECUTIONS if execution not in LORA)
 

@@ -207,7 +207,7 @@ def _steps(
 ) -> Iterator[_Step]:
     """Train, and give each step when it is done; forwards of the first one run ``metered``.
 
-    ``counts``: the number of labels in each step, of all processes, where the model is given it.
+    ``counts``: the number of labels in each step, of all processes, if the model is given it.
     """
     model, done, began = prepared.model, 0, None
     total, batches = torch.zeros((), device=accelerator.device), []

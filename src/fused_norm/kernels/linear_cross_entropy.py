@@ -176,7 +176,7 @@ def _are_made_ahead(x: Tensor, training: bool) -> bool:
 
 
 def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:
-    """What the sum of losses is divided by, as one float32; None for 1."""
+    """Return the divisor of the sum of losses, as one float32; None for 1."""
     if num_items is not None:
         return num_items.to(target.device, torch.float32)
     return None if reduction == "sum" else (target != ignored).sum().float()

@@ -220,7 +220,7 @@ class LazyLogits(LazyTensor):
         return cls._made(projection, (), None, like, is_connected)
 
     def then(self, step: Step) -> LazyLogits:
-        """What a step makes of these logits."""
+        """The lazy logits that a step makes of these."""
         with plain_functions(), torch.no_grad():
             like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
         is_connected = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"

@@ -47,7 +47,7 @@ def survey_losses(
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), path)
     rows: dict[int, Site] = {}
-    changes, kept = list(changes), []
+    changes, fused = list(changes), set()
     changed = {id(change.module) for change in changes}
     for module, head in language_models(model):
         if id(head) not in paths:
@@ -58,11 +58,10 @@ def survey_losses(
         rows[id(head)] = row
         if row.reason is None:
             changes += change_to(module, fused_loss_class(stock_class(module)))
-            changes += [] if id(head) in kept else change_to(head, fused_head_class(stock_class(head)))
-            kept.append(id(head))
-        kept += [id(module)] if row.reason is None else []
+            changes += [] if id(head) in fused else change_to(head, fused_head_class(stock_class(head)))
+            fused |= {id(head), id(module)}
     for module in model.modules():
-        if isinstance(module, FusedLoss | FusedHead) and id(module) not in kept and not built_upon(module):
+        if isinstance(module, FusedLoss | FusedHead) and id(module) not in fused and not built_upon(module):
             changes += change_to(module, stock_class(module))
     return list(rows.values()), changes
 
