@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-plain_functions = torch._C.DisableTorchFunctionSubclass
-"""The context in which functions see a lazy tensor as the empty tensor that it is to C++."""
+from .logit_steps import Step, plain_functions, rows_by, step_of, transformation_by
 
 _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
@@ -37,7 +36,6 @@ _OF_GRAPH = frozenset({
 })  # fmt: skip
 """Those that tell of, or hook into, the place of a tensor in autograd's graph, which a lazy tensor has."""
 
-_VIEWS = frozenset({"view", "reshape", "flatten"})
 _WRITES = frozenset({"__setitem__", "copy_", "set_", "data"})
 _SAMPLED = 4096
 
@@ -59,23 +57,6 @@ for _name, _function in vars(functional).items():
             REPLACED_BEFORE.append(_name)
 
 _OWN = frozenset(GENUINE.values())
-
-
-class Step(NamedTuple):
-    """An operation that makes lazy logits of others.
-
-    Attributes:
-        name: ``float``, ``mul``, ``div``, ``tanh``, ``detach``, ``rows`` for a selection of rows, ``view`` for another
-            shape in which they stay rows, ``copy``, ``same`` for nothing.
-        run: does it to a tensor.
-        number: what is multiplied with, or divided by.
-        shape: of what it makes, once it is taken.
-    """
-
-    name: str
-    run: Callable[[Tensor], Tensor]
-    number: float = 1.0
-    shape: torch.Size = torch.Size()
 
 
 class Family:
@@ -282,7 +263,7 @@ class LazyLogits(LazyTensor):
                     lead._family.is_watched = True
                 with plain_functions():
                     return func(*args, **kwargs)
-            if lead._real is None and (step := _step_of(lead, name, func, args[1:], kwargs)) is not None:
+            if lead._real is None and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
         if func is GENUINE["cross_entropy"]:
             loss = _cross_entropy(*args, **kwargs)
@@ -467,140 +448,24 @@ def _cross_entropy(
     if logits.dtype != torch.float32 and not is_cast:
         return None
     how = CrossEntropy(target, reduction, ignore_index, float(label_smoothing))
-    if _transformation(logits) is None:
+    if transformation_by(logits._steps) is None:
         return None
     return LazySum.of(logits, how) if reduction == "sum" else _fused(logits, how)
 
 
 def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of lazy logits by the fused operator."""
-    transformation, projection = _transformation(logits), logits._projection
+    transformation, projection = transformation_by(logits._steps), logits._projection
     assert transformation is not None
     projection.check()
     is_cast = projection.dtype is not None  # as it was for the head, whatever autocast is now
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
         with torch.autocast(projection.x.device.type, projection.dtype, enabled=is_cast):
-            loss = projection.loss(_rows_of_x(logits), replace(how, **transformation))
+            loss = projection.loss(rows_by(logits._steps, projection.x), replace(how, **transformation))
         if loss.requires_grad:
             with plain_functions():
                 loss = _Loss.apply(loss, logits, how, False, projection.x, projection.weight, projection.bias)
     return loss
-
-
-def _transformation(logits: LazyLogits) -> dict[str, Any] | None:
-    """Scale and cap of lazy logits, and in which dtype; None for steps that the fused operator does not take."""
-    operations: list[Step] = []
-    in_fp32 = is_done = False
-    for step in logits._steps:
-        if step.name == "float":
-            in_fp32, is_done = not operations, bool(operations)
-        elif step.name in ("mul", "div", "tanh"):
-            if is_done:
-                return None
-            operations.append(step)
-    names, numbers = [step.name for step in operations], [float(step.number) for step in operations]
-    scale = cap = None
-    if names[-3:] == ["div", "tanh", "mul"] and numbers[-3] == numbers[-1] > 0:
-        cap = numbers[-1]
-        del names[-3:]
-    if names in (["mul"], ["div"]):
-        scale = numbers[0] if names.pop() == "mul" else 1.0 / numbers[0]
-    return None if names else {"scale": scale, "cap": cap, "in_fp32": in_fp32 and bool(operations)}
-
-
-def _rows_of_x(logits: LazyLogits) -> Tensor:
-    """The rows of the hidden states that lazy logits are of, in their order."""
-    x = logits._projection.x
-    for step in logits._steps:
-        if step.name == "rows":
-            x = step.run(x)
-        elif step.name == "view":
-            x = x.reshape(*step.shape[:-1], x.shape[-1])
-    return x
-
-
-def _step_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
-    """The step that a function takes, if its result may be lazy too; None for one that reads."""
-    if name in ("float", "to", "detach", "contiguous"):
-        return _cast_of(lazy, name, func, args, kwargs)
-    if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
-        is_number = len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
-        kind = "mul" if "mul" in name else "div"
-        return Step(kind, partial(_scaled, kind, args[0]), args[0]) if is_number else None
-    if name == "tanh" and not args and not kwargs:
-        return Step("tanh", torch.tanh)
-    if name in _VIEWS:
-        return _view_of(lazy, func, args, kwargs)
-    if name == "__getitem__" and len(args) == 1:
-        return _rows_of(lazy, args[0])
-    return None
-
-
-def _cast_of(lazy: LazyLogits, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
-    if name == "detach":
-        return Step("detach", Tensor.detach)
-    if name == "contiguous":
-        name = "same" if lazy.is_contiguous() else "copy"
-        return Step(name, Tensor.contiguous) if not args and not kwargs else None
-    if name == "float":
-        dtype: Any = torch.float32
-    else:
-        wanted = [*args, *(kwargs[key] for key in ("device", "dtype") if kwargs.get(key) is not None)]
-        if not {*kwargs} <= {"device", "dtype", "non_blocking"}:
-            return None
-        dtypes = [one for one in wanted if isinstance(one, torch.dtype)]
-        devices = [one for one in wanted if isinstance(one, (str, torch.device))]
-        if len(dtypes) + len(devices) != len(wanted) or len(dtypes) > 1:
-            return None
-        if any(torch.device(one) != lazy.device for one in devices):
-            return None
-        dtype = dtypes[0] if dtypes else lazy.dtype
-    if dtype == lazy.dtype:
-        return Step("same", Tensor.detach)
-    return Step("float", lambda x: x.to(dtype)) if dtype == torch.float32 else None
-
-
-def _view_of(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Step | None:
-    """Another shape in which rows stay rows."""
-    step = Step("view", lambda x: func(x, *args, **kwargs))
-    try:
-        with plain_functions(), torch.no_grad():
-            like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
-    except (RuntimeError, TypeError, ValueError):
-        return None  # the real function raises the real error
-    return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
-
-
-def _rows_of(lazy: LazyLogits, index: Any) -> Step | None:
-    """A selection of rows: by slices, numbers and masks of dimensions before the last."""
-    parts = index if isinstance(index, tuple) else (index,)
-    fixed: list[Any] = []
-    for part in parts:
-        if isinstance(part, Tensor) and part.dtype == torch.bool and type(part) is not LazyLogits:
-            if part.device != lazy.device or part.dim() == 0:
-                return None
-            fixed += part.nonzero(as_tuple=True)  # waits for the device, as the selection itself does
-        elif part is Ellipsis or type(part) in (int, slice):
-            fixed.append(part)
-        else:
-            return None
-    leading = lazy.dim() - 1
-    used = sum(part is not Ellipsis for part in fixed)
-    if Ellipsis in [part for part in fixed if not isinstance(part, Tensor)]:
-        after = len(fixed) - 1 - next(n for n, part in enumerate(fixed) if part is Ellipsis)
-        if used > leading + 1 or (after and fixed[-1] != slice(None)):
-            return None
-    elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
-        return None
-    return Step("rows", partial(_selected, tuple(fixed)))
-
-
-def _scaled(kind: str, number: float, x: Tensor) -> Tensor:
-    return x * number if kind == "mul" else x / number
-
-
-def _selected(index: tuple[Any, ...], x: Tensor) -> Tensor:
-    return x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in index)]
 
 
 def _genuine(func: Any) -> Any:

@@ -1,0 +1,151 @@
+"""The operations on a head's logits that need no values: selections of rows, casts, scale and cap.
+
+Lazy logits remember them, to do them later. ``transformation_by`` and ``rows_by`` say what the fused loss is to do of
+the logits of which rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+plain_functions = torch._C.DisableTorchFunctionSubclass
+"""The context in which functions see a lazy tensor as the empty tensor that it is to C++."""
+
+_VIEWS = frozenset({"view", "reshape", "flatten"})
+
+
+class Step(NamedTuple):
+    """An operation that makes lazy logits of others.
+
+    Attributes:
+        name: ``float``, ``mul``, ``div``, ``tanh``, ``detach``, ``rows`` for a selection of rows, ``view`` for another
+            shape in which they stay rows, ``copy``, ``same`` for nothing.
+        run: does it to a tensor.
+        number: what is multiplied with, or divided by.
+        shape: of what it makes, once it is taken.
+    """
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    number: float = 1.0
+    shape: torch.Size = torch.Size()
+
+
+def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
+    """Return the step that a function of lazy logits takes; None for a function that needs their values."""
+    if name in ("float", "to", "detach", "contiguous"):
+        return _cast_of(lazy, name, func, args, kwargs)
+    if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
+        is_number = len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
+        kind = "mul" if "mul" in name else "div"
+        return Step(kind, partial(_scaled, kind, args[0]), args[0]) if is_number else None
+    if name == "tanh" and not args and not kwargs:
+        return Step("tanh", torch.tanh)
+    if name in _VIEWS:
+        return _view_of(lazy, func, args, kwargs)
+    if name == "__getitem__" and len(args) == 1:
+        return _rows_of(lazy, args[0])
+    return None
+
+
+def _cast_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
+    if name == "detach":
+        return Step("detach", Tensor.detach)
+    if name == "contiguous":
+        name = "same" if lazy.is_contiguous() else "copy"
+        return Step(name, Tensor.contiguous) if not args and not kwargs else None
+    if name == "float":
+        dtype: Any = torch.float32
+    else:
+        wanted = [*args, *(kwargs[key] for key in ("device", "dtype") if kwargs.get(key) is not None)]
+        if not {*kwargs} <= {"device", "dtype", "non_blocking"}:
+            return None
+        dtypes = [one for one in wanted if isinstance(one, torch.dtype)]
+        devices = [one for one in wanted if isinstance(one, (str, torch.device))]
+        if len(dtypes) + len(devices) != len(wanted) or len(dtypes) > 1:
+            return None
+        if any(torch.device(one) != lazy.device for one in devices):
+            return None
+        dtype = dtypes[0] if dtypes else lazy.dtype
+    if dtype == lazy.dtype:
+        return Step("same", Tensor.detach)
+    return Step("float", lambda x: x.to(dtype)) if dtype == torch.float32 else None
+
+
+def _view_of(lazy: Tensor, func: Any, args: Any, kwargs: Any) -> Step | None:
+    """Another shape in which rows stay rows."""
+    step = Step("view", lambda x: func(x, *args, **kwargs))
+    try:
+        with plain_functions(), torch.no_grad():
+            like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
+    except (RuntimeError, TypeError, ValueError):
+        return None  # the real function raises the real error
+    return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
+
+
+def _rows_of(lazy: Tensor, index: Any) -> Step | None:
+    """A selection of rows: by slices, numbers and masks of dimensions before the last."""
+    parts = index if isinstance(index, tuple) else (index,)
+    fixed: list[Any] = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype == torch.bool:
+            if part.device != lazy.device or part.dim() == 0:
+                return None
+            fixed += part.nonzero(as_tuple=True)  # waits for the device, as the selection itself does
+        elif part is Ellipsis or type(part) in (int, slice):
+            fixed.append(part)
+        else:
+            return None
+    leading = lazy.dim() - 1
+    used = sum(part is not Ellipsis for part in fixed)
+    if Ellipsis in [part for part in fixed if not isinstance(part, Tensor)]:
+        after = len(fixed) - 1 - next(n for n, part in enumerate(fixed) if part is Ellipsis)
+        if used > leading + 1 or (after and fixed[-1] != slice(None)):
+            return None
+    elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
+        return None
+    return Step("rows", partial(_selected, tuple(fixed)))
+
+
+def _scaled(kind: str, number: float, x: Tensor) -> Tensor:
+    return x * number if kind == "mul" else x / number
+
+
+def _selected(index: tuple[Any, ...], x: Tensor) -> Tensor:
+    return x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in index)]
+
+
+def transformation_by(steps: Sequence[Step]) -> dict[str, Any] | None:
+    """Return the scale and cap of steps, and if they are in fp32; None for steps that the fused operator lacks."""
+    operations: list[Step] = []
+    in_fp32 = is_done = False
+    for step in steps:
+        if step.name == "float":
+            in_fp32, is_done = not operations, bool(operations)
+        elif step.name in ("mul", "div", "tanh"):
+            if is_done:
+                return None
+            operations.append(step)
+    names, numbers = [step.name for step in operations], [float(step.number) for step in operations]
+    scale = cap = None
+    if names[-3:] == ["div", "tanh", "mul"] and numbers[-3] == numbers[-1] > 0:
+        cap = numbers[-1]
+        del names[-3:]
+    if names in (["mul"], ["div"]):
+        scale = numbers[0] if names.pop() == "mul" else 1.0 / numbers[0]
+    return None if names else {"scale": scale, "cap": cap, "in_fp32": in_fp32 and bool(operations)}
+
+
+def rows_by(steps: Sequence[Step], x: Tensor) -> Tensor:
+    """Return the rows of hidden states [..., H] that steps select of their logits, in that order."""
+    for step in steps:
+        if step.name == "rows":
+            x = step.run(x)
+        elif step.name == "view":
+            x = x.reshape(*step.shape[:-1], x.shape[-1])
+    return x
