@@ -145,9 +145,9 @@ def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstrea
     monkeypatch.setattr(command, "_count", lambda name: os._exit(5) if name == "mistral" else count(name))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    found, _ = command._sweep(parser.parse_args(["mistral", "llama", "bert"]))
+    found, _ = command._sweep(parser.parse_args(["mistral", "llama", "vit"]))
     assert found.types["llama"]["norm"] == [65, 65]
-    assert found.without == ["bert"]
+    assert found.without == ["vit"]
     assert found.unbuilt == {"mistral": "the process ended with code 5"}
     found.classes["llama.LlamaDecoderLayer"] = "layer 00000000"
     del found.classes["llama.LlamaRMSNorm"]
