@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import peft
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -297,6 +299,39 @@ def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, 
     for handle in handles:
         handle.remove()
     assert fused_norm.apply_fused_norm(model).counts == expected
+
+
+class Names(TorchFunctionMode):
+    """Notes the names of the functions that are called, as modes that count or quantise see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "__get__" not in getattr(func, "__name__", "__get__"):  # of attributes
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gemma2"])
+def test_a_function_mode_sees_the_products_norms_and_sums_of_stock(
+    model_type: str, autocast: bool, device: str, launches: list[str]
+) -> None:
+    stock, fused = twins(model_type, device)
+    launches.clear()
+    counted = []
+    for model in (stock, fused):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast), Names() as mode:
+            model(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+        counted.append({name: mode.seen.count(name) for name in ("linear", "rsqrt", "mul", "add", "silu", "cat", "to")})
+    assert counted[0]["linear"] > 10
+    assert counted[1] == counted[0]
+    assert not launches
+    with torch.device(device):  # the mode of a default device
+        fused(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+    assert launches
 
 
 def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm(monkeypatch) -> None:

@@ -23,7 +23,7 @@ from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.lazy_logits import CrossEntropy
-from ..patcher.linear_inputs import FURTHER
+from ..patcher.linear_inputs import outputs_of
 from ..patcher.losses import FusedHead
 from ..patcher.patch_report import ReadingBlock, Site
 from .distances import share_different
@@ -232,7 +232,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def returned(found: Any) -> list[Tensor]:
     """The tensors that a call returned, a norm's for all of its readers among them."""
-    return [each for one in tensors_in(found) for each in (one, *vars(one).get(FURTHER, ()))]
+    return [each for one in tensors_in(found) for each in outputs_of(one)]
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .fused_norm_module import has_hooks
+from .hooks import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch, shadow_of
 from .reached_code import own_attributes, reached_by
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.lora_add import LORA_ADD
-from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled, run_fused
+from .fused_norm_module import explain, has_origin_forward, is_disabled, run_fused
+from .hooks import is_idle_dropout, is_plain_call, replaced_forward, replaced_linear
 
 _FOR_ADAPTER = "fused_norm_for_adapter"
 """The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
@@ -36,14 +37,7 @@ class FusedAdapter(nn.Module):
         ``x`` is [..., K], the result [..., N].
         """
         layer: Any = self
-        if (
-            torch.compiler.is_compiling()
-            or is_disabled()
-            or type(x) is not Tensor
-            or args
-            or kwargs
-            or not has_origin_forward(type(self))
-        ):
+        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
             return self.fused_norm_origin.forward(self, x, *args, **kwargs)
         reason = why_stock(layer)
         if reason is not None:
@@ -60,7 +54,7 @@ class FusedAdapter(nn.Module):
         base = parts["base_layer"](x)
         x = vars(x).pop(_FOR_ADAPTER, x)
         is_taken_back = x.dtype == dtype and a.dtype == torch.float32
-        if not is_taken_back or may_drop(dropout):
+        if not is_taken_back or not is_idle_dropout(dropout):
             x = self._cast_for_adapter(x, a.dtype)
         x = dropout(x)
         x = x if dtype is None else x.to(dtype)
@@ -117,7 +111,10 @@ def _is_recent(layer: nn.Module) -> bool:
 
 
 def why_stock(layer: Any) -> str | None:
-    """The reason why a LoRA layer, as it is now, has to run PEFT's forward; None where it has not."""
+    """Return the reason why a LoRA layer, as it is now, has to run PEFT's forward; None if it has not."""
+    is_known = isinstance(layer, FusedAdapter) and has_origin_forward(type(layer))
+    if reason := (None if is_known else replaced_forward(_origin_of(layer))) or replaced_linear():
+        return reason
     own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
     if own["_disable_adapters"] or own["merged_adapters"]:
         return "its adapter is merged, or switched off"
@@ -136,7 +133,7 @@ def why_stock(layer: Any) -> str | None:
             )
         if product.bias is not None:
             return "its adapter has a bias"
-        if "forward" in vars(product) or has_hooks(product):
+        if not is_plain_call(product):
             return "other code sees the products of its adapter"
     return None
 
@@ -155,11 +152,4 @@ def reads_in(layer: Any, dtype: torch.dtype) -> bool:
     (name,) = layer.active_adapters
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
     is_cast = getattr(layer, "cast_input_dtype_enabled", True)
-    return not may_drop(dropout) and (not is_cast or weight.dtype in (torch.float32, dtype))
-
-
-def may_drop(dropout: nn.Module) -> bool:
-    """Return whether a LoRA layer's dropout may do anything to its input now."""
-    if type(dropout) is nn.Identity:
-        return False
-    return type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0)
+    return is_idle_dropout(dropout) and (not is_cast or weight.dtype in (torch.float32, dtype))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
 from .fused_norm_module import is_disabled
+from .hooks import function_mode
 
 HARMLESS = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap"})
 """Arguments of attention functions that do not depend on the dtype of q and k."""
@@ -62,7 +63,7 @@ def read_dtype(
     if cache is not None or is_dynamo_compiling() or type(value) is not Tensor:
         return None
     device = "cuda" if value.is_cuda else _type_of(value.device)
-    if not is_autocast_enabled(device) or dispatch_modes() or is_disabled():
+    if not is_autocast_enabled(device) or dispatch_modes() or is_disabled() or function_mode():
         return None
     reader = _reader_of(attend) if type(attend) is FunctionType else None
     if reader is None or not reader.unless.isdisjoint(further):

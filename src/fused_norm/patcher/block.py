@@ -13,14 +13,14 @@ from .adapters import is_lora_layer
 from .class_swap import (
     built_upon,
     change_to,
-    class_forward_replaced,
     foreign_forward,
     is_called_around,
     is_called_in_parallel,
     stock_class,
 )
 from .fused_block import FusedBlock
-from .fused_norm_module import has_hooks, has_origin_forward
+from .fused_norm_module import has_origin_forward
+from .hooks import has_hooks
 from .linear_inputs import reads_of
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import ReadingBlock, Site
@@ -114,7 +114,7 @@ class Block:
         if not is_lora_layer(linear):
             return reads_of(linear)
         path = self._model.paths[id(linear)]
-        kept = class_forward_replaced(stock_class(linear)) or why_left_out("adapter", path, linear, self._model.options)
+        kept = why_left_out("adapter", path, linear, self._model.options)
         return 0 if kept else reads_of(linear, adapter=type(linear))
 
     def holds_norm(self, name: str | None) -> bool:

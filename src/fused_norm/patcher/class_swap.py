@@ -14,6 +14,7 @@ from ..spec import FusedNormError
 from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
+from .hooks import name_of_function
 from .losses import FusedHead, FusedLoss
 from .source import cells_of
 
@@ -48,7 +49,7 @@ def fused_forward_replaced(fused: Any) -> str | None:
     """The reason, for a report, that other code has put its forward on a fused class; None where it has its own."""
     if fused.forward is fused.fused_norm_forward:
         return None
-    return f"the forward of its fused class was replaced, by {_name_of(fused.forward)}"
+    return f"the forward of its fused class was replaced, by {name_of_function(fused.forward)}"
 
 
 def foreign_forward(module: nn.Module) -> str | None:
@@ -62,7 +63,7 @@ def foreign_forward(module: nn.Module) -> str | None:
         return None
     if _cell_of_forward(module) is not None:
         return None
-    return f"its forward was replaced on the instance, by {_name_of(forward)}"
+    return f"its forward was replaced on the instance, by {name_of_function(forward)}"
 
 
 def is_called_around(norm: nn.Module) -> bool:
@@ -74,12 +75,6 @@ def is_called_around(norm: nn.Module) -> bool:
 def is_called_in_parallel(norm: nn.Module) -> bool:
     """Return whether calls go through a function of transformers' tensor parallelism, which cuts the first argument."""
     return _cell_of_forward(norm) is not None
-
-
-def _name_of(forward: Any) -> str:
-    function = getattr(forward, "func", getattr(forward, "__func__", forward))
-    name = getattr(function, "__qualname__", type(forward).__name__)
-    return f"{getattr(function, '__module__', '?')}.{name}"
 
 
 @dataclass(frozen=True)

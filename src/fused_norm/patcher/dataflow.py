@@ -110,12 +110,16 @@ class Dataflow:
         """The expression or statement that a node is a part of."""
         return self._parents[node]
 
-    def is_inside(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
-        """Return whether a node is a part of one of these kinds."""
+    def innermost(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
+        """The innermost node of one of these kinds that a node is a part of; None without one."""
         while (node := self._parents.get(node, ast.Pass())) in self._parents:
             if isinstance(node, kinds):
-                return True
-        return False
+                return node
+        return None
+
+    def is_inside(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
+        """Return whether a node is a part of one of these kinds."""
+        return self.innermost(node, kinds) is not None
 
     def is_read_by_alone(self, definition: Definition, *readers: ast.AST) -> bool:
         """Return whether nothing reads a definition but these expressions; a function inside might, at any time."""

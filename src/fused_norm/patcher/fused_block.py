@@ -27,7 +27,6 @@ from .activation_recognition import Activation, Formula
 from .attention_functions import read_dtype
 from .fused_norm_module import (
     explain,
-    has_hooks,
     is_disabled,
     may_be_bypassed,
     run_fused,
@@ -37,6 +36,7 @@ from .fused_norm_module import (
     takes_residual,
     weight_of,
 )
+from .hooks import is_idle_dropout
 from .linear_inputs import ONE_OUTPUT, for_readers, inputs_of, wanted_by
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, name_of, of_each_element
@@ -65,7 +65,7 @@ class FusedBlock(nn.Module):
         reader: Any = None,
     ) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``reader`` is given the norm alone."""
-        if dropout is not None and not _changes_nothing(dropout):
+        if dropout is not None and not is_idle_dropout(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
             together = _norm_add_norm(norm, residual, branch, inner, reader)
@@ -77,7 +77,7 @@ class FusedBlock(nn.Module):
         if takes_residual(norm):
             wanted = wanted_by(reader, branch, residual, weight_of(norm))
             if wanted is not None:
-                return for_readers(norm(branch, residual, scale, wanted))
+                return for_readers(norm(branch, residual, scale, wanted), wanted, norm)
             return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
         # A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
         total = residual + scaled(branch, scale)
@@ -90,7 +90,7 @@ class FusedBlock(nn.Module):
             wanted = wanted_by(reader, x, weight) or ONE_OUTPUT
             found, reason = run_fused(RMS_NORM_FOR_READERS, spec_of(norm), x, weight, *wanted)
             if reason is None:
-                return for_readers(found)
+                return for_readers(found, wanted, norm)
         return norm(x), x
 
     def fused_norm_inputs(self, x: Any) -> Sequence[Any]:
@@ -99,7 +99,7 @@ class FusedBlock(nn.Module):
 
     def fused_norm_then_add(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
         """``residual + dropout(inner(branch))``."""
-        if dropout is not None and not _changes_nothing(dropout):
+        if dropout is not None and not is_idle_dropout(dropout):
             return residual + dropout(inner(branch))
         if may_be_bypassed(inner):
             found, reason = run_fused(NORM_ADD, spec_of(inner), branch, residual, weight_of(inner))
@@ -232,16 +232,6 @@ class FusedBlock(nn.Module):
         return act(gate) * up
 
 
-def _changes_nothing(dropout: Any) -> bool:
-    """Return whether it is a dropout that returns what it is given, and no hook or other code would see its call."""
-    return (
-        type(dropout) is nn.Dropout
-        and (not dropout.training or dropout.p == 0)
-        and "forward" not in dropout.__dict__
-        and not has_hooks(dropout)
-    )
-
-
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) -> tuple[Tensor, Tensor] | None:
     if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
         return None
@@ -250,7 +240,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) ->
     if wanted is not None:
         found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec_of(norm), *arguments, *wanted)
         if reason is None:
-            return for_readers(found)
+            return for_readers(found, wanted, norm)
     found, _ = run_fused(NORM_ADD_NORM, spec_of(norm), *arguments)
     return found
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
@@ -28,6 +27,7 @@ from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
 from ..kernels.rms_norm import RMS_NORM
 from ..spec import Casting, GatedNormSpec, NormSpec
+from .hooks import function_mode, has_hooks, is_plain_call
 
 logger = logging.getLogger("fused_norm")
 
@@ -175,10 +175,9 @@ def may_be_bypassed(norm: nn.Module) -> bool:
     """Return whether the norm may be computed without calling its module: no hook or other code would be skipped."""
     return (
         isinstance(norm, FusedNorm)
-        and "forward" not in norm.__dict__
         and type(norm).forward is FusedNorm.forward
         and has_origin_forward(type(norm))
-        and not has_hooks(norm)
+        and is_plain_call(norm)
     )
 
 
@@ -219,6 +218,8 @@ def run_fused(
     """
     if _disabled_depth:
         return None, ""
+    if (mode := function_mode()) is not None:
+        return None, mode
     if spec is None:
         if operator.has_norm:
             return None, "its eps is not a finite number of at least 0"
@@ -234,17 +235,6 @@ def run_fused(
 
 def _is_under_autocast(x: Any) -> bool:
     return isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether any hook, the module's own or a global one, would see a call of the module."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or nn_module._has_any_global_hook()
-    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ get from a stock norm, and so do all that read that norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.triton.norm_backward import MOST_READERS
 from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock
-from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled
+from .fused_norm_module import explain, has_origin_forward, is_disabled
+from .hooks import is_plain_call, replaced_linear
 
-FURTHER = "fused_norm_further_outputs"
-"""The attribute of a norm's result with the outputs for all readers but the first."""
+_OUTPUTS = "fused_norm_outputs"
+"""The attribute of a norm's result with its ``_Outputs``."""
 
 Wanted = tuple[int, torch.dtype | None]
 """What is asked of a norm: a number of outputs, and the dtype that all their readers cast them to, or None."""
@@ -28,24 +29,40 @@ ONE_OUTPUT: Wanted = 1, None
 _SINCE = "they have come since the model was patched; apply_fused_norm once more, with the same options, fuses them"
 
 
+class _Outputs(NamedTuple):
+    """What linears need that read a norm's result, beside the result itself, which is the first linear's.
+
+    Attributes:
+        further: the outputs of the other linears.
+        dtype: the one that autocast would have cast the result to; None if the result has the dtype of stock code.
+        norm: the module.
+        x: what the norm is of.
+    """
+
+    further: tuple[Tensor, ...]
+    dtype: torch.dtype | None
+    norm: Any
+    x: Tensor
+
+
 def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
     """Return what a block's linears ask of a norm that the block alone is given; None for one that is as in stock code.
 
     ``tensors``: those that the norm's dtype depends on, x first; None for one that is not there.
     """
-    linears = getattr(block, "fused_norm_linears", ())
+    fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
+    linears = getattr(fused, "fused_norm_linears", ())
     if not linears or torch.compiler.is_compiling() or is_disabled() or type(tensors[0]) is not Tensor:
         return None
     device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
     is_cast = torch.is_autocast_enabled(device)
     if not is_cast and not torch.is_grad_enabled():
         return None
-    own, fused = block.__dict__, type(block)
-    if "forward" in own or own.get("_compiled_call_impl") is not None or has_hooks(block):
+    if not is_plain_call(block) or fused.forward is not fused.fused_norm_forward or not has_origin_forward(fused):
         return None
-    if fused.forward is not fused.fused_norm_forward or not has_origin_forward(fused):
+    if replaced_linear() is not None:
         return None
-    readers = [own["_modules"].get(name) for name in linears]
+    readers = [block._modules.get(name) for name in linears]
     count = 0
     for linear in readers:
         reads = reads_of(linear)
@@ -66,23 +83,11 @@ def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
     ``adapter``: the class of LoRA layers.
     """
     if type(linear) is Linear:
-        return 1 if _is_unseen(linear) else 0
-    if not isinstance(linear, adapter) or not _is_unseen(linear):
+        return 1 if is_plain_call(linear) else 0
+    if not isinstance(linear, adapter) or not is_plain_call(linear):
         return 0
     base = linear._modules.get("base_layer")
-    return 2 if type(base) is Linear and _is_unseen(base) and why_stock(linear) is None else 0
-
-
-def _is_unseen(module: nn.Module) -> bool:
-    """Return whether a call of the module runs its class's forward, and no hook of its own."""
-    own = module.__dict__
-    return not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-    )
+    return 2 if type(base) is Linear and is_plain_call(base) and why_stock(linear) is None else 0
 
 
 def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
@@ -99,19 +104,40 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
     return True
 
 
-def for_readers(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return a norm, with the outputs for its other readers on it, and the sum, from what its operator has returned."""
+def _casts_to(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether autocast is on for the device of a tensor, and casts to a dtype."""
+    device = "cuda" if x.is_cuda else x.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is dtype
+
+
+def for_readers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:
+    """Return the result of a norm, and its input, from what the operator has returned.
+
+    The result has the outputs for all linears as an attribute, which ``inputs_of`` takes off.
+    """
     y, *further, s = found
-    if further:
-        y.__dict__[FURTHER] = further
+    if wanted is not ONE_OUTPUT:
+        y.__dict__[_OUTPUTS] = _Outputs(tuple(further), wanted[1], norm, s)
     return y, s
+
+
+def outputs_of(y: Tensor) -> tuple[Tensor, ...]:
+    """Return all outputs of the norm that has returned ``y``, that one first, before a block has taken them."""
+    outputs = vars(y).get(_OUTPUTS)
+    return (y,) if outputs is None else (y, *outputs.further)
 
 
 def inputs_of(x: Any, block: Any) -> Sequence[Any]:
     """The input of each of a block's linears: one that the norm has made for it, or ``x`` for all."""
     linears = block.fused_norm_linears
-    further = x.__dict__.pop(FURTHER, None) if type(x) is Tensor else None
-    if further is None:
+    outputs = x.__dict__.pop(_OUTPUTS, None) if type(x) is Tensor else None
+    if outputs is None:
+        return (x,) * len(linears)
+    further, dtype, norm, s = outputs
+    if dtype is not None and not _casts_to(x, dtype):
+        with torch.autocast(x.device.type, dtype):  # as it was where the norm was called
+            return (norm(s),) * len(linears)
+    if not further:  # without gradients one output serves all
         return (x,) * len(linears)
     if len(further) + 1 == len(linears):
         return (x, *further)

@@ -17,15 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from ..kernels import reference
 from ..kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from .fused_norm_module import explain, has_hooks, has_origin_forward, is_disabled
+from .fused_norm_module import explain, has_origin_forward, is_disabled
+from .hooks import has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -288,18 +287,14 @@ def _why_not_now(labels: Any) -> str | None:
     """The reason for real logits in a call with these labels: who watches it, or what was replaced."""
     if type(labels) is not Tensor or labels.dtype != torch.int64:
         return "its labels are no plain tensor of int64"
-    if (
-        dispatch_modes()
-        or is_transformed()
-        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
-    ):
+    if dispatch_modes() or is_transformed():
         return "a mode or a transform of PyTorch watches its call"
     return replaced_function()
 
 
 def replaced_function() -> str | None:
     """The reason, for a report, that a function which heads and losses are made of was replaced; None if none was."""
-    for name in ("linear", "cross_entropy", *REPLACED_BEFORE):
+    for name in ("cross_entropy", *REPLACED_BEFORE):
         if vars(functional)[name] is not GENUINE.get(name):
             return f"torch.nn.functional.{name} was replaced"
-    return None
+    return replaced_linear()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.program import Programs
-from .fused_norm_module import has_hooks
+from .hooks import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
 from .reached_code import reached_by
 

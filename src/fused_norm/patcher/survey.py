@@ -26,6 +26,7 @@ from .class_swap import (
 )
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
+from .hooks import replaced_forward, replaced_linear
 from .loss_survey import language_models
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import ReadingBlock, Site
@@ -135,7 +136,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
 def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
     origin = stock_class(layer)
     site = Site(path, "adapter", name_of(origin))
-    if owner := foreign_forward(layer) or class_forward_replaced(origin):
+    if owner := foreign_forward(layer) or replaced_forward(origin) or replaced_linear():
         return site.kept_for(owner, "overridden"), []
     if unwanted := why_left_out("adapter", path, layer, options):
         return site.kept_for(unwanted, "option"), change_to(layer, origin)

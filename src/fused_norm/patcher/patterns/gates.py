@@ -43,7 +43,7 @@ from torch import nn
 from ..activation_recognition import looks_like_activation, recognise_activation
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place
-from ..fused_norm_module import has_hooks
+from ..hooks import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite

@@ -40,7 +40,7 @@ from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, Definition, edits_in_place, flow_of
 from ..rewrite import Rewrite
-from ..source import SourceError, cached_by_forward, source_of
+from ..source import SourceError, cached_by_forward, names_in, source_of
 from .calls import call_of_own, called, make_call
 
 _INPUTS = "_fused_norm_inputs"
@@ -48,6 +48,9 @@ _X = "_fused_norm_x"
 
 _FACTS = ("shape", "device", "ndim", "size", "dim")
 """Attributes and methods of a tensor that do not read it, and are the same for one of another dtype."""
+
+_CONTEXTS = (ast.With, ast.AsyncWith, ast.Try, ast.TryStar)
+"""Statements that may change PyTorch's modes for those inside, autocast among them."""
 
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -84,6 +87,8 @@ class Inputs:
             return f"its forward reads {self.name} in {self.other}"
         if hasattr(block.module, "gradient_checkpointing"):
             return "it may be checkpointed by itself"
+        if any("autocast" in name for name in names_in(block.origin)):
+            return "its forward may change autocast before its linears"
         total = 0
         for name in self.readers:
             count = block.reads_of(name)
@@ -193,7 +198,8 @@ def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
     for load in flow.reads(argument):
         around = flow.parent(load)
         call = call_of_own(around, flow.own)
-        if call is not None and flow.definition_of(load) is argument and not flow.is_inside(call, _REPEATED):
+        is_plain = call is not None and flow.definition_of(load) is argument
+        if call is not None and is_plain and not flow.is_inside(call, (*_REPEATED, *_CONTEXTS)):
             calls.append(call)
         elif not (isinstance(around, ast.Attribute) and around.attr in _FACTS):
             other = other or ast.unparse(around)
@@ -222,6 +228,8 @@ def reader_of(flow: Dataflow, call: ast.Call) -> Reader | None:
     else:
         return None
     if not isinstance(around, ast.Call) or not flow.is_own(around.func) or flow.is_inside(around, _REPEATED):
+        return None
+    if flow.innermost(call, _CONTEXTS) is not flow.innermost(around, _CONTEXTS):
         return None
     return Reader(around.func, argument)
 

@@ -1,0 +1,104 @@
+"""Whether other code would notice that a module is not called: hooks, other forwards and calls, modes of PyTorch.
+
+A kernel takes the place of a module's call only if nothing else happens at that call than the module's own forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as nn_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_LINEAR = torch._C._nn.linear
+_MODULE_CALL = nn.Module.__call__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether any hook, the module's own or a global one, would see a call of the module."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or nn_module._has_any_global_hook()
+    )
+
+
+def is_plain_call(module: nn.Module) -> bool:
+    """Return whether a call of a module runs the forward of its class, and neither a hook nor a wrapper beside it."""
+    own = module.__dict__
+    return (
+        "forward" not in own
+        and own.get("_compiled_call_impl") is None
+        and type(module).__call__ is _MODULE_CALL
+        and not has_hooks(module)
+    )
+
+
+def is_idle_dropout(module: Any) -> bool:
+    """Return whether a module is a dropout that returns what it is given, and nobody would miss its call."""
+    kind = type(module)
+    if kind is nn.Dropout:
+        return not (module.training and module.p) and is_plain_call(module) and is_genuine(kind)
+    return kind is nn.Identity and is_plain_call(module) and is_genuine(kind)
+
+
+def function_mode() -> str | None:
+    """Return the reason that a ``TorchFunctionMode`` is active; None without one, and for that of a default device."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in _get_current_function_mode_stack():
+        if not isinstance(mode, DeviceContext):
+            return f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
+    return None
+
+
+def replaced_linear() -> str | None:
+    """Return the reason why linears may not compute what PyTorch's do, as other code has a say in them; or None."""
+    if functional.linear is not _LINEAR:
+        return f"torch.nn.functional.linear was replaced, by {name_of_function(functional.linear)}"
+    if not is_genuine(nn.Linear):
+        return f"the forward of torch.nn.Linear was replaced, by {name_of_function(nn.Linear.forward)}"
+    return function_mode()
+
+
+def is_genuine(cls: Any) -> bool:
+    """Return whether a class has the forward that stands in its own source, with no function around it."""
+    forward = cls.forward
+    known = _GENUINE.get(cls)
+    if known is not None and forward is known[0] and forward.__code__ is known[1]:
+        return True
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return (
+        type(forward) is FunctionType
+        and not hasattr(forward, "__wrapped__")
+        and forward.__globals__ is vars(sys.modules[owner.__module__])
+        and forward.__code__.co_qualname == f"{owner.__qualname__}.forward"
+    )
+
+
+_GENUINE: dict[Any, tuple[Any, Any]] = {}
+"""The forwards, with their code, of classes that were asked for at every call."""
+
+for _class in (nn.Linear, nn.Dropout, nn.Identity):
+    if is_genuine(_class):
+        _GENUINE[_class] = _class.forward, _class.forward.__code__
+
+
+def replaced_forward(cls: Any) -> str | None:
+    """Return the reason that other code has put its forward on a class whose own one has no decorator; or None."""
+    return None if is_genuine(cls) else f"its class's forward was replaced, by {name_of_function(cls.forward)}"
+
+
+def name_of_function(function: Any) -> str:
+    """Return the full name of a function for a message; of a method or a partial, that of the function inside."""
+    function = getattr(function, "func", getattr(function, "__func__", function))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '?')}.{name}"
