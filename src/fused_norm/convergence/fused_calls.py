@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
+from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator
 from ..kernels.operator import calls as operator_calls
 from ..patcher.adapters import FusedAdapter
@@ -252,7 +253,7 @@ def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
 
 def _multiplies_in_float32(layer: Any, x: Tensor) -> bool:
     weights = layer.lora_A.parameters()
-    return not torch.is_autocast_enabled(x.device.type) and any(one.dtype == torch.float32 for one in weights)
+    return autocast_dtype(x) is None and any(one.dtype == torch.float32 for one in weights)
 
 
 def _emptied(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Refusal, wrong_choice, wrong_rows, wrong_tensor
+from .autocast import autocast_dtype, set_autocast
 from .operator import BackwardCall, Operator, Spec, by_kernels, route_of
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 
@@ -224,7 +225,7 @@ def _by_chunks(
     # A CPU's products in bf16 (PyTorch 2.13) read what lies between rows.
     columns = -(-vocabulary // _ALIGNED) * _ALIGNED if x.is_cuda else vocabulary
     device = x.device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+    with torch.no_grad(), set_autocast(device, None):
         buffer = x.new_empty((chunk, columns))[:, :vocabulary]
         for start in range(0, count, chunk):
             part = slice(start, min(start + chunk, count))
@@ -372,8 +373,7 @@ def linear_cross_entropy(
         IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
     """
     x, weight, bias = input, linear_weight, linear_bias
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if isinstance(x, Tensor) and (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
         x, weight = x.to(dtype), weight.to(dtype) if isinstance(weight, Tensor) else weight
         bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
     if isinstance(num_items, Real) and not isinstance(num_items, bool):

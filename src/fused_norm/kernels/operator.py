@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
 from .arguments import Refusal, wrong_eps, wrong_flag, wrong_rows, wrong_shape, wrong_tensor, wrong_weight
+from .autocast import autocast_dtype
 from .observation import Observation
 from .program import Programs, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
@@ -539,7 +540,7 @@ def is_left_to_the_compiler(first: Tensor) -> bool:
     """
     if _in_all_graphs or not torch.compiler.is_compiling():
         return False
-    return first.numel() < smallest_in_graphs or torch.is_autocast_enabled(first.device.type)
+    return first.numel() < smallest_in_graphs or autocast_dtype(first) is not None
 
 
 OPERATORS: dict[str, Operator] = {}

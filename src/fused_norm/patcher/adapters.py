@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..kernels.autocast import autocast_dtype
 from ..kernels.lora_add import LORA_ADD
 from .fused_norm_module import explain, has_origin_forward, is_disabled, run_fused
 from .hooks import is_idle_dropout, is_plain_call, replaced_forward, replaced_linear
@@ -43,8 +44,7 @@ class FusedAdapter(nn.Module):
         if reason is not None:
             explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
             return self.fused_norm_origin.forward(self, x)
-        device = "cuda" if x.is_cuda else x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtype = autocast_dtype(x)
         if dtype is None and self.fused_norm_is_quantised:
             explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
             return self.fused_norm_origin.forward(self, x)

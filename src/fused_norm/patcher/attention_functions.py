@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
 from .fused_norm_module import is_disabled
 from .hooks import function_mode
@@ -27,8 +28,6 @@ _POSITIONAL = frozenset({"module", "query", "key", "value", "attention_mask", "k
 _SDPA = "transformers.integrations.sdpa_attention"
 _FLASH = "transformers.integrations.flash_attention"
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"
-
-is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
 class _Reader(NamedTuple):
@@ -62,8 +61,8 @@ def read_dtype(
     """
     if cache is not None or is_dynamo_compiling() or type(value) is not Tensor:
         return None
-    device = "cuda" if value.is_cuda else _type_of(value.device)
-    if not is_autocast_enabled(device) or dispatch_modes() or is_disabled() or function_mode():
+    dtype = autocast_dtype(value)
+    if dtype is None or dispatch_modes() or is_disabled() or function_mode():
         return None
     reader = _reader_of(attend) if type(attend) is FunctionType else None
     if reader is None or not reader.unless.isdisjoint(further):
@@ -71,22 +70,15 @@ def read_dtype(
     for namespace, name, expected in reader.calls:
         if namespace[name] is not expected:
             return None
-    dtype = get_autocast_dtype(device)
     if reader.use_gqa is None:
         # It casts v where q is float32; transformers 4 asks for autocast on CUDA alone.
-        casts = value.dtype is dtype and device == "cuda"
+        casts = value.dtype is dtype and value.is_cuda
     else:
         # Gradients of repeated keys are summed in the dtype of k.
         casts = getattr(attention, "num_key_value_groups", 1) == 1 or (
             mask is None and _is_not_repeated(reader.use_gqa, key.shape[-1], value.shape[-1])
         )
     return dtype if casts and dtype.itemsize == 2 else None
-
-
-@lru_cache(maxsize=16)
-def _type_of(device: torch.device) -> str:
-    """The type of a device, which PyTorch takes longer to tell."""
-    return device.type
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import wrong_eps
+from ..kernels.autocast import autocast_dtype
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.norms_for_readers import ADD_RMS_NORM_FOR_READERS
 from ..kernels.operator import Operator, norm_spec
@@ -234,7 +235,7 @@ def run_fused(
 
 
 def _is_under_autocast(x: Any) -> bool:
-    return isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+    return isinstance(x, Tensor) and autocast_dtype(x) is not None
 
 
 @functools.lru_cache(maxsize=256)

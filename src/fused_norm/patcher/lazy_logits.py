@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from ..kernels.autocast import autocast_dtype, set_autocast
 from .logit_steps import Step, plain_functions, rows_by, step_of, transformation_by
 
 _OF_SHAPE = frozenset({
@@ -408,7 +409,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+    with set_autocast(x.device.type, dtype):
         return functional.linear(x, weight, bias)
 
 
@@ -444,7 +445,7 @@ def _cross_entropy(
         return None
     if target.dtype != torch.int64 or target.device != logits.device:
         return None
-    is_cast = torch.is_autocast_enabled(logits.device.type)  # which has cross entropies in float32
+    is_cast = autocast_dtype(logits._projection.x) is not None  # which has cross entropies in float32
     if logits.dtype != torch.float32 and not is_cast:
         return None
     how = CrossEntropy(target, reduction, ignore_index, float(label_smoothing))
@@ -458,9 +459,9 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     transformation, projection = transformation_by(logits._steps), logits._projection
     assert transformation is not None
     projection.check()
-    is_cast = projection.dtype is not None  # as it was for the head, whatever autocast is now
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-        with torch.autocast(projection.x.device.type, projection.dtype, enabled=is_cast):
+        # As it was for the head, whatever autocast is now.
+        with set_autocast(projection.x.device.type, projection.dtype):
             loss = projection.loss(rows_by(logits._steps, projection.x), replace(how, **transformation))
         if loss.requires_grad:
             with plain_functions():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
+from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.norm_backward import MOST_READERS
 from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock
 from .fused_norm_module import explain, has_origin_forward, is_disabled
@@ -54,9 +55,8 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
     linears = getattr(fused, "fused_norm_linears", ())
     if not linears or torch.compiler.is_compiling() or is_disabled() or type(tensors[0]) is not Tensor:
         return None
-    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
-    is_cast = torch.is_autocast_enabled(device)
-    if not is_cast and not torch.is_grad_enabled():
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None and not torch.is_grad_enabled():
         return None
     if not is_plain_call(block) or fused.forward is not fused.fused_norm_forward or not has_origin_forward(fused):
         return None
@@ -73,7 +73,6 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
         count += reads
     if count > MOST_READERS:
         return None
-    dtype = torch.get_autocast_dtype(device) if is_cast else None
     return count, dtype if dtype is not None and _are_cast(readers, tensors, dtype) else None
 
 
@@ -104,12 +103,6 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
     return True
 
 
-def _casts_to(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether autocast is on for the device of a tensor, and casts to a dtype."""
-    device = "cuda" if x.is_cuda else x.device.type
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is dtype
-
-
 def for_readers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:
     """Return the result of a norm, and its input, from what the operator has returned.
 
@@ -134,8 +127,8 @@ def inputs_of(x: Any, block: Any) -> Sequence[Any]:
     if outputs is None:
         return (x,) * len(linears)
     further, dtype, norm, s = outputs
-    if dtype is not None and not _casts_to(x, dtype):
-        with torch.autocast(x.device.type, dtype):  # as it was where the norm was called
+    if dtype is not None and autocast_dtype(x) is not dtype:
+        with set_autocast(x.device.type, dtype):  # as it was where the norm was called
             return (norm(s),) * len(linears)
     if not further:  # without gradients one output serves all
         return (x,) * len(linears)

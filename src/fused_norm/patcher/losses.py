@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..kernels import reference
+from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
@@ -95,16 +96,15 @@ class LossCall:
     """
 
     def __init__(self, head: FusedHead, labels: Tensor) -> None:
-        self.head, self.labels = head, CountedLabels.of(labels)
+        self.head = head
+        self.labels = labels if labels.is_meta else CountedLabels.of(labels)
         self.is_fused = False
         self.reason: str | None = None
         self._projections: list[Projection] = []
 
     def logits(self, head: FusedHead, x: Tensor) -> LazyLogits:
         """The head's lazy logits."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        projection = Projection(x, head.weight, head.bias, dtype, self._loss, self._noted, is_running=True)
+        projection = Projection(x, head.weight, head.bias, autocast_dtype(x), self._loss, self._noted, is_running=True)
         self._projections.append(projection)
         return LazyLogits.of(projection)
 
@@ -277,8 +277,7 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
         return f"kernels do not run on {x.device.type}"
     if x.device != head.weight.device:
         return f"its head is on {head.weight.device}, and the hidden states are on {x.device}"
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    if not is_cast and any(one.dtype != x.dtype for one in tensors):
+    if autocast_dtype(x) is None and any(one.dtype != x.dtype for one in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
     return None
 
@@ -289,7 +288,7 @@ def _why_not_now(labels: Any) -> str | None:
         return "its labels are no plain tensor of int64"
     if dispatch_modes() or is_transformed():
         return "a mode or a transform of PyTorch watches its call"
-    return replaced_function()
+    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
 
 
 def replaced_function() -> str | None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.autocast import set_autocast
 from ..kernels.lora_add import LORA_ADD
 
 CAST = "ToCopyBackward0"
@@ -71,7 +72,7 @@ class LinearRecipe(Recipe):
         self._recipe, self._device = recipe, device
 
     def value(self) -> tuple[Tensor]:
-        with torch.no_grad(), torch.autocast(self._device, enabled=False):
+        with torch.no_grad(), set_autocast(self._device, None):
             return (self._recipe.value(),)
 
     def tensors(self) -> Iterator[Tensor]:

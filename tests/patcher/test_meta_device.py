@@ -1,0 +1,138 @@
+"""Patched models on the meta device and under FakeTensorMode return tensors of the forms that stock returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fused_norm
+from fused_norm.kernels.autocast import autocast_dtype, set_autocast
+from fused_norm.kernels.operator import calls
+from fused_norm.model_configs import build, tiny_config
+
+BF16 = torch.bfloat16
+MODELS = [pytest.param("qwen3", marks=pytest.mark.slow), "llama", "gemma3_text", "qwen3 with LoRA"]
+OPTIONS = [
+    {},
+    *(
+        pytest.param(one, marks=pytest.mark.slow)
+        for one in ({"loss": False}, {"readers": False}, {"recompute": True}, {"recompute": "mlp"})
+    ),
+    {"recompute": "attention"},
+]
+DEVICE_TYPES = (
+    "cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "ipu", "xla", "privateuseone",
+    "meta", "vulkan", "lazy", "fpga", "ve", "hip", "opengl", "opencl", "ideep",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def autocast_on(device: str) -> Iterator[None]:
+    """Autocast's state on devices of this type, of which there need be none."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, BF16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def model_of(name: str) -> nn.Module:
+    model = build(tiny_config(name.partition(" ")[0], num_hidden_layers=1), seed=0)
+    if "LoRA" in name:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "gate_proj"]))
+    return model
+
+
+def made_by(model: nn.Module, ids: torch.Tensor, *, is_trained: bool) -> dict[str, Any]:
+    """The form of everything that a call makes, and a backward."""
+    mask = torch.zeros(2, 1, 5, 5, device=ids.device)  # a mask of two dimensions is read, which has no values
+    with torch.set_grad_enabled(is_trained):
+        output = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, output_hidden_states=True)
+    if is_trained:
+        output.loss.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    states = dict(enumerate(output.hidden_states))
+    tensors = {"loss": output.loss, "logits": output.logits, **states, **gradients}
+    return {name: (one.shape, one.stride(), one.dtype, one.device) for name, one in tensors.items()}
+
+
+class Counted:
+    """Counts the calls of operators."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.count += 1
+        return operator.results_of(spec, *arguments)
+
+
+def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> int:
+    """Check every mode of gradients and of autocast, and return the number of operators' calls in fused forwards."""
+    modes: list[tuple[bool, Callable[[], Any]]] = [
+        (is_trained, mode)
+        for mode in (contextlib.nullcontext, lambda: autocast_on("cpu"), lambda: autocast_on("cuda"))
+        for is_trained in (True, False)
+    ]
+    expected = []
+    for is_trained, mode in modes:
+        with mode():
+            expected.append(made_by(model, ids, is_trained=is_trained))
+    fused_norm.apply_fused_norm(model, **options)
+    counted = Counted()
+    for (is_trained, mode), stock in zip(modes, expected, strict=True):
+        with mode(), calls.by(counted):
+            assert made_by(model, ids, is_trained=is_trained) == stock
+    fused_norm.remove_fused_norm(model)
+    return counted.count
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_meta_a_fused_model_makes_what_stock_makes(name: str, options: dict[str, Any]) -> None:
+    ids = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    assert assert_made_as_stock(model_of(name).to("meta"), ids, options) > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_fake_tensors_make_a_fused_model_return_what_stock_returns(name: str, options: dict[str, Any]) -> None:
+    model, mode = model_of(name), FakeTensorMode()
+    for module in model.modules():
+        for key, one in module._parameters.items():
+            if one is not None:
+                module._parameters[key] = nn.Parameter(mode.from_tensor(one.detach()), one.requires_grad)
+        for key, one in module._buffers.items():
+            module._buffers[key] = None if one is None else mode.from_tensor(one)
+    with mode:
+        ids = torch.zeros(2, 5, dtype=torch.int64)
+        assert_made_as_stock(model, ids, options)
+
+
+@pytest.mark.parametrize("device", DEVICE_TYPES)
+def test_autocast_is_asked_for_on_every_type_of_device(device: str) -> None:
+    x: Any = SimpleNamespace(is_cuda=device == "cuda", device=SimpleNamespace(type=device))
+    assert autocast_dtype(x) is None
+    if not torch.amp.is_autocast_available(device):
+        with set_autocast(device, BF16), set_autocast(device, None):
+            assert autocast_dtype(x) is None
+        return
+    with autocast_on(device):
+        assert autocast_dtype(x) == BF16
+    if device == "cpu":
+        with set_autocast(device, torch.float16):
+            assert autocast_dtype(x) == torch.float16
+            with set_autocast(device, None):
+                assert autocast_dtype(x) is None
