@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -36,17 +35,22 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class Seen(TorchFunctionMode):
-    """Notes the dtypes of q and k that reach PyTorch's attention, and of nothing else."""
+@contextmanager
+def seen() -> Iterator[list[tuple[torch.dtype, ...]]]:
+    """The dtypes of q and k that forwards give PyTorch's attention, noted with nothing in the place of any function."""
+    dtypes: list[tuple[torch.dtype, ...]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[tuple[torch.dtype, ...]] = []
+    def noted(frame: Any, event: str, function: Any) -> None:
+        is_attention = event == "c_call" and function is nn.functional.scaled_dot_product_attention
+        if is_attention and torch._C._current_graph_task_id() == -1:
+            dtypes.append((frame.f_locals["query"].dtype, frame.f_locals["key"].dtype))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            self.dtypes.append((args[0].dtype, args[1].dtype))
-        return func(*args, **(kwargs or {}))
+    before = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        yield dtypes
+    finally:
+        sys.setprofile(before)
 
 
 @contextmanager
@@ -63,7 +67,7 @@ def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **given: Any) ->
     # Without a mask transformers 4 makes one.
     given = {"use_cache": False, "output_hidden_states": True, "attention_mask": torch.ones_like(ids), **given}
     given = {name: one() if isinstance(one, type) else one for name, one in given.items()}
-    with Seen() as seen:
+    with seen() as dtypes:
         with torch.autocast(ids.device.type, dtype):
             output = model(input_ids=ids, labels=ids, **given)
         found = [output.logits.detach()]
@@ -76,7 +80,7 @@ def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **given: Any) ->
             assert len(hidden) > 1
             assert all(one is not None for one in gradients)
             found += gradients
-    return found, seen.dtypes
+    return found, dtypes
 
 
 def fused(family: str, device: str, *, groups: int = 2, attention: str = "sdpa", **options: Any) -> Any:

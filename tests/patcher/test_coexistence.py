@@ -334,6 +334,24 @@ def test_a_function_mode_sees_the_products_norms_and_sums_of_stock(
     assert launches
 
 
+@pytest.mark.parametrize("is_around_backward", [False, True])
+def test_a_layer_that_a_mode_has_seen_is_run_again_by_the_same_code(is_around_backward: bool, device: str) -> None:
+    stock, fused = twins("llama", device)
+    gradients = []
+    for model in (stock, fused):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        mode = Names()
+        with mode:
+            loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
+            if is_around_backward:
+                loss.backward()
+        if not is_around_backward:
+            loss.backward()
+        gradients.append([one.grad for one in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm(monkeypatch) -> None:
     """kernelize() binds a forward to every instance whose class has a ``kernel_layer_name``."""
     model = build("llama", seed=0)

@@ -19,6 +19,9 @@ from torch.utils._device import DeviceContext
 _LINEAR = torch._C._nn.linear
 _MODULE_CALL = nn.Module.__call__
 
+_latest_mode: str | None = None
+"""The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
+
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether any hook, the module's own or a global one, would see a call of the module."""
@@ -51,13 +54,22 @@ def is_idle_dropout(module: Any) -> bool:
 
 
 def function_mode() -> str | None:
-    """Return the reason that a ``TorchFunctionMode`` is active; None without one, and for that of a default device."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    for mode in _get_current_function_mode_stack():
-        if not isinstance(mode, DeviceContext):
-            return f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
-    return None
+    """Return the reason that a ``TorchFunctionMode`` is active; None without one, and for that of a default device.
+
+    PyTorch takes a mode off while a backward runs. What a checkpoint then runs again has to save what it saved in the
+    forward, so there the mode of the latest forward counts.
+    """
+    global _latest_mode
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():
+            if not isinstance(mode, DeviceContext):
+                _latest_mode = (
+                    f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
+                )
+                return _latest_mode
+    if _latest_mode is not None and torch._C._current_graph_task_id() == -1:
+        _latest_mode = None
+    return _latest_mode
 
 
 def replaced_linear() -> str | None:
