@@ -18,6 +18,7 @@ _FILES = (
     "spec.py",
     "patcher/source.py",
     "patcher/fused_norm_module.py",
+    "patcher/hooks.py",
     "patcher/norm_recognition.py",
     "patcher/probe.py",
     "patcher/reached_code.py",
