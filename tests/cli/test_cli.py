@@ -8,10 +8,12 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import types
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from transformers import BertConfig, GPT2Config
 import fused_norm
 from fused_norm.check import against_float64
 from fused_norm.cli import main
-from fused_norm.cli.common import find_model
+from fused_norm.cli.common import UsageError, find_model, refuse_missing_path
 from fused_norm.kernels.plans import forward_plan
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher import apply
@@ -77,6 +79,25 @@ BertModel._from_config(BertConfig(hidden_size=12))
 
 
 COMMANDS = ("inspect", "check", "converge", "run", "demo", "env")
+MISSPELT = (
+    *("", "inspekt", "inspect", "inspect ./none", "inspect none.safetensors", "run", "run no/such.py"),
+    *(
+        "run -m no_such.module",
+        "check",
+        "check llama --layers 0",
+        "check none.json",
+        "check llama --no-norms --residual",
+    ),
+    *(
+        "converge lama",
+        "converge llama llama",
+        "converge llama --config no/such/folder",
+        "converge llama --config llama",
+    ),
+    *("converge --data missing.txt", "converge --tokenizer tokenizer.json", "converge --learning-rate -1e-3"),
+    *("demo lama", "demo --data texts/missing.jsonl", "demo --learning-rate nan"),
+)
+"""Lines that are bad input, which takes neither torch nor the hub to tell."""
 
 
 def test_help_and_misspelt_arguments_do_not_import_torch():
@@ -84,7 +105,7 @@ def test_help_and_misspelt_arguments_do_not_import_torch():
     import sys
     from fused_norm.cli import main
     good = [["--help"], ["--version"], *([command, "--help"] for command in {COMMANDS})]
-    bad = [[], ["inspekt"], ["inspect"], ["check"], ["check", "llama", "--layers", "0"], ["run"], ["run", "no/such.py"]]
+    bad = [line.split() for line in {MISSPELT}]
     for arguments in (*good, *bad, *([command, "--nope"] for command in {COMMANDS})):
         try:
             code = main(arguments)
@@ -216,13 +237,16 @@ def without_network(monkeypatch):
     return copies
 
 
+NOWHERE = "there is no file or directory {} here, and the hub cannot be reached for it"
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("inspect some/model", "the hub cannot be reached for 'some/model', and no copy of it was loaded before"),
+        ("inspect some/model", f"{NOWHERE.format('some/model')}, and no copy of it was loaded before"),
         ("inspect Qwen3", "there is no model type 'Qwen3'; did you mean qwen3, .*\\? The hub cannot be reached"),
-        ("converge llama --data some/text:en", "the hub cannot be reached for 'some/text'"),
-        ("converge llama --tokenizer some/tokens", "the hub cannot be reached for 'some/tokens', and no copy of .*"),
+        ("converge llama --data some/text:en", NOWHERE.format("some/text")),
+        ("converge llama --tokenizer some/tokens", f"{NOWHERE.format('some/tokens')}, and no copy of .*"),
     ],
 )
 def test_no_network_is_called_so_and_asked_once(line, says, without_network, monkeypatch, capsys):
@@ -262,6 +286,78 @@ def test_ctrl_c_ends_a_command_with_a_line(line, interrupted, monkeypatch, capsy
     assert capsys.readouterr().err == f"fused-norm {line.split()[0]}: stopped\n"
 
 
+def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_line(monkeypatch, capsys):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fused_norm.cli.importlib.import_module", interrupt)
+    assert main(["inspect", "qwen3"]) == 130
+    assert capsys.readouterr().err == "fused-norm: stopped\n"
+
+
+@pytest.mark.parametrize("error", [ImportError("cannot load module more than once per process"), UsageError("broken")])
+@pytest.mark.parametrize(
+    ("line", "interrupted"),
+    [
+        ("inspect qwen3", "cli.inspect_command.find_model"),
+        ("check qwen3", "cli.check_command.find_model"),
+        ("env", "cli.env_command.environment"),
+        ("converge llama", "cli.converge_command.interpret_without_gpu"),
+        ("run {script}", "patcher.on_load"),
+    ],
+)
+def test_ctrl_c_that_an_import_makes_an_error_of_ends_a_command_with_a_line(
+    line, interrupted, error, script, monkeypatch, capsys
+):
+    path = script("print('it runs')")
+
+    def swallow(*arguments, **named):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise error
+
+    monkeypatch.setattr(f"fused_norm.{interrupted}", swallow)
+    command, *arguments = line.format(script=path).split()
+    assert main([command, *arguments]) == 130
+    found = capsys.readouterr()
+    assert found.err == f"fused-norm {command}: stopped\n"
+    assert "it runs" not in found.out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_without_ctrl_c_is_what_it_is(monkeypatch, capsys):
+    def fail(*arguments, **named):
+        raise ImportError("broken")
+
+    monkeypatch.setattr("fused_norm.cli.env_command.environment", fail)
+    with pytest.raises(ImportError, match="broken"):
+        main(["env"])
+
+
+def test_ctrl_c_that_an_import_swallows_stops_before_the_script(script, monkeypatch, capsys):
+    @contextmanager
+    def swallow(**named):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        yield
+
+    monkeypatch.setattr("fused_norm.patcher.on_load", swallow)
+    assert main(["run", str(script("print('it runs')"))]) == 130
+    assert capsys.readouterr() == ("", "fused-norm run: stopped\n")
+
+
+def test_a_script_and_a_handler_of_other_code_keep_their_own_ctrl_c(script, monkeypatch, capsys):
+    path = script("import signal\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    assert main(["run", str(path)]) == 0
+    assert capsys.readouterr().out == "True\n"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert main(["env"]) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_script_that_is_stopped_ends_as_python_ends_it(script, capsys):
     assert main(["run", str(script("def wait():\n    raise KeyboardInterrupt\n\nwait()\n"))]) == 130
     error = capsys.readouterr().err
@@ -269,20 +365,34 @@ def test_a_script_that_is_stopped_ends_as_python_ends_it(script, capsys):
     assert "KeyboardInterrupt\n" in error
 
 
-def test_what_torchao_says_of_itself_when_it_is_imported_is_left_out(caplog):
-    for name in ("torchao", "torchao.quantization", "torch.utils._pytree"):
+def test_what_packages_say_of_themselves_when_they_are_imported_is_left_out(caplog):
+    for name in ("torchao", "torchao.quantization", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).warning("of %s", name)
     logging.getLogger("torchao").error("an error")
     assert caplog.messages == ["of torchao.quantization", "an error"]
 
 
-@pytest.mark.parametrize("name", ["/no/such", "./such", "../such", "no/such/folder", "such.json", "such/"])
-@pytest.mark.parametrize("line", ["inspect {}", "check {}", "converge --config {}", "converge llama --tokenizer {}"])
+@pytest.mark.parametrize(
+    "name",
+    ["/no/such", "./such", "../such", "no/such/folder", "such.json", "such/", "missing.txt", "texts/missing.jsonl"],
+)
+@pytest.mark.parametrize(
+    "line",
+    ["inspect {}", "check {}", "converge --config {}", "converge llama --tokenizer {}", "converge llama --data {}"],
+)
 def test_a_path_that_is_nowhere_is_called_so(line, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*line.format(name).split()]) == 2
     error = capsys.readouterr().err
     assert f"there is no file or directory {name}\n" in error
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["wikitext", "Qwen/Qwen2.5-0.5B", "some/model-7B-v0.1", "some/model.v2", "some/text_en", "opt-1.3b", "some/x.bins"],
+)
+def test_a_name_that_the_hub_may_have_is_no_missing_path(name):
+    refuse_missing_path(name)
 
 
 REMOTE = """

@@ -20,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     converge_command.add_arguments(parser)
     args = parser.parse_args()
+    converge_command.refuse_misspelt(args)
     # A fault shows at once; in the larger models of the full tier some need the drift of a whole run.
     args.steps = args.steps or (20 if args.tier == "full" else 2)
     interpret_without_gpu(args.device)

@@ -49,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Sweep, store, compare; 1 where --against found a change, else 0. Ctrl-C leaves what was counted, not stored."""
-    # After the device was chosen, because the sweep imports the kernels.
-    interpret_without_gpu("cpu")
     from .summary import Summary, changes, page_with_table, stored, tables
 
     there = {release: Summary.load(path) for release, path in stored(STORED).items()}
@@ -63,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--store is of all model types")
     if args.against not in (None, _NEWEST, *there):
         raise UsageError(f"transformers {args.against} is not stored; there are {', '.join(there)}")
+    # The sweep imports the kernels, for which the device is chosen before.
+    interpret_without_gpu("cpu")
     summary, missing = _sweep(args)
     _print(summary)
     if missing:

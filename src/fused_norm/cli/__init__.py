@@ -11,11 +11,11 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import __version__
 from ..spec import FusedNormError
+from .ctrl_c import remembered
 
 _COMMANDS = {
     "inspect": "what would be fused in a model, and why not: no weights, no GPU",
@@ -29,8 +29,8 @@ _COMMANDS = {
 STOPPED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
-# Transformers imports torchao where it is installed, and these two say then what is wrong in it.
-for _name in ("torchao", "torch.utils._pytree"):
+# Transformers imports torchao, and PEFT bitsandbytes, where they are installed; these say then what is wrong in them.
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).addFilter(lambda record: record.levelno > logging.WARNING)
 
 
@@ -46,7 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for ``--help``, ``--version`` and misspelt arguments.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    return _until_stopped("fused-norm", lambda: _run_named(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _run_named(argv: list[str]) -> int:
+    """Run the command that the first argument names."""
+    from .. import __version__  # takes a moment to find
+
     width = max(map(len, _COMMANDS))
     top = argparse.ArgumentParser(
         prog="fused-norm",
@@ -78,17 +84,29 @@ def parse_and_run(command: Any, program: str, description: str, argv: Sequence[s
     Returns:
         The exit code.
     """
+    return _until_stopped(program, lambda: _parse_and_run(command, program, description, argv))
+
+
+def _parse_and_run(command: Any, program: str, description: str, argv: Sequence[str] | None) -> int:
     from .common import UsageError, as_flags
 
     parser = argparse.ArgumentParser(prog=program, description=description)
     command.add_arguments(parser)
     args = parser.parse_args(argv)
     try:
-        code: int = command.run(args)
+        with remembered():  # an error that Ctrl-C has led to is none of the user's
+            code: int = command.run(args)
         return code
     except (UsageError, FusedNormError) as error:
         print(f"{program}: {as_flags(str(error))}", file=sys.stderr)
         return 2
+
+
+def _until_stopped(program: str, run: Callable[[], int]) -> int:
+    """The exit code of ``run``; Ctrl-C is answered in a line."""
+    try:
+        with remembered():
+            return run()
     except KeyboardInterrupt:
         print(f"{program}: stopped", file=sys.stderr)
         return STOPPED

@@ -22,6 +22,7 @@ from .common import (
     in_one_line,
     interpret_without_gpu,
     positive,
+    refuse_missing_path,
     refuse_unless_causal_lm,
     take_layers,
 )
@@ -55,9 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print errors and verdicts; 0 if all errors are within budget and rows do not depend on their batch, else 1."""
+    options = fuse_options(args, strict=args.strict)
+    refuse_missing_path(args.model)
     device = interpret_without_gpu(args.device)
     # After the line above, because these import the kernels.
-    options = fuse_options(args, strict=args.strict)
     import torch
     from tqdm import tqdm
 

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
@@ -129,13 +130,23 @@ class Source:
     description: str
 
 
+_FILE = re.compile(
+    r".\.(txt|text|md|rst|log|py|html|xml|ya?ml|jsonl?|csv|tsv|parquet|arrow|gz|bz2|xz|zst|zip|tar"
+    r"|safetensors|bin|pth?|ckpt|gguf|model)$",
+    re.IGNORECASE,
+)
+"""The end of the name of a file of text, of data, of weights or of a tokenizer, which no name on the hub has."""
+
+
 def refuse_missing_path(name: str) -> None:
     """Check that a name is not that of a missing file or directory; a name with one slash may be one on the hub.
 
     Raises:
         UsageError: it is.
     """
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
+    looks_like_path = (
+        name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or _FILE.search(name) is not None
+    )
     if looks_like_path and not Path(name).exists():
         raise UsageError(f"there is no file or directory {name}")
 
@@ -148,9 +159,9 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     Raises:
         UsageError: nothing can be read under this name.
     """
+    refuse_missing_path(name)
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    refuse_missing_path(name)
     path = Path(name)
     if not path.exists() and name in CONFIG_MAPPING:
         return Source(AutoConfig.for_model(name), None, f"the default {name} of transformers")
@@ -208,7 +219,7 @@ def on_this_machine(name: str, *, may_be_kept: bool = True) -> str:
             if may_be_kept:
                 return huggingface_hub.snapshot_download(name, local_files_only=True)
     kept = ", and no copy of it was loaded before" if may_be_kept else ""
-    raise NoNetworkError(f"the hub cannot be reached for {name!r}{kept}")
+    raise NoNetworkError(f"there is no file or directory {name} here, and the hub cannot be reached for it{kept}")
 
 
 def _base_model(adapter: Path) -> str:
@@ -237,6 +248,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def positive_float(text: str) -> float:
+    """The type of an argument that is a finite number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def results_folder(path: Path) -> Path:

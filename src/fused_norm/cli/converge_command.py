@@ -25,6 +25,7 @@ from .common import (
     interpret_without_gpu,
     on_this_machine,
     positive,
+    positive_float,
     refuse_missing_path,
     refuse_unless_causal_lm,
     results_folder,
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, help="optimizer steps")
     parser.add_argument("--length", type=positive, help="tokens in a sequence")
     parser.add_argument(
-        "--learning-rate", type=float, help="AdamW's, after the warm-up; ten times that where weights are bf16"
+        "--learning-rate", type=positive_float, help="AdamW's, after the warm-up; ten times that where weights are bf16"
     )
     parser.add_argument("--data", metavar="TEXT", help="a text file or a dataset, NAME[:CONFIG] (Python's own source)")
     parser.add_argument("--column", default="text", help="the dataset's column with the text (text)")
@@ -77,13 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, and write the report; the exit code is in the help."""
+    refuse_misspelt(args)
     if os.environ.get("RANK", "0") == "0":
         print("loading torch, transformers and accelerate takes some seconds", flush=True)
     on_cpu = args.device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
-    for module in ("accelerate", "datasets", "matplotlib"):
-        if importlib.util.find_spec(module) is None:
-            raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
     from ..convergence.parallel_suite import in_processes
@@ -136,6 +135,32 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_code(results)
 
 
+def refuse_misspelt(args: argparse.Namespace) -> None:
+    """Check what can be checked before torch is imported.
+
+    Raises:
+        UsageError: for an unknown family, two models of one name, a missing path, or a package that is not installed.
+    """
+    if unknown := [name for name in args.family if name not in FAMILIES]:
+        raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")
+    names = [*args.family, *map(_label, args.config)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two models are called {twice[0]}; rename one of their folders or files")
+    paths = [*args.config, (args.data or "").partition(":")[0], args.tokenizer or ""]
+    for path in filter(None, paths):
+        refuse_missing_path(path)
+    for module in ("accelerate", "datasets", "matplotlib"):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
+    if adapted := [how for how in args.axis or () if how in LORA and importlib.util.find_spec("peft") is None]:
+        raise UsageError(f"--axis {adapted[0]} needs peft: pip install peft")
+
+
+def _label(name: str) -> str:
+    """What a model of ``--config`` is called."""
+    return Path(name).stem if Path(name).is_file() else Path(name).name
+
+
 def tier_for(args: argparse.Namespace, device: torch.device) -> Tier:
     """The tier that a command line asks for, with its steps, length and learning rate.
 
@@ -164,27 +189,19 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
     from ..convergence.plan import Plan, comparisons_of
     from ..convergence.text_sequences import training_order
 
-    if unknown := [name for name in args.family if name not in FAMILIES]:
-        raise UsageError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}; take --config for other models")
     families = args.family or ([] if args.config else tier.families)
     sources = [ModelSource.of_family(name, tier.settings.overrides_of(name)) for name in families]
     sources += [_source(name) for name in args.config]
-    names = [source.name for source in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"two models are called {twice[0]}; rename one of their folders or files")
     comparisons = comparisons_of(
         tier,
-        names,
+        [source.name for source in sources],
         precisions=args.dtype,
         features=args.feature,
         executions=args.axis,
         seeds=range(args.seeds),
     )
-    adapted = [each for each in comparisons if each.execution in LORA]
-    if adapted and importlib.util.find_spec("peft") is None:
-        if args.axis:
-            raise UsageError(f"--axis {adapted[0].execution} needs peft: pip install peft")
-        comparisons = [each for each in comparisons if each not in adapted]
+    if importlib.util.find_spec("peft") is None:
+        comparisons = [each for each in comparisons if each.execution not in LORA]
     processes = PartialState().num_processes
     step = tier.settings.options.batch_size * processes
     drawn = tier.settings.options.steps * step
@@ -233,8 +250,7 @@ def _source(name: str) -> ModelSource:
 
     found = find_model(name)
     refuse_unless_causal_lm(found)
-    label = Path(name).stem if Path(name).is_file() else Path(name).name
-    return ModelSource(label, found.config, found.weights)
+    return ModelSource(_label(name), found.config, found.weights)
 
 
 def _texts(args: argparse.Namespace) -> Any:
@@ -244,9 +260,7 @@ def _texts(args: argparse.Namespace) -> Any:
         return read_files(standard_library())
     if Path(args.data).is_file():
         return read_files([args.data])
-    place = args.data.partition(":")[0]
-    refuse_missing_path(place)
-    on_this_machine(place, may_be_kept=False)
+    on_this_machine(args.data.partition(":")[0], may_be_kept=False)
     return read_dataset(args.data, column=args.column)
 
 
@@ -258,8 +272,6 @@ def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], S
     has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
     if name == "bytes" or (name is None and not has_own):
         return utf8_bytes, "bytes"
-    if name is not None:
-        refuse_missing_path(name)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))

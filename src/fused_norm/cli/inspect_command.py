@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import MODEL_HELP, Source, UsageError, add_fuse_options, find_model, fuse_options, in_one_line
+from .common import (
+    MODEL_HELP,
+    Source,
+    UsageError,
+    add_fuse_options,
+    find_model,
+    fuse_options,
+    in_one_line,
+    refuse_missing_path,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if something would be fused, else 1."""
     options = fuse_options(args, strict=False)
+    refuse_missing_path(args.model)
     from ..patcher import apply_fused_norm
 
     source = find_model(args.model, trust_remote_code=args.trust_remote_code)

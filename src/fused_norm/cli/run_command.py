@@ -20,6 +20,7 @@ from ..options import FuseOptions
 from ..spec import FusedNormError
 from . import STOPPED
 from .common import UsageError, add_fuse_options, fuse_options
+from .ctrl_c import leave_to_script
 
 if TYPE_CHECKING:
     from ..patcher import PatchReport
@@ -60,17 +61,22 @@ def run(args: argparse.Namespace) -> int:
         if options.strict:
             raise UsageError(stock)
         _say(stock)
+    with _as_python_would(target, args.is_module, arguments):
+        if args.is_module and not _find_module(target):
+            raise UsageError(f"there is no module {target}")
+        return _run_fused(target, args.is_module, options)
+
+
+def _run_fused(target: str, is_module: bool, options: FuseOptions) -> int:
     from ..patcher import on_load
 
     with (
-        _as_python_would(target, args.is_module, arguments),
         _processes_told(options) as reports,
         on_load(everywhere=True, notify=partial(_tell, reports), **vars(options)),
     ):
-        if args.is_module and not _find_module(target):
-            raise UsageError(f"there is no module {target}")
+        leave_to_script()
         try:
-            if args.is_module:
+            if is_module:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(target, run_name="__main__")
