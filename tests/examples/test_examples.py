@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fused_norm
 from fused_norm.kernels import reference
-from fused_norm.kernels.operator import calls
 from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import NormSpec
 
-from ..patcher.ranks import Called
+from ..patcher.ranks import called_operators
 from .checkpoints import save_checkpoint, save_vision_language_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,9 +45,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def called() -> Iterator[Called]:
-    """The operators that this thread calls."""
-    with calls.by(names := Called()):
+def called() -> Iterator[list[str]]:
+    """The operators that are called, backwards included."""
+    with called_operators() as names:
         yield names
 
 
@@ -81,7 +80,7 @@ def assert_trains_as_stock(
     checkpoint: str,
     folder: Path,
     length: str,
-    called: Called,
+    called: list[str],
     *options: str,
     names: Sequence[str] = ("loss",),
 ) -> None:

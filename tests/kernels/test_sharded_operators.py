@@ -20,14 +20,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_norm import kernels
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.operator import calls
 from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.sharded import placement_obstacle
 from fused_norm.spec import NormSpec
 
-from ..patcher.ranks import Called
+from ..patcher.ranks import called_operators
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 5, 4, 16
 SHAPES = {"x": (BATCH, TOKENS, WIDTH), "h": (BATCH, HEADS, TOKENS, WIDTH), "w": (WIDTH,), "a": (1, TOKENS, WIDTH)}
@@ -89,7 +88,7 @@ def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
     given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
 
     expected = operator(*parts)
-    with calls.by(called := Called()), CommDebugMode() as communication:
+    with called_operators() as called, CommDebugMode() as communication:
         outputs = operator(*given)
         assert communication.get_total_counts() == 0
     assert len(called) == 1
@@ -171,11 +170,12 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
 def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
     x, base = (one.detach().bfloat16() for one in tensors_for("xx", device))
     factor = torch.randn(3, WIDTH, device=device)
-    wholes, placements = (base, x, factor, factor.t()), (Shard(1), Shard(1), Replicate(), Replicate())
+    # By batches: PyTorch 2.11 flattens the rows of a linear's input, and not across devices.
+    wholes, placements = (base, x, factor, factor.t()), (Shard(0), Shard(0), Replicate(), Replicate())
     parts = [part_of(*one) for one in zip(wholes, placements, strict=True)]
     given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
     assert LORA_ADD.refuses(None, *given, 0.5) == ("it has no form for DTensors", None)
-    with calls.by(called := Called()):
+    with called_operators() as called:
         y = kernels.lora_add(*given, 0.5)
     assert not len(called)
     assert torch.equal(y.to_local(), LORA_ADD.reference(None, *parts, 0.5))

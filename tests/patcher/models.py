@@ -76,6 +76,11 @@ def assert_same_bits(one: Step, other: Step) -> None:
     assert not different
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages of this package: other packages log as well, some of them on a GPU alone."""
+    return [record.getMessage() for record in caplog.records if record.name == "fused_norm"]
+
+
 def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
 

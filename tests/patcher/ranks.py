@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.autograd import set_multithreading_enabled
 
-from fused_norm.kernels.operator import Operator
+from fused_norm.kernels.operator import Operator, calls
+
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 
 def on_two_ranks(run: Callable[[int, int], Any], folder: Path, backend: str = "gloo") -> list[Any]:
     """What ``run(rank, 2)`` returns on each rank; ``folder`` is for the way back.
 
-    ``backend``: with ``nccl`` each rank has a GPU of its own.
+    ``backend``: with ``nccl`` each rank has a GPU of its own; with another one it sees none, wherever it runs, and
+    kernels are interpreted.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, run, folder, backend), nprocs=2)
+    with mock.patch.dict(os.environ, {} if backend == "nccl" else _WITHOUT_GPUS):
+        mp.spawn(_rank, args=(port, run, folder, backend), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -37,9 +44,19 @@ def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, ba
     dist.destroy_process_group()
 
 
-class Called(list[str]):
+class _Called(list[str]):
     """The names of the operators that were called, and did not leave the call to the formula."""
 
     def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
         self.append(operator.plain_name or operator.name)
         return operator.results_of(spec, *arguments)
+
+
+@contextmanager
+def called_operators() -> Iterator[list[str]]:
+    """The names of the operators that are called in the block, and in the backward of a loss that is run there.
+
+    A thread sees its own calls alone, and on a GPU PyTorch would take another one for the backward.
+    """
+    with calls.by(called := _Called()), set_multithreading_enabled(False):
+        yield called

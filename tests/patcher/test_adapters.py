@@ -16,6 +16,7 @@ import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+from torch.autograd import set_multithreading_enabled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +28,7 @@ from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.adapters import why_stock
 
-from .models import step, tokens
+from .models import logged, step, tokens
 from .ranks import on_two_ranks
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -66,7 +67,7 @@ class Calls:
 def fused_calls(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
     """The arguments of every fused LoRA layer that runs."""
     noted = Calls()
-    with calls.by(noted):
+    with calls.by(noted), set_multithreading_enabled(False):  # a backward on a GPU would run in a thread of its own
         run()
     return noted.of_adapters
 
@@ -213,7 +214,7 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
     ]
     if change is not None and not is_fused:
         reason = why_stock(fused.base_model.model[0])
-        assert [message.partition(": ")[2] for message in caplog.messages] == [reason]
+        assert [message.partition(": ")[2] for message in logged(caplog)] == [reason]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +266,8 @@ def test_layers_that_come_after_the_patch_are_logged_and_fused_by_another_one(
     run = lambda: step(model, tokens(device))  # noqa: E731
     with torch.autocast(device, BF16), caplog.at_level("WARNING", logger="fused_norm"):
         assert not fused_calls(run)
-        logged = [one for one in caplog.messages if "come since the model was patched" in one]
-        assert [one.partition(":")[0] for one in logged] == [
+        found = [one for one in caplog.messages if "come since the model was patched" in one]
+        assert [one.partition(":")[0] for one in found] == [
             f"Qwen3{block} runs LoRA layers as PEFT has them" for block in ("Attention", "MLP")
         ]
         assert fused_norm.apply_fused_norm(model).counts["adapter"] == len(fused_calls(run)) == 10

@@ -30,14 +30,13 @@ from transformers.models.llama import modeling_llama
 import fused_norm
 from fused_norm import FusedNormError
 from fused_norm.check.against_float64 import check_step
-from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.lazy_logits import LazyLogits, Projection
 from fused_norm.patcher.losses import FusedHead, FusedLoss
 
 from .models import relative, tokens
-from .ranks import Called, on_two_ranks
+from .ranks import called_operators, on_two_ranks
 
 SOFTCAP = {"final_logit_softcapping": 3.0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -115,8 +114,7 @@ def assert_gradients_are_near(one: nn.Module, other: nn.Module, tolerance: float
 
 def is_fused(model: nn.Module, **given: Any) -> bool:
     """Return whether a step runs the fused operator, whatever the report says."""
-    called = Called()
-    with calls.by(called):
+    with called_operators() as called:
         run(model, some_ignored(next(model.parameters()).device.type), **given)
     return "linear_cross_entropy" in called
 

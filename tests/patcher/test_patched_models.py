@@ -17,7 +17,17 @@ from fused_norm.kernels import operator
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher.fused_norm_module import FusedNorm
 
-from .models import SLOW_BUT_FOR_A_FEW, assert_same_bits, assert_trains_as_stock, relative, sites, step, tokens, twins
+from .models import (
+    SLOW_BUT_FOR_A_FEW,
+    assert_same_bits,
+    assert_trains_as_stock,
+    logged,
+    relative,
+    sites,
+    step,
+    tokens,
+    twins,
+)
 
 pytestmark = pytest.mark.usefixtures("large_graphs")
 
@@ -267,8 +277,7 @@ def test_calls_that_kernels_cannot_take_run_stock_code_and_say_so(device: str, c
         with pytest.raises(RuntimeError, match="must match the size"):
             norm(torch.randn(2, 5, device=device))
     assert launches == ["rms_norm"]
-    messages = [record.message for record in caplog.records]
-    assert messages == [
+    assert logged(caplog) == [
         "NewRMSNorm runs its stock code: x is torch.float64",
         "NewRMSNorm runs PyTorch's add: residual must have x's shape (2, 4, 72), not (72,); expand it first",
         "NewRMSNorm runs its stock code: weight must have shape (5,), the last dimension of x, not (72,)",

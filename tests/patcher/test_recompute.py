@@ -39,7 +39,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
 
 from .models import assert_same_bits, snapshot, step, tokens
-from .ranks import Called, on_two_ranks
+from .ranks import called_operators, on_two_ranks
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 SPEC = norm_spec("llama", False, 1e-6)
@@ -592,7 +592,7 @@ def test_under_modes_and_where_hooks_are_not_allowed_nothing_is_recomputed(aroun
 
 def test_whoever_observes_calls_of_operators_observes_these(device: str) -> None:
     inputs = inputs_of(device)
-    with calls.by(called := Called()):
+    with called_operators() as called:
         call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
     assert called == ["rms_norm"]
 

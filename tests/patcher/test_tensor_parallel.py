@@ -31,12 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import fused_norm
-from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
 
-from .models import relative, sites
-from .ranks import Called, on_two_ranks
+from .models import logged, relative, sites
+from .ranks import called_operators, on_two_ranks
 
 ON_GPUS = torch.cuda.device_count() >= 2
 DEVICE = "cuda" if ON_GPUS else "cpu"
@@ -83,7 +82,7 @@ def step_of(model: nn.Module) -> dict[str, Any]:
         output.loss.backward()
         return output.logits.detach()
 
-    with calls.by(called := Called()):
+    with called_operators() as called:
         logits = run()
     gradients = {name: whole(parameter.grad).cpu() for name, parameter in model.named_parameters()}
     model.zero_grad()  # the gradients above stay as they are
@@ -249,7 +248,7 @@ def step_of_shared_sequences(folder: str, rank: int, ranks: int) -> dict[str, tu
         ids = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
         positions = torch.arange(64, device="cuda")[None].repeat(2, 1)
         with contextlib.ExitStack() as shared:
-            shared.enter_context(calls.by(called := Called()))
+            called = shared.enter_context(called_operators())
             if which != "alone":
                 shared.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
                 shared.enter_context(context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]))
@@ -298,7 +297,7 @@ def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: Devi
     wrapper, x = norm.forward, torch.randn(2, 5, 72, device=device)
     expected = norm(x)
     assert fused_norm.apply_fused_norm(model).counts == sites("llama")
-    with calls.by(called := Called()):
+    with called_operators() as called:
         assert relative(norm(x), expected) < 1e-6
         assert called == ["rms_norm"]
         fused_norm.remove_fused_norm(model)
@@ -323,18 +322,18 @@ def test_a_norm_of_cut_rows_runs_its_stock_code_and_says_so(
 ) -> None:
     fused_norm_module._explained.clear()
     norm, x, expected = fused_norm_of_dtensors(mesh, device, Shard(2))
-    with calls.by(called := Called()):
+    with called_operators() as called:
         y = norm(x)
     assert called == []
     assert y.placements == expected.placements
     assert torch.equal(y.to_local(), expected.to_local())
-    assert caplog.messages == ["LlamaRMSNorm runs its stock code: the input is placed as Shard(dim=2)"]
+    assert logged(caplog) == ["LlamaRMSNorm runs its stock code: the input is placed as Shard(dim=2)"]
 
 
 def test_a_compiled_norm_of_dtensors_is_one_graph_of_the_formula(mesh: DeviceMesh, device: str) -> None:
     norm, x, expected = fused_norm_of_dtensors(mesh, device, Shard(1))
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
-    with calls.by(called := Called()):
+    with called_operators() as called:
         y = compiled(x)
     assert called == []
     assert y.placements == expected.placements

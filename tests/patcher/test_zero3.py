@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import fused_norm
-from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 
 from .models import sites
-from .ranks import Called, on_two_ranks
+from .ranks import called_operators, on_two_ranks
 
 STEPS = 2
 MODEL_TYPE = "qwen3"
@@ -72,7 +71,7 @@ def trained_under_zero3(order: str) -> tuple[list[float], dict[str, int]]:
         engine.backward(loss)
         engine.step()
 
-    with calls.by(called := Called()):
+    with called_operators() as called:
         losses = trained(engine, run)
     engine.destroy()
     return losses, Counter(called)
