@@ -149,7 +149,7 @@ def test_what_has_no_value_has_no_key() -> None:
     norm = Norm()
     norm.config = Half()
     assert reached_by(norm).key is None
-    assert reached_by(lambda x: x * tokens).key is not None
+    assert reached_by(lambda x: x * SCALE).key is not None
     constant = torch.ones(2)
     assert reached_by(lambda x: x * constant).key is None
 

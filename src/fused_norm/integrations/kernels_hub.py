@@ -22,6 +22,7 @@ _FILES = (
     "patcher/norm_recognition.py",
     "patcher/probe.py",
     "patcher/reached_code.py",
+    "patcher/running_code.py",
     "integrations/hub_layers.py",
 )
 """The files that the layer needs besides the kernels."""

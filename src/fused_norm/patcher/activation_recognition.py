@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .hooks import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch, shadow_of
 from .reached_code import own_attributes, reached_by
+from .running_code import RunningCode
 
 Formula = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -39,22 +40,25 @@ class Activation:
     Attributes:
         formula: a key of ``FORMULAS``.
         function: the function; of a module, the forward of its class.
+        running: the code of that function that was compared.
         kind: the module's class; None for a function.
         settings: the module's own attributes, by name.
     """
 
     formula: Formula
     function: Callable[..., Any]
+    running: RunningCode
     kind: type[nn.Module] | None
     settings: tuple[tuple[str, Any], ...]
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this activation, and no hook or other code would see it called."""
         if self.kind is None:
-            return value is self.function
+            return value is self.function and self.running.is_in(value)
         return (
             type(value) is self.kind
             and type(value).forward is self.function
+            and self.running.is_in(self.function)
             and "forward" not in value.__dict__
             and not has_hooks(value)
             and all(_setting(getattr(value, name, None)) == setting for name, setting in self.settings)
@@ -68,7 +72,7 @@ def recognise_activation(value: Any) -> Activation:
         UnrecognisedError: where it computes something else, or cannot be run to find out.
     """
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return Activation(_formula_of(value, [value], value.__name__), value, None, ())
+        return Activation(_formula_of(value, [value], value.__name__), value, RunningCode(value), None, ())
     if not isinstance(value, nn.Module):
         raise UnrecognisedError(f"its activation is a {type(value).__name__}, neither a module nor a function")
     kind: Any = type(value)
@@ -82,7 +86,8 @@ def recognise_activation(value: Any) -> Activation:
     shadows = [shadow_of(kind, {**own, "training": training}) for training in (True, False)]
     calls = [partial(kind.forward, shadow) for shadow in shadows]
     formula = _formula_of(shadows[0], calls, kind.__name__)
-    return Activation(formula, kind.forward, kind, tuple((name, _setting(one)) for name, one in own.items()))
+    settings = tuple((name, _setting(one)) for name, one in own.items())
+    return Activation(formula, kind.forward, RunningCode(kind.forward), kind, settings)
 
 
 def _setting(value: Any) -> Any:
@@ -100,7 +105,7 @@ def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Fo
         return found[0]
 
     try:
-        return _outcomes.of(reached_by(code).key, find)
+        return _outcomes.of(reached_by(code), None, find)
     except UnrecognisedError:
         raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}") from None
 

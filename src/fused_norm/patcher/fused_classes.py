@@ -21,6 +21,7 @@ from .losses import FusedHead, FusedLoss, fused_forward
 from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
 from .recompute import call_recomputing
 from .rewrite import Rewrite
+from .running_code import RunningCode
 
 
 class _NoHubKernel:
@@ -88,13 +89,14 @@ def fused_adapter_class(origin: Any) -> type[nn.Module]:
 
 
 def _unless_replaced(origin: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:
-    """``rewritten``, but where other code has put a forward of its own on ``origin`` since: that, then."""
+    """``rewritten``; if other code has put a forward of its own on ``origin`` since, or code into that one: that."""
     forward = origin.forward
+    running = RunningCode(forward)
 
     @wraps(rewritten)
     def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = origin.forward
-        return (rewritten if current is forward else current)(self, *args, **kwargs)
+        return (rewritten if current is forward and running.is_in(forward) else current)(self, *args, **kwargs)
 
     return rewritten_or_replaced
 
@@ -142,7 +144,8 @@ def _derive(base: type, origin: Any, made_by: tuple[Any, ...], **members: Any) -
         return _rebuild, (make, origin, arguments), *state
 
     names = {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
-    facts = {"origin": origin, "origin_forward": origin.forward, "made_by": made_by}
+    facts = {"origin": origin, "origin_forward": origin.forward, "origin_code": RunningCode(origin.forward)}
+    facts["made_by"] = made_by
     members |= {**names, **{f"fused_norm_{name}": fact for name, fact in facts.items()}, "__reduce_ex__": reduce_ex}
     derived = type(origin)(origin.__name__, (base, origin), members)
     derived.fused_norm_forward = derived.forward

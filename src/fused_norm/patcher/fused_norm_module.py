@@ -29,6 +29,7 @@ from ..kernels.program import Programs
 from ..kernels.rms_norm import RMS_NORM
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .hooks import function_mode, has_hooks, is_plain_call
+from .running_code import RunningCode
 
 logger = logging.getLogger("fused_norm")
 
@@ -69,6 +70,7 @@ class FusedNorm(nn.Module):
 
     fused_norm_origin: ClassVar[type[nn.Module]]
     fused_norm_origin_forward: ClassVar[Any]
+    fused_norm_origin_code: ClassVar[RunningCode]
     fused_norm_spec: ClassVar[NormSpec]
     fused_norm_eps_name: ClassVar[str]
     fused_norm_replaced: ClassVar[Casting | None]
@@ -147,8 +149,12 @@ def _without_kernel(norm: FusedNorm, spec: NormSpec | None, x: Any, weight: Any,
 
 
 def has_origin_forward(fused: Any) -> bool:
-    """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin."""
-    return fused.fused_norm_origin.forward is fused.fused_norm_origin_forward
+    """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin.
+
+    Nor has any put other code into that forward, as ``%autoreload`` does.
+    """
+    forward = fused.fused_norm_origin.forward
+    return forward is fused.fused_norm_origin_forward and fused.fused_norm_origin_code.is_in(forward)
 
 
 def spec_of(norm: FusedNorm) -> NormSpec | None:

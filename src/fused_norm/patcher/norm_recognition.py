@@ -71,7 +71,7 @@ def looks_like_norm(module: nn.Module) -> bool:
     weights = list(module._parameters) or list(module._buffers)
     if weights != ["weight"] or module._modules:
         return False
-    return any("eps" in name and isinstance(value, float) for name, value in own_attributes(module).items())
+    return any("eps" in name and issubclass(type(value), float) for name, value in own_attributes(module).items())
 
 
 def subtracts_mean(module: nn.Module) -> bool:
@@ -87,8 +87,7 @@ def recognise(module: nn.Module) -> Recognised:
     """
     _check_structure(module)
     width, held = _width(module), ("weight" in module._buffers, _held_weight(module) is not None)
-    key = reached_by(module).key
-    return _outcomes.of(None if key is None else (key, width, held), lambda: _compare_with_formulas(module))
+    return _outcomes.of(reached_by(module), (width, held), lambda: _compare_with_formulas(module))
 
 
 def _are_x_and_gate(arguments: list[inspect.Parameter]) -> bool:
@@ -104,7 +103,7 @@ def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
 
 def _compare_with_formulas(module: nn.Module) -> Recognised:
     matches: dict[NormSpec, str] = {}
-    names = [name for name, value in vars(module).items() if isinstance(value, float)]
+    names = [name for name, value in vars(module).items() if issubclass(type(value), float)]
     if not names:
         raise UnrecognisedError("has no eps among its attributes")
     gated = _are_x_and_gate(_arguments_of(module))
@@ -134,7 +133,7 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError(f"has modules of its own: {', '.join(module._modules)}")
     if others := [name for name, value in module._buffers.items() if value is not None and name != "weight"]:
         raise UnrecognisedError(f"has buffers: {', '.join(others)}")
-    if tensors := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+    if tensors := [name for name, value in vars(module).items() if issubclass(type(value), Tensor)]:
         raise UnrecognisedError(f"holds plain tensors ({', '.join(tensors)}): patch before sharding")
     if others := [name for name, value in module._parameters.items() if value is not None and name != "weight"]:
         raise UnrecognisedError(f"has parameters besides a weight: {', '.join(others)}")

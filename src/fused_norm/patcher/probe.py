@@ -1,7 +1,8 @@
 """Runs code beside known formulas on small tensors on the CPU and compares them bit for bit, to find what it computes.
 
 Each sort of code (norms, rotary embeddings, activations) brings its candidates and its samples. What was found is known
-again by all that the code reaches (``reached_code.py``), so that it is found anew when any of that is another.
+again by all that the code reaches (``reached_code.py``), so that it is found anew if any of that is another, or if it
+reaches something of which that cannot be told.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from .reached_code import Reached
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,27 +33,36 @@ class NotTakenError(Exception):
 
 
 class Outcomes(Generic[T]):
-    """The results of probes of one sort, remembered by key; it holds no class, function or module alive."""
+    """The results of probes of one sort, remembered by what code reaches; it keeps no class, function or module."""
 
     def __init__(self) -> None:
         self._found: dict[Any, tuple[T | None, str]] = {}
 
-    def of(self, key: Any, find: Callable[[], T]) -> T:
-        """The result of ``find``, or that of an earlier call with an equal key; under None nothing is remembered.
+    def of(self, reached: Reached, asked: Any, find: Callable[[], T]) -> T:
+        """The result of ``find``, or that of an earlier call for what reaches the same code and values.
+
+        Without a key the result is remembered for this very ``reached`` alone, as long as that is taken to be true.
+
+        Args:
+            reached: what the code in question reaches.
+            asked: what the result depends on besides.
+            find: runs the code to find out.
 
         Raises:
             UnrecognisedError: as ``find``, or as it has.
         """
-        found = self._found.get(key)
+        kept, key = self._found, (reached.key, asked)
+        if reached.key is None:
+            kept, key = reached.outcomes, (id(self), asked)
+        found = kept.get(key)
         if found is None:
             try:
                 found = find(), ""
             except UnrecognisedError as error:
                 found = None, str(error)
-            if key is not None:
-                if len(self._found) >= _MOST_OUTCOMES:
-                    self._found.clear()
-                self._found[key] = found
+            if len(kept) >= _MOST_OUTCOMES:
+                kept.clear()
+            kept[key] = found
         outcome, reason = found
         if outcome is None:
             raise UnrecognisedError(reason)

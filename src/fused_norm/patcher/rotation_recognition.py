@@ -21,6 +21,7 @@ from ..kernels.program import Programs
 from .hooks import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
 from .reached_code import reached_by
+from .running_code import RunningCode
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
@@ -73,6 +74,7 @@ class Rotation:
 
     Attributes:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
+        running: the code of the function, or of the module's forward, that was compared.
         arguments: how many it takes by position: 3, 4, or 5 where something comes after sin that tells the angles.
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
         single_rounding_dtypes: further pairs, for which it computes in fp32 and rounds nothing but the result.
@@ -80,11 +82,13 @@ class Rotation:
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
         angles: the form of its cos and sin.
+        running: the code of the function, or of the module's forward.
         programs: of the calls of ``ROPE`` that are known to rotate as it does.
         programs_with_norms: those of ``QK_NORM``.
     """
 
     function: Any
+    running: RunningCode
     arguments: int
     dtypes: tuple[DtypePair, ...]
     single_rounding_dtypes: tuple[DtypePair, ...]
@@ -96,9 +100,11 @@ class Rotation:
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
-        return value is self.function and (
-            type(value) is FunctionType or (_runs_its_own_forward(value) and not has_hooks(value))
-        )
+        if value is not self.function:
+            return False
+        if type(value) is FunctionType:
+            return self.running.is_in(value)
+        return _runs_its_own_forward(value) and not has_hooks(value) and self.running.is_in(type(value).forward)
 
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
@@ -138,12 +144,13 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     reached = reached_by(function)
     if reached.foreign is not None:  # a kernel of others may write beyond a tensor of a shape it does not expect
         raise UnrecognisedError(f"{name_of(function)} runs {reached.foreign}, which is not tried")
-    key = None if reached.key is None else (arguments, reached.key)
     try:
-        return replace(_outcomes.of(key, lambda: _find(function, arguments)), function=function)
+        found = _outcomes.of(reached, arguments, lambda: _find(function, arguments))
     except UnrecognisedError:
         what = "one tensor" if arguments == 3 else "q and k"
         raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}") from None
+    forward = function if isinstance(function, FunctionType) else type(function).forward
+    return replace(found, function=function, running=RunningCode(forward))
 
 
 def name_of(rotation: Any) -> str:
@@ -162,7 +169,7 @@ def _runs_its_own_forward(module: nn.Module) -> bool:
 
 
 def _find(function: Any, arguments: int) -> Rotation:
-    """The rotation, without its function."""
+    """The rotation, without its function and the code of that."""
     # No hook is to see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     tensors = min(arguments - 2, 2)
@@ -179,7 +186,8 @@ def _find(function: Any, arguments: int) -> Rotation:
         if _PAIRS[0] in found[0] and rotates(_PAIRS[0], single_rounding=False, gradients=True):
             # A function that computes in fp64 shows in fp32 alone.
             partial_too = all(rotates(pair, way == 1, _ROTARY) for way, pairs in enumerate(found) for pair in pairs)
-            return Rotation(None, arguments, tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form)
+            facts = tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form
+            return Rotation(None, RunningCode(None), arguments, *facts)
     raise UnrecognisedError
 
 

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from .running_code import RunningCode
+
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 _OF_CODE = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
@@ -50,22 +52,23 @@ class Source:
 
 
 def cached_by_forward(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
-    """Remember what a function makes of a class's forward, or the SourceError it raises, while that forward lives.
+    """Remember what a function makes of a class's forward, or the SourceError it raises, while that runs the same code.
 
     What it makes must not hold the class or the forward, or neither would ever be freed.
     """
-    made: WeakKeyDictionary[Any, tuple[Made | None, type[SourceError], str | None]] = WeakKeyDictionary()
+    made: WeakKeyDictionary[Any, tuple[RunningCode, Made | None, type[SourceError], str | None]] = WeakKeyDictionary()
 
     @wraps(make)
     def cached(layer: Any) -> Made:
         found = made.get(layer.forward)
-        if found is None:
+        if found is None or not found[0].is_in(layer.forward):
+            running = RunningCode(layer.forward)
             try:
-                found = make(layer), SourceError, None
+                found = running, make(layer), SourceError, None
             except SourceError as error:
-                found = None, type(error), str(error)
+                found = running, None, type(error), str(error)
             made[layer.forward] = found
-        result, kind, message = found
+        _, result, kind, message = found
         if message is not None:
             raise kind(message)
         return cast(Made, result)

@@ -1,0 +1,101 @@
+"""The code that a function runs at a time, which may be swapped inside it: IPython's ``%autoreload 2`` does so."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+
+class Identity:
+    """A thing as itself: equal to the identity of this very thing while it lives, whatever ``==`` and hash it has.
+
+    It keeps the thing alive only if that takes no weak references, as numbers and containers do not.
+    """
+
+    __slots__ = "_number", "_of", "_reference"
+
+    def __init__(self, thing: Any) -> None:
+        self._number, self._of = id(thing), None
+        try:
+            self._reference: weakref.ref[Any] | None = weakref.ref(thing)
+        except TypeError:
+            self._reference, self._of = None, thing
+
+    def is_of(self, thing: Any) -> bool:
+        """Return whether this is the identity of ``thing``."""
+        return (self._of if self._reference is None else self._reference()) is thing
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(other) is not Identity:
+            return self is other
+        mine = self._of if self._reference is None else self._reference()
+        return self._number == other._number and (self._reference is None or mine is not None) and other.is_of(mine)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class RunningCode:
+    """The code and the defaults of a function, with what it closes over, and those of the function that it wraps.
+
+    ``__class__``, which ``super()`` closes over, is left out. Functions and classes are not kept alive.
+    """
+
+    __slots__ = "_code", "_defaults", "_others", "_wrapped"
+
+    def __init__(self, function: Any) -> None:
+        self._code = getattr(function, "__code__", None)
+        self._defaults = getattr(function, "__defaults__", None)
+        self._others = tuple(map(Identity, _others(function)))
+        wrapped = getattr(function, "__wrapped__", None)
+        self._wrapped = None if wrapped is None else RunningCode(wrapped)
+
+    def is_in(self, function: Any) -> bool:
+        """Return whether ``function``, which this was made of, still runs this code; asked at each call."""
+        if self._code is None:
+            return True
+        code = function.__code__
+        if code is not self._code:
+            if code != self._code:
+                return False
+            self._code = code  # the same, compiled again
+        if function.__defaults__ is not self._defaults:
+            return False
+        if function.__closure__ is None and function.__kwdefaults__ is None and self._wrapped is None:
+            return not self._others
+        others = list(_others(function))
+        return (
+            len(others) == len(self._others)
+            and all(one.is_of(other) for one, other in zip(self._others, others, strict=True))
+            and (self._wrapped is None or self._wrapped.is_in(function.__wrapped__))
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is RunningCode and (
+            self._code == other._code
+            and self._defaults is other._defaults
+            and self._others == other._others
+            and self._wrapped == other._wrapped
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._code)
+
+
+def _others(function: Any) -> Iterator[Any]:
+    """The named defaults of a function, what it closes over, and the function that it wraps."""
+    if not isinstance(function, FunctionType):
+        return
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield name
+        yield value
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                yield ValueError  # it is empty
+    if "__wrapped__" in vars(function):
+        yield vars(function)["__wrapped__"]
