@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "rounded_gamma", "weight_dtype", "rounded_rstd", "none"]
@@ -36,12 +36,16 @@ class NormSpec:
         zero_centered: gamma is ``1 + weight``.
         weighted: the norm has a weight.
         eps: added to the mean of squares, in fp32.
+        casts_weight: under ``gemma`` and ``rounded_gamma`` a 16-bit weight is cast to fp32 before a row is multiplied
+            by it, and a backward reads that cast; otherwise the product casts it, and a backward reads the weight
+            itself.
     """
 
     casting: Casting
     zero_centered: bool = False
     weighted: bool = True
     eps: float = 1e-6
+    casts_weight: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.casting not in CASTINGS:
@@ -51,7 +55,7 @@ class NormSpec:
 
     def without_eps(self) -> NormSpec:
         """The part of the meaning that kernels are compiled for."""
-        return replace(self, weighted=True, eps=0.0)
+        return replace(self, weighted=True, eps=0.0, casts_weight=True)
 
     def __str__(self) -> str:
         gamma = "1 + weight" if self.zero_centered else "weight" if self.weighted else "no weight"

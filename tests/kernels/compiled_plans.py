@@ -82,12 +82,18 @@ def used_by(kernel: Any) -> Used:
 
 
 def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
-    """A call that launches an operator's forward and, if it has one of its own, its backward with all gradients."""
+    """A call that launches an operator's forward and, if it has one of its own, its backward with all gradients.
+
+    The forward is launched once more if it can copy its weights for the backward.
+    """
 
     spec = LLAMA if operator.has_norm else None
 
     def call() -> None:
         results = operator.forward(spec, *arguments, training=True)
+        copied = operator.copied(spec, arguments[: operator.tensor_count])
+        if copied:
+            operator.forward(spec, *arguments, training=True, copied=copied)
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]

@@ -180,6 +180,10 @@ EACH_WAY: dict[str, tuple[str, Sequence[int], int, int]] = {
 """The kernel of each direction, and what is kept for the backward: arguments by place, outputs, numbers of a row."""
 
 
+def is_among(tensor: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    return tensor.data_ptr() in {one.data_ptr() for one in present(tensors)}
+
+
 @pytest.mark.parametrize("index", range(19))
 def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     index: int, launches: list[Launch], device: str
@@ -197,15 +201,18 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     assert [one.name for one in launches[1:]] == [kernel.format("backward"), *sums]
 
     def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        addresses = {one.data_ptr() for one in present(tensors)}
-        return [tensor for tensor in kept if tensor.data_ptr() in addresses]
+        return [tensor for tensor in kept if is_among(tensor, tensors)]
 
-    assert len(among([leaves[place] for place in places])) == len(present([leaves[place] for place in places]))
+    operator, wanted = OPERATORS[call.name], present([leaves[place] for place in places])
+    copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied(call.spec, leaves)]
+    copies = [one for one in kept if not is_among(one, [*leaves, *outputs]) and one.dim() == 1]
+    assert len(among(wanted)) == len(wanted) - len(copied)
+    assert [one.tolist() for one in copies] == [one.tolist() for one in present(copied)]
     assert len(among(outputs)) == outputs_kept
     numbers = [tensor for tensor in kept if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
     assert len(numbers) == numbers_kept
-    assert len(kept) == len(among([*leaves, *outputs])) + numbers_kept
-    assert len(among(leaves)) == len(among([leaves[place] for place in places]))
+    assert len(kept) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
+    assert len(among(leaves)) == len(among(wanted))
 
 
 @pytest.mark.gpu

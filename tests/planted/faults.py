@@ -405,7 +405,7 @@ def _dx_where_the_weight_is_frozen(call: Backward) -> Sequence[Tensor | None]:
 def _scale_left_out(call: Backward) -> Sequence[Tensor | None]:
     """dh lacks the scale, and so do the gradients that are made of it."""
     *_, db = call.right(call.spec, call.call)
-    return *call.right(call.spec, call.call._replace(facts=(1.0,)))[:-1], db
+    return *call.right(call.spec, call.call._replace(facts=(1.0, *call.call.facts[1:])))[:-1], db
 
 
 def _rows_of_a_neighbour(call: Backward) -> Sequence[Tensor | None]:

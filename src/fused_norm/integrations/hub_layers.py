@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         if meaning is not None:
             known = meaning.spec
             eps = getattr(self, meaning.eps_name)
-            spec = None if wrong_eps(eps) else norm_spec(known.casting, known.zero_centered, eps)
+            spec = None if wrong_eps(eps) else norm_spec(known.casting, known.zero_centered, eps, known.casts_weight)
             weight = self.weight if known.weighted else None
             y, reason = run_fused(RMS_NORM, spec, hidden_states, weight, None)
             if reason is None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import GATES, Refusal, wrong_choice, wrong_flag
-from .operator import BackwardCall, Operator, norm_spec
+from .operator import BackwardCall, Operator, Tensors, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
-from .triton.memory import empty_rows_like, empty_weight_grad
+from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad, norm_reads_copy
 
 Gate = Literal["silu", "sigmoid"]
 """The activation of a norm's gate, one of ``arguments.GATES``."""
@@ -30,6 +31,7 @@ class GatedRMSNorm(Operator):
     saved = "Tensor x, Tensor gate, Tensor? weight, Tensor rstd"
     facts = options
     gradients = ("dx", "dgate", "dw")
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x", "gate")}
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
         x, *_, activation, norm_before_gate, groups = arguments
@@ -55,9 +57,14 @@ class GatedRMSNorm(Operator):
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         return reference.gated_rms_norm(spec, *arguments)
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
+        return norm_reads_copy(spec, weight)
+
+    def forward(
+        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
         x, gate, weight, *how = arguments
-        outputs = empty_gated_norm(spec, x, weight, Gating(*how), training)
+        outputs = *empty_gated_norm(spec, x, weight, Gating(*how), training), empty_copy(weight, "weight" in copied)
         if launch:
             launch_gated_forward(spec, x, gate, weight, outputs, Gating(*how))
         return outputs

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from . import reference
 from .arguments import Refusal, other_dtype, wrong_rows, wrong_scale, wrong_tensor
-from .operator import BackwardCall, Operator, Route, Spec
+from .operator import BackwardCall, Operator, Route, Spec, Tensors
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
-from .triton.memory import promoted
+from .triton.memory import empty_copy, is_long, promoted
 
 
 class LoraAdd(Operator):
@@ -25,8 +26,9 @@ class LoraAdd(Operator):
     other_rules = ("x", "a", "b")
     takes_dtensors = False
     kept = ("h",)
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"a": ("x",), "b": ("x", "a")}
     saved = "Tensor x, Tensor a, Tensor b, Tensor h"
-    facts = options
+    facts = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
     gradients = ("dbase", "dx", "da", "db")
 
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
@@ -45,6 +47,10 @@ class LoraAdd(Operator):
             return Refusal("x is torch.float32, products of which are left to PyTorch")
         if len(a) > HIGHEST_RANK:
             return Refusal(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
+        if not abs(arguments[-1]) <= torch.finfo(torch.float32).max:
+            return Refusal(f"a scale of {arguments[-1]} is no finite float32")
+        if is_long([a, arguments[3]]):
+            return Refusal("a or b has more elements than 32 bits count")
         return None
 
     def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
@@ -56,18 +62,28 @@ class LoraAdd(Operator):
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
         return reference.lora_add(*arguments)
 
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
+        x = tensors[1]
+        return x is not None and weight.dtype != x.dtype
+
+    def forward(
+        self, spec: Spec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
         base, x, a, b, scale = arguments
         h = x.new_empty((*x.shape[:-1], len(a)))
+        copies = [empty_copy(one, name in copied, x.dtype) for name, one in (("a", a), ("b", b))]
         if launch:
-            launch_narrow(x, a, a.stride()[::-1], h)
-        return self.output_of(base, h, b, scale, launch=launch), h if training else None
+            launch_narrow(x, a, a.stride()[::-1], h, copy=copies[0])
+        y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
+        return y, h if training else None, *copies
 
-    def output_of(self, base: Tensor, h: Tensor, b: Tensor, scale: float, *, launch: bool = True) -> Tensor:
-        """The output for rows of h = x @ a^T."""
+    def output_of(
+        self, base: Tensor, h: Tensor, b: Tensor, scale: float, *, launch: bool = True, copy: Tensor | None = None
+    ) -> Tensor:
+        """The output for rows of h = x @ a^T; ``copy``: b, rounded to h's dtype, is written there."""
         y = base.new_empty(base.shape, dtype=promoted(base.dtype, h.dtype))
         if launch:
-            launch_widen(h, b, b.stride()[::-1], base, y, scale)
+            launch_widen(h, b, b.stride()[::-1], base, y, scale, copy)
         return y
 
     def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -76,11 +92,11 @@ class LoraAdd(Operator):
         return (dy if need_dbase else None, *found[1:])
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, a, b, h), (scale,) = call.incoming, call.saved, call.facts
+        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.facts
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
-        da, db = a.new_empty(a.shape) if need_da else None, b.new_empty(b.shape) if need_db else None
+        da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)
         if launch:
             if dh is not None:
                 launch_narrow(dy, b, b.stride(), dh, scale)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ class NormAdd(NormOperator):
     saved = "Tensor x, Tensor? weight, Tensor inner_rstd"
     facts = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw")
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x",)}
 
     backward, reference_backward = Operator.backward, Operator.reference_backward
 

@@ -69,17 +69,10 @@ class RMSNormForReaders(NormForReaders):
         x, weight, _, dtype = arguments
         return _cast(reference.rms_norm(spec, x, weight), dtype), x
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        y, _, rstd = super().forward(spec, *arguments, training=training, launch=launch)
-        return y, None, rstd
-
     def handed_out(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> tuple[Tensor, ...]:
         *ys, _ = super().handed_out(arguments, results, trained=trained)
         x = arguments[0]
         return (*ys, x.detach() if trained else x)
-
-    def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
-        return () if needed[0] else (-1,)
 
 
 class AddRMSNormForReaders(NormForReaders, AddRMSNorm):

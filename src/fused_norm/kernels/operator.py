@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -124,6 +125,12 @@ class Operator(ABC):
     """Of DTensors that are cut between rows each device can compute its part."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The weights that the forward may copy, each with the tensors that need it in their gradients.
+
+    A copy, called ``weight_copy``, is a result behind ``kept``, and is saved in the weight's place if there is one. It
+    is there if stock code does not keep the weight itself, which somebody may write into before the backward.
+    """
     saved: ClassVar[str]
     """The schema of the tensors that the backward takes besides the gradients of the outputs, ``kept`` at its end."""
     facts: ClassVar[str] = ""
@@ -141,10 +148,12 @@ class Operator(ABC):
         self._is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
         self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
         self._option_names, self._saved_names, self._fact_names = map(_names, (self.options, self.saved, self.facts))
+        self._copied = [name for name in self.copies if name in names]
+        self.result_names = (*self.outputs, *self.kept, *(f"{name}_copy" for name in self._copied))
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
             f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
-            f" -> {_results((*self.outputs, *self.kept))}",
+            f" -> {_results(self.result_names)}",
             self._registered_forward,
         )
         if type(self).backward is not Operator.backward:
@@ -183,9 +192,10 @@ class Operator(ABC):
 
     @abstractmethod
     def forward(self, spec: Spec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
-        """Launch the forward, and return ``outputs`` and ``kept``.
+        """Launch the forward, and return ``outputs``, ``kept`` and ``copies``.
 
-        ``how``: ``training``, without which all ``kept`` is None, and ``launch``, without which nothing is computed.
+        ``how``: ``training``, without which all ``kept`` is None, ``launch``, without which nothing is computed, and
+        ``copied``, the names of the weights to copy, if the operator has ``copies``.
         """
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
@@ -201,7 +211,63 @@ class Operator(ABC):
                     known[name] = None if tensor is None else tensor.dtype
                 else:
                     known[name] = [] if tensor is None else memory_order(tensor)
+        for name in self._copied:
+            copy = known[f"{name}_copy"]
+            # A registered operator returns an empty tensor if there is no copy.
+            if copy is not None and copy.shape == known[name].shape:
+                known[name] = copy
         return tuple([known[name] for name in self._saved_names]), tuple([known[name] for name in self._fact_names])
+
+    def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
+        """Return whether stock code makes another tensor of a weight, which its backward reads in place of the weight.
+
+        ``weight`` is one of ``tensors``, the operator's, and named in ``copies``.
+        """
+        return False
+
+    def copied(self, spec: Spec, tensors: Tensors, *, traced: bool = False) -> list[str]:
+        """The weights that are to be copied for the backward: those that stock code does not keep themselves.
+
+        It keeps none for a gradient that is not needed. Whether it is cannot be told of tensors that are ``traced``.
+        """
+        given = self.by_name(tensors)
+        copied = []
+        for name in self._copied:
+            if given[name] is not None:
+                users = [given[user] for user in self.copies[name] if given.get(user) is not None]
+                is_unused = not traced and not any(user.requires_grad for user in users)
+                if is_unused or self.reads_copy(spec, given[name], tensors):
+                    copied.append(name)
+        return copied
+
+    def sources(self, arguments: Sequence[Any], saved: Tensors) -> list[tuple[int, int]]:
+        """The copies that are saved in place of weights that need a gradient: their places, and the weights' places."""
+        places = [(self._saved_names.index(name), self.tensor_names.index(name)) for name in self._copied]
+        return [
+            (at, source)
+            for at, source in places
+            if saved[at] is not arguments[source] and arguments[source].requires_grad
+        ]
+
+    def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
+        """A call's arguments, with the copies that were saved in place of weights; ``saved`` may lack absent tensors."""
+        given = dict.fromkeys(self._saved_names, True) | self.by_name(arguments)
+        names = [name for name in self._saved_names if given[name] is not None]
+        found = dict(zip(names, [one for one in saved if one is not None], strict=True)) if self._copied else {}
+        copies = {name: found[name] for name in self._copied if given[name] is not None}
+        return tuple(
+            [
+                copies[name] if name in copies and copies[name].data_ptr() != one.data_ptr() else one
+                for name, one in zip_longest(self.tensor_names, arguments)
+            ]
+        )
+
+    def _how(self, spec: Spec, arguments: Sequence[Any], training: bool, *, traced: bool = False) -> dict[str, Any]:
+        """The keyword arguments of ``forward``."""
+        if not self._copied:
+            return {"training": training}
+        tensors = arguments[: self.tensor_count]
+        return {"training": training, "copied": self.copied(spec, tensors, traced=traced) if training else ()}
 
     def keeps(self, name: str, tensors: Tensors) -> bool:
         """Return whether the backward takes the argument of this name itself, where these are given."""
@@ -209,7 +275,7 @@ class Operator(ABC):
 
     def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
         """A forward's arguments, and its results where they are given, by their names."""
-        names = (*self.tensor_names, *self._option_names, *self.outputs, *self.kept)
+        names = (*self.tensor_names, *self._option_names, *self.result_names)
         return dict(zip(names, (*arguments, *results), strict=False))
 
     def backward_by_name(self, call: BackwardCall) -> dict[str, Any]:
@@ -281,7 +347,7 @@ class Operator(ABC):
         return (
             self._wrong_tensors(spec, tensors)
             or self.wrong(spec, *arguments)
-            or self._tensors_beyond_kernels(tensors)
+            or self._tensors_beyond_kernels(spec, tensors)
             or self.beyond_kernels(spec, *arguments)
         )
 
@@ -303,13 +369,13 @@ class Operator(ABC):
             return Refusal("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
         return None
 
-    def _tensors_beyond_kernels(self, tensors: Sequence[Any]) -> Refusal | None:
+    def _tensors_beyond_kernels(self, spec: Spec, tensors: Sequence[Any]) -> Refusal | None:
         """Refuse good tensors that kernels cannot compute with: of a dtype, device or kind that is not theirs."""
         reason = self._no_kernels_for(*tensors)
         if reason is not None:
             return Refusal(reason)
         if _is_unwatched(tensors):
-            reason = self._inference_tensor(tensors)
+            reason = self._inference_tensor(spec, tensors)
         elif self.not_differentiable or not self.takes_dtensors:
             reason = "it has no form for DTensors" if any(is_sharded(one) for one in tensors) else None
         else:
@@ -328,11 +394,12 @@ class Operator(ABC):
                 return f"{name} is {one.dtype}"
         return f"kernels do not run on {tensors[0].device.type}"
 
-    def _inference_tensor(self, tensors: Tensors) -> str | None:
+    def _inference_tensor(self, spec: Spec, tensors: Tensors) -> str | None:
         """The reason not to run kernels that keep a tensor for their backward, which autograd cannot keep."""
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
+            copied = self.copied(spec, tensors)
             for name, one in zip(self.tensor_names, tensors, strict=True):
-                if one is not None and one.is_inference() and self.keeps(name, tensors):
+                if one is not None and one.is_inference() and name not in copied and self.keeps(name, tensors):
                     return f"{name} was made in inference mode, and is needed in the backward"
         return None
 
@@ -453,13 +520,15 @@ class Operator(ABC):
         apart = self.without_gradient(needed) if trained else ()
 
         def forward(*tensors: Tensor | None) -> Any:
-            results = self.forward(spec, *tensors, *options, training=trained)
             given = *tensors, *options
+            results = self.forward(spec, *given, **self._how(spec, given, trained))
             outputs = self.handed_out(given, results, trained=trained)
             if not trained:
                 return outputs
             saved, facts = self.save(given, results)
-            return outputs, tuple(saved), (spec, facts, apart)
+            sources = self.sources(given, saved)
+            kept = tuple([given[source] for _, source in sources])
+            return outputs, tuple(saved), kept, (spec, facts, apart, [at for at, _ in sources])
 
         found = recorded(tensors, (spec, *options), forward, apply=self._apply_program if trained else None)
         if found is None:
@@ -483,13 +552,15 @@ class Operator(ABC):
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         """``forward``, in the way that fits the tensors."""
         if _is_unwatched(arguments[: self.tensor_count]):
-            return self.forward(spec, *arguments, training=training)
+            return self.forward(spec, *arguments, **self._how(spec, arguments, training))
         results = self._forward_op(*_values(spec), *arguments, training)
         return (results,) if isinstance(results, Tensor) else results
 
     def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
         spec, (*rest, training) = self._spec_of(arguments)
-        return _filled(self.forward(spec, *rest, training=training, launch=launch), rest[0])
+        return _filled(
+            self.forward(spec, *rest, **self._how(spec, rest, training, traced=True), launch=launch), rest[0]
+        )
 
     def _registered_backward(self, launch: bool, *arguments: Any) -> Any:
         spec, rest = self._spec_of(arguments)
@@ -547,21 +618,22 @@ OPERATORS: dict[str, Operator] = {}
 """Every operator by its name; those of a file are there once it is imported."""
 
 
-def norm_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
+def norm_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: bool = True) -> NormSpec:
     """The meaning of a call's norm; equal arguments give the same object.
 
     Raises:
         TypeError: for an eps that is no number, and a ``zero_centered`` that is neither True nor False.
         ValueError: for an unknown casting, and an eps that is negative or not finite.
     """
-    return _new_spec(casting, zero_centered, eps) if is_dynamo_compiling() else _kept_spec(casting, zero_centered, eps)
+    make = _new_spec if is_dynamo_compiling() else _kept_spec
+    return make(casting, zero_centered, eps, casts_weight)
 
 
-def _new_spec(casting: Casting, zero_centered: bool, eps: float) -> NormSpec:
+def _new_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: bool) -> NormSpec:
     refusal = wrong_flag("zero_centered", zero_centered) or wrong_eps(eps)
     if refusal is not None and refusal.error is not None:
         raise refusal.error(refusal.reason)
-    return NormSpec(casting, zero_centered, eps=float(eps))
+    return NormSpec(casting, zero_centered, eps=float(eps), casts_weight=casts_weight)
 
 
 _kept_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
@@ -615,11 +687,17 @@ def _function_of_arguments(operator: Operator) -> Any:
         ctx.set_materialize_grads(False)
         _mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + len(operator.gradients)]))
         ctx.spec_and_facts = spec, facts
+        sources = [] if torch.compiler.is_compiling() else operator.sources(arguments, saved)
+        if sources:
+            ctx.copied, ctx.sources = [at for at, _ in sources], [arguments[source] for _, source in sources]
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         spec, facts = ctx.spec_and_facts
-        call = BackwardCall(incoming, ctx.saved_tensors, facts, ctx.needs_input_grad[1 : 1 + len(operator.gradients)])
+        saved = ctx.saved_tensors
+        if hasattr(ctx, "copied") and torch.is_grad_enabled():
+            saved = _with_sources(saved, ctx.copied, ctx.sources)
+        call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + len(operator.gradients)])
         found = operator.gradients_by(route_of(call), spec, call)
         return None, *found, *(None,) * behind
 
@@ -652,7 +730,9 @@ def _function_of_program(operator: Operator) -> Any:
                 gradients = one.call(*saved, *incoming)
                 if gradients is not None:
                     return gradients
-        spec, facts, _ = program.facts
+        spec, facts, _, copied = program.facts
+        if copied and torch.is_grad_enabled():
+            saved = _with_sources(saved, copied, ctx.sources)
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
         route = route_of(call)
         if may_repeat and route is by_kernels:
@@ -674,6 +754,26 @@ def _autograd_function(operator: Operator, forward: Callable[..., Any], backward
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     make: Any = type(torch.autograd.Function)
     return make(type(operator).__name__, (torch.autograd.Function,), methods)
+
+
+class _CopyOfWeight(torch.autograd.Function):
+    """The copy of a weight that was saved, as a function of the weight, for a gradient that is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        return copy.to(weight.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """What was saved, the copies in places ``copied`` with a gradient that goes to their ``sources``."""
+    linked: list[Any] = list(saved)
+    for at, source in zip(copied, sources, strict=True):
+        linked[at] = _CopyOfWeight.apply(source, linked[at])
+    return tuple(linked)
 
 
 def _mark(ctx: Any, outputs: Any, apart: Sequence[int]) -> None:

@@ -87,7 +87,7 @@ class Program:
             return
 
         def repeat(ctx: Any, *tensors: Tensor | None) -> Any:
-            outputs, ctx.to_save, self.facts = function(*tensors)
+            outputs, ctx.to_save, ctx.sources, self.facts = function(*tensors)
             return outputs
 
         lines, known = straight or ([f"return repeat(ctx, {tensors})"], {})
@@ -109,12 +109,12 @@ class _FirstCall(NamedTuple):
     @property
     def facts(self) -> Any:
         """What else the backward has to know."""
-        return self.results[2]
+        return self.results[3]
 
     def forward(self, ctx: Any, *tensors: Tensor | None) -> Any:
         """Hand the results to autograd."""
         ctx.program = self.program
-        outputs, ctx.to_save, self.program.facts = self.results
+        outputs, ctx.to_save, ctx.sources, self.program.facts = self.results
         return outputs
 
 
@@ -170,7 +170,8 @@ def recorded(
         inputs: the tensors of the call, or None. Nobody may watch the dispatcher.
         further: its other arguments, which stand before (``further[0]``) and behind the tensors.
         function: makes it of tensors like these, and returns its outputs, in nested tuples. Where the call has a
-            backward it returns the outputs, what is saved for it, and what else that has to know. It holds no tensor.
+            backward it returns the outputs, what is saved for it, the weights that copies among that were made of, and
+            what else it has to know. It holds no tensor.
         apply: of a call that has a backward, takes the program and the tensors to autograd.
         in_any_grad_mode: whoever looks for the program knows the grad mode.
     """
@@ -186,7 +187,7 @@ def recorded(
         with torch.inference_mode(False), torch.no_grad(), launches.by(recorder), recorder:
             results = function(*inputs)
         performed = [(one, one.run()) for one in recorder.launches]
-        names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:2])
+        names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])
         straight = straight_lines(machine, inputs, names, recorder.allocated, performed, repeated)
     except NotRecordableError as reason:
         logger.debug("a call is not repeated by straight lines: %s", reason)

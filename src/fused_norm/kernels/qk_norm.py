@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -11,8 +11,8 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import Refusal, wrong_angles, wrong_pair
 from .heads_operator import HeadsOperator
-from .operator import BackwardCall, Recompute, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype
+from .operator import BackwardCall, Recompute, Tensors, norm_spec
+from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
@@ -29,6 +29,7 @@ class QKNorm(HeadsOperator):
     saved = tensors
     facts = "int unsqueeze_dim"
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"q_weight": ("q",), "k_weight": ("k",)}
 
     def public_name(self, *arguments: Any) -> str:
         return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
@@ -47,14 +48,20 @@ class QKNorm(HeadsOperator):
         q_out, k_out = reference.qk_norm_rope(spec, *known)
         return reference.written(q_out, dtype), reference.written(k_out, dtype)
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
+        return norm_reads_copy(spec, weight)
+
+    def forward(
+        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
         *inputs, unsqueeze_dim, dtype = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
         normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
         outputs = empty_heads(q, normed[0], cos, dtype), empty_heads(k, normed[1], cos, dtype)
+        copies = empty_copy(q_weight, "q_weight" in copied), empty_copy(k_weight, "k_weight" in copied)
         if launch:
-            launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim)
-        return outputs
+            launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim, copies=copies)
+        return *outputs, *copies
 
     def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)

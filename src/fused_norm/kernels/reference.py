@@ -282,13 +282,15 @@ def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Ten
     return base + (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() * scale
 
 
-def lora_add_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor | None, ...]:
-    """The gradients of base, which is dy and left out, of x, a and b."""
-    rows, first, second = x.flatten(0, -2), a.to(x.dtype), b.to(x.dtype)
+def lora_add_backward(
+    dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, a_dtype: torch.dtype, b_dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """The gradients of base, which is dy and left out, of x, and of a and b in their dtypes."""
+    rows, first, second = x.reshape(-1, x.shape[-1]), a.to(x.dtype), b.to(x.dtype)
     du = dy.to(x.dtype).reshape(len(rows), dy.shape[-1]) * scale
     dh = du @ second
     da, db = dh.t() @ rows, du.t() @ (rows @ first.t())
-    return None, (dh @ first).view(x.shape), da.to(a.dtype), db.to(b.dtype)
+    return None, (dh @ first).view(x.shape), da.to(a_dtype), db.to(b_dtype)
 
 
 def linear_cross_entropy(

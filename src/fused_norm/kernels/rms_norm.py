@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import Refusal, other_order, wrong_mode, wrong_scale
-from .operator import BackwardCall, Operator, Recompute, Route, norm_spec
+from .operator import BackwardCall, Operator, Recompute, Route, Tensors, norm_spec
 from .recomputed_norm import norm_recompute
-from .triton.memory import empty_rows_like, empty_weight_grad
+from .triton.memory import empty_rows_like, empty_weight_grad, norm_reads_copy
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
@@ -26,6 +26,10 @@ class NormOperator(Operator):
     """
 
     same_shape = ("residual",)
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {
+        "weight": ("x", "residual", "inner_weight"),
+        "inner_weight": ("x",),
+    }
     inner: ClassVar[bool] = False
     """The branch is normalised."""
 
@@ -37,16 +41,31 @@ class NormOperator(Operator):
         x, residual, *_ = arguments
         return other_order(x, residual) if "residual" in self.tensor_names else None
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
+        return norm_reads_copy(spec, weight)
+
+    def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
+        """The sum has no gradient to pass on if the norm's weight alone needs one."""
+        is_sum_needed = any(needed[: self.gradients.index("dw")])
+        return () if is_sum_needed or self.outputs != ("y", "s") else (-1,)
+
+    def forward(
+        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
         given = self.by_name(arguments)
         inner_weight, weight = self._weights_of(given)
         added = given.get("residual"), given.get("scale", 1.0)
         last = "y" in self.outputs, given.get("dtype")
         inputs = NormInputs(given["x"], weight, *added, self.inner, inner_weight, *last)
-        outputs = empty_norm(spec, inputs, training)
+        if "y" not in self.outputs and copied:
+            copied = ("inner_weight",)
+        outputs = empty_norm(spec, inputs, training, copied)
         if launch:
             launch_norm_forward(spec, inputs, outputs, given.get("mode"))
-        return tuple([getattr(outputs, name) for name in (*self.outputs, *self.kept)])
+        found = outputs._asdict()
+        if "y" not in self.outputs:
+            found["weight_copy"] = outputs.inner_weight_copy
+        return tuple([found[name] for name in self.result_names])
 
     def _weights_of(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the branch's norm and of the sum's; an only one is called ``weight``."""

@@ -105,7 +105,8 @@ def straight_lines(
         arguments: the names of these; with a context, ``ctx``, in front of them, which gets what is saved.
         allocated: the tensors that it has made.
         performed: its launches with their compiled kernels.
-        results: in nested tuples; with a context the outputs, then what is saved.
+        results: in nested tuples; with a context the outputs, what is saved, and the weights that copies among that
+            were made of.
 
     Raises:
         NotRecordableError: where one of the tensors is of unknown origin.
@@ -125,8 +126,10 @@ def straight_lines(
     passed = sorted(names.asked)
     taken = None
     if len(arguments) > len(inputs):
-        results, saved = results
+        results, saved, sources = results
         launches.append(f"ctx.to_save = {names.expression(saved)}")
+        if sources:
+            launches.append(f"ctx.sources = {names.expression(sources)}")
         taken = {*arguments}  # autograd wants outputs that are neither inputs nor each other
     launches.append(f"return {names.expression(results, taken)}")
     otherwise = f"    return repeat({', '.join(arguments)})"

@@ -57,7 +57,7 @@ class FusedAdapter(nn.Module):
         if not is_taken_back or not is_idle_dropout(dropout):
             x = self._cast_for_adapter(x, a.dtype)
         x = dropout(x)
-        x = x if dtype is None else x.to(dtype)
+        x = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)  # which autocast leaves as it is
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)

@@ -162,7 +162,7 @@ def spec_of(norm: FusedNorm) -> NormSpec | None:
     spec, eps = norm.fused_norm_spec, getattr(norm, norm.fused_norm_eps_name)
     if type(spec) is NormSpec and type(eps) is float and eps == spec.eps:
         return spec
-    return None if wrong_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps)
+    return None if wrong_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps, spec.casts_weight)
 
 
 def weight_of(norm: FusedNorm) -> Tensor | None:

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..kernels import reference
 from ..kernels.arguments import GATES
@@ -122,7 +123,7 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
     ((spec, name),) = matches.items()
     if not _has_gradients_of(module, name, spec):
         raise UnrecognisedError("differs from its formula where gradients are needed")
-    return Recognised(spec, name)
+    return Recognised(replace(spec, casts_weight=_casts_weight(module, name, spec)), name)
 
 
 def _check_structure(module: nn.Module) -> None:
@@ -204,6 +205,25 @@ def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
         gamma = (*learnt, weight)[0] if spec.weighted else None
         formula = partial(_expected, spec, gamma, _SPELLINGS[0])
         return agrees_in_gradients(partial(type(module).forward, shadow), formula, given, learnt)
+
+
+def _casts_weight(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
+    """Return whether the module's backward reads something that it made of a 16-bit weight, not the weight itself."""
+    if not spec.weighted or spec.casting not in ("gemma", "rounded_gamma"):
+        return True
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with plain_pytorch(gradients=True), saved_tensors_hooks(pack, lambda packed: packed):
+        x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.bfloat16)
+        shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
+        _called(shadow, isinstance(spec, GatedNormSpec), x.dim(), *next(_inputs(spec, x.requires_grad_())))
+    assert weight is not None
+    memory = weight.untyped_storage().data_ptr()
+    return all(one.untyped_storage().data_ptr() != memory for one in saved)
 
 
 def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -139,6 +139,7 @@ class _Register:
             node: Any = outputs[0].grad_fn
             saved = node.saved_tensors
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
+        arguments = operator.as_saved(arguments, saved)
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if operator in self._readers:
             linears = [self._recomputed(one) if _is_computed(one) else None for one in arguments[:2]]

@@ -17,7 +17,17 @@ from torch import Tensor
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .devices import device_facts
-from .language import let_next_begin, load_gamma, load_tile, normalised, round_to, rows_of, rstd_from, store_tile
+from .language import (
+    copy_weight,
+    let_next_begin,
+    load_gamma,
+    load_tile,
+    normalised,
+    round_to,
+    rows_of,
+    rstd_from,
+    store_tile,
+)
 from .launch import launch
 from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, norm_dtype, same_rows
 from .weight_grad import empty_shares, sum_shares
@@ -50,6 +60,7 @@ def _gated_forward_kernel(
     w_ptr,  # [groups * N] or None
     y_ptr,  # [M, groups * N]
     rstd_ptr,  # [M, groups] fp32 or None
+    w_copy_ptr,  # [groups * N] or None: a copy of the weight
     M,
     x_stride, z_stride, y_stride,
     eps,
@@ -79,6 +90,8 @@ def _gated_forward_kernel(
     if NORM_FIRST:
         out = out * act
     store_tile((y_ptr + first, y_stride), row, col, live, out)
+    if w_copy_ptr is not None:
+        copy_weight(w_ptr + first, w_copy_ptr + first, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -177,18 +190,20 @@ def launch_gated_forward(
     x: Tensor,
     gate: Tensor,
     weight: Tensor | None,
-    outputs: tuple[Tensor, Tensor | None],
+    outputs: tuple[Tensor, Tensor | None, Tensor | None],
     gating: Gating,
 ) -> None:
-    """Write the ``outputs`` of ``empty_gated_norm``; for groups up to ``WIDEST_GATED``."""
+    """Write the ``outputs`` of ``empty_gated_norm``, and a copy of the weight; for groups up to ``WIDEST_GATED``."""
     if x.numel() == 0:
         return
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
-    (x, gate, y, rstd), spacing = same_rows(x, gate, *outputs)  # type: ignore[assignment]
+    *outputs_of_rows, copy = outputs
+    (x, gate, y, rstd), spacing = same_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
     plan = forward_plan(width, device_facts(x.device), None, "gated_forward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
-    launch(_gated_forward_kernel, grid, (x, gate, contiguous(weight), y, rstd), numbers, constants, warps=plan.warps)
+    tensors = x, gate, contiguous(weight), y, rstd, copy
+    launch(_gated_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
 
 
 def launch_gated_backward(

@@ -104,6 +104,17 @@ def load_gamma(w_ptr, col, in_row, SPEC: tl.constexpr):
 
 
 @triton.jit
+def copy_weight(w_ptr, copy_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a weight of N elements, if a copy is wanted: the first program along the grid's first axis writes it."""
+    if copy_ptr is not None:
+        program = tl.program_id(0)
+        if program == 0:
+            for start in range(0, N, BLOCK):
+                col = start + tl.arange(0, BLOCK)
+                tl.store(copy_ptr + col, tl.load(w_ptr + col, mask=col < N, other=0.0), mask=col < N)
+
+
+@triton.jit
 def input_grad(g, s, rstd, N: tl.constexpr):
     """The gradient of a norm's input."""
     correction = tl.sum(g * s, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)

@@ -30,6 +30,9 @@ _MOST_SHARES, _PROGRAMS = 16, 1024
 """Parts at most that rows are cut into for the gradients of weights, and programs to aim at: wide layers have enough
 without, and a share is as large as the gradient."""
 
+_COPIED = 1024
+"""Elements of a factor that a program copies at a time."""
+
 _SUMMED = 256
 """Elements of those that one program sums over all parts."""
 
@@ -55,15 +58,25 @@ def _operand(value, dtype: tl.constexpr):
     return value.to(dtype)
 
 
+@triton.jit
+def _copy_rounded(w_ptr, w_row_stride, w_col_stride, copy_ptr, K, r, SIZE: tl.constexpr, dtype: tl.constexpr):
+    """Write a factor [K, r] to [r, K], rounded to ``dtype``; each program of the grid's first axis copies a part."""
+    for start in range(tl.program_id(0) * SIZE, K * r, tl.num_programs(0) * SIZE):
+        at = start + tl.arange(0, SIZE)
+        value = tl.load(w_ptr + at % K * w_row_stride + at // K * w_col_stride, mask=at < K * r, other=0.0)
+        tl.store(copy_ptr + at, _operand(value, dtype), mask=at < K * r)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _narrow_kernel(
     x_ptr,  # [M, K]
     w_ptr,  # [K, r], by its strides
     h_ptr,  # [M, r]
+    copy_ptr,  # [r, K] or None: w, rounded to h's dtype
     M,
     K, r, x_stride, w_row_stride, w_col_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """``h = round(x * scale) @ w``."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
@@ -78,6 +91,8 @@ def _narrow_kernel(
     tl.store(
         h_ptr + row[:, None] * r + rank[None, :], round_to(h, dtype), mask=(row < M)[:, None] & (rank < r)[None, :]
     )
+    if copy_ptr is not None:
+        _copy_rounded(w_ptr, w_row_stride, w_col_stride, copy_ptr, K, r, COPIED, dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -86,6 +101,7 @@ def _widen_kernel(
     w_ptr,  # [r, N], by its strides
     base_ptr,  # [M, N] or None
     y_ptr,  # [M, N]
+    copy_ptr,  # [N, r] or None: w, rounded to h's dtype
     M,
     N, r, w_row_stride, w_col_stride, base_stride,
     scale,
@@ -99,6 +115,10 @@ def _widen_kernel(
     live = (row < M)[:, None] & (col < N)[None, :]
     h = _load((h_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
     w = _load((w_ptr, w_row_stride, w_col_stride), rank, col, (rank < r)[:, None] & (col < N)[None, :], None, dtype)
+    if copy_ptr is not None:
+        program = tl.program_id(0)
+        if program == 0:
+            tl.store(copy_ptr + col[None, :] * r + rank[:, None], w, mask=(rank < r)[:, None] & (col < N)[None, :])
     y = round_to(tl.dot(h, w), dtype)
     if scale is not None:
         y = round_to(y * scale, dtype)
@@ -183,24 +203,40 @@ def _sum(shares_ptr, at, size, programs, BLOCK: tl.constexpr):
     return total
 
 
-def launch_narrow(x: Tensor, w: Tensor, strides: Strides, h: Tensor, scale: float = 1) -> None:
-    """Write ``h`` [..., r]: ``x`` [..., K] times the scale, and that times ``w`` [K, r] of these strides."""
+def launch_narrow(
+    x: Tensor, w: Tensor, strides: Strides, h: Tensor, scale: float = 1, copy: Tensor | None = None
+) -> None:
+    """Write ``h`` [..., r]: ``x`` [..., K] times the scale, and that times ``w`` [K, r] of these strides.
+
+    ``copy`` [r, K] gets w, rounded to h's dtype.
+    """
     (_, arranged), (_, stride) = same_rows(h, x)
     (rows, rank), width = _rows_of(h), x.shape[-1]
-    tile = _ranks(rank) | {"ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged)}
-    tile["BLOCK"] = min(128, max(16, 2048 // tile["R"]))
+    tile = _ranks(rank) | {"ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged, h)}
+    tile |= {"BLOCK": min(128, max(16, 2048 // tile["R"])), "COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
-    launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h), numbers, tile, warps=4)
+    launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h, copy), numbers, tile, warps=4)
 
 
-def launch_widen(h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y: Tensor, scale: float = 1) -> None:
-    """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, times the scale, and ``base``."""
+def launch_widen(
+    h: Tensor,
+    w: Tensor,
+    strides: Strides,
+    base: Tensor | None,
+    y: Tensor,
+    scale: float = 1,
+    copy: Tensor | None = None,
+) -> None:
+    """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, times the scale, and ``base``.
+
+    ``copy`` [N, r] gets w, rounded to h's dtype.
+    """
     (_, arranged), (_, base_stride) = same_rows(h, base)
     (rows, rank), width = _rows_of(h), y.shape[-1]
-    tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y)}
+    tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
-    launch(_widen_kernel, grid, (h, w, arranged, y), numbers, tile, warps=4)
+    launch(_widen_kernel, grid, (h, w, arranged, y, copy), numbers, tile, warps=4)
 
 
 def launch_weights(
@@ -219,7 +255,7 @@ def launch_weights(
     _, dy_rows, x_rows = arranged
     rows, rank = _rows_of(h)
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
-    tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows)}
+    tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows, h)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
     parts = max(1, min(_MOST_SHARES, _PROGRAMS // blocks))

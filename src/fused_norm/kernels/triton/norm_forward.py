@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, next_power_of_2
 from .devices import device_facts
 from .language import (
     columns_of,
+    copy_weight,
     load_gamma,
     load_tile,
     normalised,
@@ -28,7 +30,16 @@ from .language import (
     store_tile,
 )
 from .launch import launch
-from .memory import INT32_LIMIT, contiguous, empty_rows_like, norm_dtype, promoted, same_rows, written_dtype
+from .memory import (
+    INT32_LIMIT,
+    contiguous,
+    empty_copy,
+    empty_rows_like,
+    norm_dtype,
+    promoted,
+    same_rows,
+    written_dtype,
+)
 
 
 @triton.jit
@@ -90,6 +101,8 @@ def _forward_kernel(
     s_ptr,  # [M, N] where there is a residual
     inner_rstd_ptr,  # [M] fp32 or None
     rstd_ptr,  # [M] fp32 or None
+    inner_copy_ptr,  # [N] or None: a copy of the inner weight
+    w_copy_ptr,  # [N] or None: a copy of the weight
     M,
     x_stride, r_stride, y_stride, s_stride,
     eps, scale,
@@ -116,6 +129,8 @@ def _forward_kernel(
             x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC,
             INNER, False,
         )  # fmt: skip
+    copy_weight(inner_ptr, inner_copy_ptr, N, BLOCK)
+    copy_weight(w_ptr, w_copy_ptr, N, BLOCK)
 
 
 @triton.jit
@@ -152,6 +167,7 @@ def _forward_chunked_kernel(
     y_ptr,  # [M, N]
     s_ptr,  # [M, N]: the sum to write where there is a residual, x itself where there is none
     rstd_ptr,  # [M] fp32 or None
+    w_copy_ptr,  # [N] or None: a copy of the weight
     M,
     x_stride, r_stride, y_stride, s_stride,
     eps, scale,
@@ -184,6 +200,7 @@ def _forward_chunked_kernel(
         col = (CHUNKS - 2 - step) * BLOCK + columns_of(BLOCK, s_dtype)
         total = tl.load(s_ptr + row * s_stride + col[None, :], mask=(col < N)[None, :], other=0.0).to(tl.float32)
         _store_chunk(total, rstd, w_ptr, y, row, col, N, s_dtype, SPEC)
+    copy_weight(w_ptr, w_copy_ptr, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -240,16 +257,23 @@ class NormOutputs(NamedTuple):
         s: the same, where there is a residual.
         inner_rstd: fp32, x's shape with a last dimension of 1, and in x's memory order.
         rstd: the same.
+        inner_weight_copy: [N], the inner weight once more.
+        weight_copy: [N], the weight once more.
     """
 
     y: Tensor | None
     s: Tensor | None
     inner_rstd: Tensor | None
     rstd: Tensor | None
+    inner_weight_copy: Tensor | None = None
+    weight_copy: Tensor | None = None
 
 
-def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool) -> NormOutputs:
-    """The outputs of a forward, not yet written; those that only a backward reads are there if ``training``."""
+def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()) -> NormOutputs:
+    """The outputs of a forward, not yet written; those that only a backward reads are there if ``training``.
+
+    ``copied``: the weights, ``inner_weight`` and ``weight``, that are to be copied for the backward.
+    """
     x, residual = inputs.x, inputs.residual
     branch_dtype = norm_dtype(spec, x.dtype, inputs.inner_weight) if inputs.inner else x.dtype
     s = None if residual is None else empty_rows_like(x, promoted(residual.dtype, branch_dtype))
@@ -259,7 +283,8 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool) -> NormOutput
 
     inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
     y_dtype = written_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
-    return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd)
+    copies = [empty_copy(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
+    return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd, *copies)
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
@@ -285,14 +310,15 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     if plan.mode == "multi_wave_reload":
         if s is None:
             s, numbers = x, (*numbers[:4], strides[0], *numbers[5:])
-        read = x, residual, contiguous(weight), y, s, outputs.rstd
+        read = x, residual, contiguous(weight), y, s, outputs.rstd, outputs.weight_copy
         launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
         return
     persistent = plan.mode == "static_persistent"
     constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "LONG": long, "INNER": inner}
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if persistent else tiles, 1
-    tensors = x, residual, contiguous(inner_weight), contiguous(weight), y, s, outputs.inner_rstd, outputs.rstd
+    weights, rstds = (contiguous(inner_weight), contiguous(weight)), (outputs.inner_rstd, outputs.rstd)
+    tensors = x, residual, *weights, y, s, *rstds, outputs.inner_weight_copy, outputs.weight_copy
     launch(_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=fuse)
 
 
@@ -302,10 +328,11 @@ def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: Norm
     branch = empty_norm(spec, first, False).y
     assert branch is not None
     assert inputs.residual is not None
-    launch_norm_forward(spec, first, NormOutputs(branch, None, None, outputs.inner_rstd))
+    written = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
+    launch_norm_forward(spec, first, written)
     if inputs.normed:
         second = NormInputs(branch, inputs.weight, inputs.residual)
-        launch_norm_forward(spec, second, outputs._replace(inner_rstd=None))
+        launch_norm_forward(spec, second, outputs._replace(inner_rstd=None, inner_weight_copy=None))
     else:
         torch.add(inputs.residual, branch, out=outputs.s)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .language import let_next_begin, load_gamma, normalised, round_to, rstd_from, square
+from .language import copy_weight, let_next_begin, load_gamma, normalised, round_to, rstd_from, square
 
 
 @triton.jit
@@ -162,6 +162,8 @@ def qk_forward_kernel(
     sin_ptr,  # [T, R] or None
     q_y_ptr,  # [q_T, q_H, N]
     k_y_ptr,  # [k_T, k_H, N] or None
+    q_w_copy_ptr,  # [N] or None: a copy of q's weight
+    k_w_copy_ptr,  # [N] or None: a copy of k's weight
     q_T, q_LENGTH, q_H,
     k_T, k_LENGTH, k_H,
     q_programs,
@@ -199,6 +201,8 @@ def qk_forward_kernel(
                 k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, K_STEP, SPEC,
                 INVERSE,
             )  # fmt: skip
+    copy_weight(q_w_ptr, q_w_copy_ptr, SHAPE.N, SHAPE.BLOCK)
+    copy_weight(k_w_ptr, k_w_copy_ptr, SHAPE.N, SHAPE.BLOCK)
 
 
 @triton.jit

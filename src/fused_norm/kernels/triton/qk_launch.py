@@ -99,8 +99,9 @@ def launch_qk_forward(
     *,
     single_rounding: bool = False,
     inverse: bool = False,
+    copies: Sides = (None, None),
 ) -> None:
-    """Write q and k normalised and, with cos and sin, rotated to ``outputs``.
+    """Write q and k normalised and, with cos and sin, rotated to ``outputs``, and their weights to ``copies``.
 
     Without a ``spec`` they are rotated alone; then with ``single_rounding`` nothing but the result is rounded, and
     ``inverse`` turns the other way, with a single rounding.
@@ -116,7 +117,7 @@ def launch_qk_forward(
         constants |= {f"{side}_NORMED": normed, f"{side}_STEP": step}
     constants["INVERSE"] = inverse
     ((q,), (k,)), grid = call.sides, (q_tiles + k_tiles, 1)
-    tensors = q, k, *call.shared, *outputs
+    tensors = q, k, *call.shared, *outputs, *copies
     launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=not call.rotary)
 
 

@@ -1,0 +1,128 @@
+"""Parameters that are written between a forward and its backward: a patched model trains, or raises, as stock does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm
+from fused_norm.model_configs import build
+
+from .models import relative, tokens
+from .test_adapters import adapted
+
+BF16 = torch.bfloat16
+Write = Callable[[list[nn.Parameter]], None]
+
+
+def through_data(parameters: list[nn.Parameter]) -> None:
+    for one in parameters:
+        one.data.mul_(-2)
+
+
+def counted(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for one in parameters:
+            one.mul_(-2)
+
+
+WRITES = pytest.mark.parametrize("write", [through_data, counted])
+
+
+def gradients(model: Any, device: str, write: Write, which: str, autocast: bool) -> dict[str, Tensor] | None:
+    """The gradients of a loss, if parameters of that name are written before its backward; None if autograd raises."""
+    ids = tokens(device)
+    model.zero_grad()
+    with torch.autocast(device, BF16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    written = [one for name, one in model.named_parameters() if which in name]
+    assert written
+    before = [one.detach().clone() for one in written]
+    write(written)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return None
+    finally:
+        for one, value in zip(written, before, strict=True):
+            one.data.copy_(value)
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_near(found: dict[str, Tensor] | None, stock: dict[str, Tensor] | None, tolerance: float) -> None:
+    if found is None or stock is None:
+        assert found is stock
+        return
+    worst = max((relative(found[name], value), name) for name, value in stock.items())
+    assert worst[0] < tolerance, worst
+
+
+LEVELS = [False, True, *(pytest.param(level, marks=pytest.mark.slow) for level in ("mlp", "attention"))]
+
+
+@WRITES
+@pytest.mark.parametrize("level", LEVELS)
+def test_norms_that_stock_adds_one_to_keep_the_weight_of_their_forward(level: Any, write: Write, device: str) -> None:
+    stock = build("gemma3_text", seed=0, device=device)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, recompute=level)
+    found, expected = (gradients(one, device, write, "norm", False) for one in (fused, stock))
+    assert expected is not None
+    assert_near(found, expected, 1e-4)
+
+
+@WRITES
+def test_norms_whose_weight_stock_keeps_read_it_in_the_backward(write: Write, device: str) -> None:
+    stock = build("llama", seed=0, device=device)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    found, expected = (gradients(one, device, write, "norm", False) for one in (fused, stock))
+    assert (expected is None) == (write is counted)
+    assert_near(found, expected, 1e-4)
+
+
+@WRITES
+@pytest.mark.parametrize("level", LEVELS)
+def test_lora_layers_under_autocast_keep_the_casts_of_their_forward(level: Any, write: Write, device: str) -> None:
+    stock = adapted(device, "qwen3", torch.float32)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, recompute=level)
+    found, expected = (gradients(one, device, write, "lora_", True) for one in (fused, stock))
+    assert expected is not None
+    assert_near(found, expected, 0.05)
+
+
+@WRITES
+def test_lora_layers_of_16_bits_read_their_factors_in_the_backward(write: Write, device: str) -> None:
+    stock = adapted(device, "qwen3").bfloat16()
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    found, expected = (gradients(one, device, write, "lora_", False) for one in (fused, stock))
+    assert (expected is None) == (write is counted)
+    assert_near(found, expected, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("lora", marks=pytest.mark.slow)])
+def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(kind: str, device: str) -> None:
+    stock = build(kind, seed=0, device=device) if kind != "lora" else adapted(device, "qwen3", torch.float32)
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    trained = []
+    for model in (fused, stock):
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+        ids = tokens(device)
+        with torch.autocast(device, BF16):
+            losses = [model(input_ids=ids.roll(i), labels=ids, use_cache=False).loss for i in range(2)]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        trained.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    assert_near(*trained, 0.05)
