@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -152,6 +153,18 @@ def assert_nothing_is_written_beside(call: Call, monkeypatch: pytest.MonkeyPatch
     assert guarded.intact()
     for ours, other in zip(found, expected, strict=True):
         assert_equal(ours, other)
+
+
+@CALLS
+def test_outputs_need_a_gradient_if_the_references_do(index: int, device: str) -> None:
+    call = every_call(device, rows=1)[index]
+    places = [place for place, one in enumerate(call.tensors[: call.differentiated]) if one is not None]
+    for needed in itertools.product((False, True), repeat=len(places)):
+        leaves = [None if one is None else one.detach() for one in call.tensors]
+        for place, is_needed in zip(places, needed, strict=True):
+            leaves[place] = leaves[place].requires_grad_(is_needed)
+        ours, stock = call.outputs(leaves), call.outputs(leaves, OPERATORS[call.name].reference)
+        assert [one.requires_grad for one in ours] == [one.requires_grad for one in stock], needed
 
 
 @CALLS

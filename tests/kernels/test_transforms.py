@@ -116,6 +116,57 @@ def functional_transforms(case: Case, function: Function) -> Sequence[Tensor]:
     return *gradients, several(stacked, *case.inputs[1:]), *outputs, *tangents, jacobian, *hessian
 
 
+def _of_one_row(device: str) -> list[Case]:
+    """Calls of tensors of one dimension, which is a row."""
+    x, other, w, inner = (torch.randn(8, device=device) for _ in range(4))
+    a, b, wide = torch.randn(3, 8, device=device), torch.randn(5, 3, device=device), torch.randn(5, device=device)
+    norm = NormSpec("llama", True, eps=1e-3)
+    return [
+        Case("rms_norm", norm, (x, w), (None,)),
+        Case("add_rms_norm", norm, (x, other, w), (None, 0.5)),
+        Case("norm_add", norm, (x, other, w)),
+        Case("norm_add_norm", norm, (x, other, inner, w)),
+        Case("qk_norm", norm, (x, other, w, inner, None, None), (1, None)),
+        Case("glu", None, (x, other), ("silu",)),
+        Case("gated_rms_norm", norm, (x, other, w), ("silu", True, 2)),
+        Case("lora_add", None, (wide.bfloat16(), x.bfloat16(), a, b), (0.7,)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(8), ids=lambda index: _of_one_row("cpu")[index].name)
+def test_gradients_of_a_single_row_are_differentiated_again(index: int, device: str) -> None:
+    case = _of_one_row(device)[index]
+    _assert_close(*(second_derivatives(case, one) for one in (case.by_kernels, case.by_formula)), _tolerance(case))
+
+
+def _tolerance(case: Case) -> float:
+    """That of second derivatives, which round as the narrowest tensor does."""
+    return 1e-4 if all(one.dtype == FP32 for one in case.inputs) else 0.05
+
+
+@pytest.mark.parametrize("casting", ["llama", "gemma"])
+def test_a_weight_that_is_written_between_has_the_second_derivatives_of_its_forward(casting: Any, device: str) -> None:
+    x, w = torch.randn(3, 8, device=device), torch.randn(8, device=device)
+    case = Case("rms_norm", NormSpec(casting, True, eps=1e-3), (x, w), (None,))
+    _assert_close(*(_second_derivatives_after_a_write(case, one) for one in (case.by_kernels, case.by_formula)))
+
+
+def test_factors_that_are_written_between_have_the_second_derivatives_of_their_forward(device: str) -> None:
+    case = _of_one_row(device)[-1]
+    found = [_second_derivatives_after_a_write(case, one) for one in (case.by_kernels, case.by_formula)]
+    _assert_close(*found, _tolerance(case))
+
+
+def _second_derivatives_after_a_write(case: Case, function: Function) -> Sequence[Tensor]:
+    leaves = _differentiable(case)
+    loss = _loss(function(*leaves))
+    with torch.no_grad():
+        for leaf in leaves[1:] if case.name == "rms_norm" else leaves[2:]:
+            leaf.mul_(-3)
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    return *first, *torch.autograd.grad(sum(one.float().cos().sum() for one in first), leaves)
+
+
 TRANSFORMED = (
     second_derivatives,
     second_derivatives_with_respect_to_an_incoming_gradient,

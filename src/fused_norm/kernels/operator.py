@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -250,17 +249,14 @@ class Operator(ABC):
         ]
 
     def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
-        """A call's arguments, with the copies that were saved in place of weights; ``saved`` may lack absent tensors."""
-        given = dict.fromkeys(self._saved_names, True) | self.by_name(arguments)
-        names = [name for name in self._saved_names if given[name] is not None]
-        found = dict(zip(names, [one for one in saved if one is not None], strict=True)) if self._copied else {}
-        copies = {name: found[name] for name in self._copied if given[name] is not None}
-        return tuple(
-            [
-                copies[name] if name in copies and copies[name].data_ptr() != one.data_ptr() else one
-                for name, one in zip_longest(self.tensor_names, arguments)
-            ]
-        )
+        """A call's arguments, each weight replaced by its copy if that was saved; ``saved`` may lack absent tensors."""
+        given, present = self.by_name(arguments), iter(one for one in saved if one is not None)
+        for name in self._saved_names if self._copied else ():
+            weight = given.get(name, self)  # all that is no argument is there
+            kept = None if weight is None else next(present)
+            if kept is not None and name in self._copied and kept.data_ptr() != weight.data_ptr():
+                given[name] = kept
+        return tuple(given.values())
 
     def _how(self, spec: Spec, arguments: Sequence[Any], training: bool, *, traced: bool = False) -> dict[str, Any]:
         """The keyword arguments of ``forward``."""
