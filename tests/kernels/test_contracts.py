@@ -165,6 +165,8 @@ def test_outputs_need_a_gradient_if_the_references_do(index: int, device: str) -
             leaves[place] = leaves[place].requires_grad_(is_needed)
         ours, stock = call.outputs(leaves), call.outputs(leaves, OPERATORS[call.name].reference)
         assert [one.requires_grad for one in ours] == [one.requires_grad for one in stock], needed
+        with torch.no_grad():
+            assert not any(one.requires_grad for one in call.outputs(leaves))
 
 
 @CALLS

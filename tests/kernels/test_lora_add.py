@@ -217,14 +217,25 @@ def test_x_the_weights_and_the_rows_between_the_products_are_kept(device: str) -
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         lora_add(*leaves)
-    assert [one.data_ptr() for one in kept[:3]] == [one.data_ptr() for one in leaves[1:]]
+    assert kept[0].data_ptr() == given.x.data_ptr()
     assert [(tuple(one.shape), one.dtype) for one in kept[3:]] == [((5, 3, 4), BF16)]
+    for one, factor in zip(kept[1:3], (given.a, given.b), strict=True):  # the casts that stock code makes
+        assert torch.equal(one, factor.bfloat16())
+
+
+def test_factors_that_are_not_cast_are_kept_themselves(device: str) -> None:
+    given = inputs(device, *SMALL)
+    leaves = [one.bfloat16().requires_grad_() for one in (given.base, given.x, given.a, given.b)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        lora_add(*leaves)
+    assert [one.data_ptr() for one in kept[:3]] == [one.data_ptr() for one in leaves[1:]]
 
 
 @pytest.mark.parametrize("name", ["x", "a", "b"])
 def test_a_tensor_that_is_kept_must_not_change_before_the_backward(name: str, device: str) -> None:
     given = inputs(device, *SMALL)
-    leaves = given.mapped(lambda one: one.clone().requires_grad_())
+    leaves = given.mapped(lambda one: one.bfloat16().requires_grad_())
     y = lora_add(leaves.base, leaves.x, leaves.a, leaves.b)
     with torch.no_grad():
         leaves.base.zero_()

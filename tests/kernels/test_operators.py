@@ -345,24 +345,6 @@ def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(index: int, layout: 
 
 
 @CALLS
-def test_outputs_want_a_gradient_when_an_argument_of_theirs_does(index: int, device: str) -> None:
-    """Of q and k with their weights each has its own, as in stock code: k may be frozen."""
-    call = every_call(device)[index]
-    apart = call.name in ("qk_norm", "rope")
-    for wanting in range(-1, call.differentiated):
-        leaves = [
-            None if tensor is None else tensor.detach().requires_grad_(place == wanting)
-            for place, tensor in enumerate(call.tensors)
-        ]
-        expected = wanting >= 0 and call.tensors[wanting] is not None
-        for enabled in (True, False):
-            with torch.set_grad_enabled(enabled):
-                outputs = call.outputs(leaves)
-            for place, output in enumerate(outputs):
-                assert output.requires_grad == (expected and enabled and (not apart or place == wanting % 2))
-
-
-@CALLS
 def test_what_was_made_in_inference_mode_trains_as_by_the_formula(index: int, device: str) -> None:
     """Autograd cannot keep such a tensor; where the formula needs it as well, its error is the formula's."""
     call = every_call(device)[index]

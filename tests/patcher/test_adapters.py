@@ -383,3 +383,17 @@ def test_adapters_are_merged_switched_added_and_copied_as_in_stock(
     assert said == ["Linear runs PEFT's LoRA code: it has 2 active adapters"], "not where nothing is added"
     assert fused.state_dict().keys() == reference.state_dict().keys()
     assert not [module for module in fused.merge_and_unload().modules() if isinstance(module, Linear)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_in_float64_are_those_of_peft(autocast: bool, device: str) -> None:
+    model = adapted(device, model_dtype=torch.float64)
+    for one in model.parameters():
+        one.data = one.data.double()
+    fused, _ = fused_copy(model)
+    logits = []
+    for one in (model, fused):
+        with torch.autocast(device, BF16, enabled=autocast):
+            logits.append(one(input_ids=tokens(device), use_cache=False).logits)
+    assert logits[0].dtype == logits[1].dtype
+    assert torch.equal(*logits)

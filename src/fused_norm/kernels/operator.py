@@ -213,7 +213,7 @@ class Operator(ABC):
         for name in self._copied:
             copy = known[f"{name}_copy"]
             # A registered operator returns an empty tensor if there is no copy.
-            if copy is not None and copy.shape == known[name].shape:
+            if copy is not None and known[name] is not None and copy.shape == known[name].shape:
                 known[name] = copy
         return tuple([known[name] for name in self._saved_names]), tuple([known[name] for name in self._fact_names])
 

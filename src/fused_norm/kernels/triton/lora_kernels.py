@@ -60,7 +60,10 @@ def _operand(value, dtype: tl.constexpr):
 
 @triton.jit
 def _copy_rounded(w_ptr, w_row_stride, w_col_stride, copy_ptr, K, r, SIZE: tl.constexpr, dtype: tl.constexpr):
-    """Write a factor [K, r] to [r, K], rounded to ``dtype``; each program of the grid's first axis copies a part."""
+    """Write a factor [K, r] to [r, K], rounded to ``dtype``; each program of the grid's first axis copies a part.
+
+    K is the factor's first dimension and r its second, whatever they mean.
+    """
     for start in range(tl.program_id(0) * SIZE, K * r, tl.num_programs(0) * SIZE):
         at = start + tl.arange(0, SIZE)
         value = tl.load(w_ptr + at % K * w_row_stride + at // K * w_col_stride, mask=at < K * r, other=0.0)
@@ -105,7 +108,7 @@ def _widen_kernel(
     M,
     N, r, w_row_stride, w_col_stride, base_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """``y = base + (h @ w) * scale``, each of the three rounded."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
@@ -115,16 +118,16 @@ def _widen_kernel(
     live = (row < M)[:, None] & (col < N)[None, :]
     h = _load((h_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
     w = _load((w_ptr, w_row_stride, w_col_stride), rank, col, (rank < r)[:, None] & (col < N)[None, :], None, dtype)
-    if copy_ptr is not None:
-        program = tl.program_id(0)
-        if program == 0:
-            tl.store(copy_ptr + col[None, :] * r + rank[:, None], w, mask=(rank < r)[:, None] & (col < N)[None, :])
     y = round_to(tl.dot(h, w), dtype)
     if scale is not None:
         y = round_to(y * scale, dtype)
     if base_ptr is not None:
         y += tl.load(base_ptr + row[:, None] * base_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(y_ptr + row[:, None] * N + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
+    if copy_ptr is not None:
+        block = tl.program_id(1)
+        if block == 0:
+            _copy_rounded(w_ptr, w_row_stride, w_col_stride, copy_ptr, r, N, COPIED, dtype)
 
 
 @triton.jit(do_not_specialize=["M", "share"])
@@ -234,6 +237,7 @@ def launch_widen(
     (_, arranged), (_, base_stride) = same_rows(h, base)
     (rows, rank), width = _rows_of(h), y.shape[-1]
     tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
+    tile["COPIED"] = _COPIED
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
     launch(_widen_kernel, grid, (h, w, arranged, y, copy), numbers, tile, warps=4)
