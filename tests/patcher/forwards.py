@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import linecache
 import textwrap
+from collections.abc import Mapping
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 
@@ -219,13 +221,18 @@ NAMES = {**globals(), "contextlib": contextlib}
 _number = count()
 
 
-def layer_of(body: str, parameters: str = "a, b", base: type = Recorder) -> type[Recorder]:
-    """A class whose forward has ``body``, which may name all of this module; ``; `` parts lines as line breaks do."""
+def layer_of(
+    body: str, parameters: str = "a, b", base: type = Recorder, names: Mapping[str, object] = NAMES
+) -> type[Any]:
+    """A class whose forward has ``body``; ``; `` parts lines as line breaks do.
+
+    ``names``: what the forward may name, by default all of this module.
+    """
     lines = textwrap.indent(textwrap.dedent(body).strip().replace("; ", "\n"), " " * 8)
     text = f"class Layer(Base):\n    def forward(self, {parameters}):\n{lines}\n"
     filename = f"<forward {next(_number)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace = {**NAMES, "Base": base}
+    namespace = {**names, "Base": base}
     exec(compile(text, filename, "exec"), namespace)
     return namespace["Layer"]
 

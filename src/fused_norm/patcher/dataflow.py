@@ -73,7 +73,7 @@ class Dataflow:
 
     def __init__(self, definition: ast.FunctionDef, own: str) -> None:
         self.own = own
-        self.bodies = list(_bodies(definition))
+        self.bodies = list(bodies_of(definition))
         self.calls: dict[ast.Call, None] = {}
         self._body_of = {statement: body for body in self.bodies for statement in body}
         self._made: dict[ast.AST, Definition] = {}
@@ -103,8 +103,8 @@ class Dataflow:
         return self._given[name]
 
     def reads(self, definition: Definition) -> list[ast.Name]:
-        """The loads that may find a definition in the name; its deletion is none."""
-        return [load for load in self._reads.get(definition, ()) if isinstance(load.ctx, ast.Load)]
+        """The loads that may find a definition in the name, ``a`` of ``a += b`` among them; its deletion is none."""
+        return [load for load in self._reads.get(definition, ()) if not isinstance(load.ctx, ast.Del)]
 
     def parent(self, node: ast.AST) -> ast.AST:
         """The expression or statement that a node is a part of."""
@@ -404,7 +404,7 @@ def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.AST | None]]
                 yield one.arg, None
 
 
-def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
+def bodies_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
     """Every list of statements that belongs to this function itself."""
     for field in ("body", "orelse", "finalbody"):
         body = getattr(node, field, None)
@@ -412,9 +412,9 @@ def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
             yield body
             for statement in body:
                 if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                    yield from _bodies(statement)
+                    yield from bodies_of(statement)
     for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-        yield from _bodies(inner)
+        yield from bodies_of(inner)
 
 
 def _joined(one: Names, other: Names) -> Names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from ..rotation_recognition import Rotation
 from ..source import cached_by_forward, compiled, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
-from .calls import Missed
+from .calls import EditedForward, Missed
 from .gates import Gate, decide_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
 from .readers import Inputs, Reading, find_inputs, find_readings
@@ -54,13 +55,19 @@ class Patterns:
         """The rows of all of them in a module with this forward; those to be fused are added to its rewrites."""
         for index, add in enumerate(self.adds):
             yield from add.decide(block, index)
-        for index, reading in enumerate(self.readings):
-            reading.decide(block, index)
         for missed in self.missed_adds:
             yield from decide_missed_add(missed, block)
-        with_norms = [heads.decide(block, index) for index, heads in enumerate(self.heads)]
+        with_norms = [heads.decide(block, index, self._taken(block)) for index, heads in enumerate(self.heads)]
+        for index, reading in enumerate(self.readings):
+            reading.decide(block, index, self._taken(block))
         yield from decide_rotations(self.rotations, with_norms, block)
         yield from decide_gates(self.gates, self.missed_gates, block)
+
+    def _taken(self, block: Block) -> set[ast.Call]:
+        """The calls of norms that are part of a rewrite by now: none is part of two."""
+        adds = (self.adds[one.index].calls(one.parts) for one in block.rewrites if one.pattern == "adds")
+        heads = (self.heads[one.index].calls for one in block.rewrites if one.pattern == "heads")
+        return {call for calls in (*adds, *heads) for call in calls}
 
 
 @cached_by_forward
@@ -89,8 +96,9 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     source = source_of(layer)
     # Copied together, so that the copied matches are made of the copied definition's nodes.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
+    forward = EditedForward(definition, source.own)
     for rewrite in rewrites:
-        getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, source.own)
+        getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, forward)
     return compiled(definition, layer)
 
 

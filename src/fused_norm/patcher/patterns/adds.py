@@ -50,7 +50,7 @@ from ..dataflow import Dataflow, computed, computes_nothing, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
-from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, replace
+from .calls import Called, EditedForward, Missed, call_of_own, called, is_name, make_call, operands_of
 from .readers import Reader, reader_of
 
 _Y = "_fused_norm_y"
@@ -64,13 +64,12 @@ _ADD = ("add", "add_")
 
 @dataclass
 class NormCall:
-    """The call of a norm, or of a dropout: ``call`` in ``statement``, in ``body``.
+    """The call of a norm, or of a dropout: ``call`` in ``statement``.
 
     Attributes:
         condition: the test of the ``if`` that the call is in, and the add is not; None where there is none.
     """
 
-    body: list[ast.stmt]
     statement: ast.Assign | ast.Return
     call: ast.Call
     condition: ast.expr | None = None
@@ -78,7 +77,7 @@ class NormCall:
 
 @dataclass
 class Add:
-    """One residual add, ``statement`` in ``body``.
+    """One residual add, in ``statement``.
 
     Attributes:
         residual, branch: its operands; the branch is the one with an inner norm or a factor, if there is one.
@@ -93,7 +92,6 @@ class Add:
         reader: what reads the result of ``after``; None where that is not one module.
     """
 
-    body: list[ast.stmt]
     statement: ast.Assign | ast.Return
     residual: ast.expr
     branch: ast.expr
@@ -110,6 +108,12 @@ class Add:
     def names(self) -> tuple[str | None, ...]:
         """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
         return tuple(None if one is None else called(one.call) for one in (self.after, self.inner, self.before))
+
+    def calls(self, parts: Sequence[str]) -> list[ast.Call]:
+        """The calls of norms, and of a dropout, that are in these parts of a rewrite."""
+        inner = (self.inner, self.before) if "dropout" in parts else (self.inner,)
+        found = [*([self.after] if "norm" in parts else ()), *(inner if "inner" in parts else ())]
+        return [one.call for one in found if one is not None]
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
         """The rows of the add: with the norm after it, and with the norm of its branch; none where it adds a number."""
@@ -136,9 +140,9 @@ class Add:
         if parts:
             block.rewrites.append(Rewrite("adds", index, parts))
 
-    def edit(self, rewrite: Rewrite, own: str) -> None:
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the add's place."""
-        branch, keywords, dropout = self.branch, [], []
+        branch, keywords, dropout, own = self.branch, [], [], forward.own
         stock = self.statement.value
         assert stock is not None
         if "inner" in rewrite.parts and self.inner is not None:
@@ -149,7 +153,7 @@ class Add:
             branch = norm.call.args[0]
             keywords += [ast.keyword("inner", norm.call.func), *dropout]
             if norm.statement is not self.statement:
-                self.body.remove(norm.statement)
+                forward.remove(norm.statement)
             stock = self._call(own, "fused_norm_then_add", norm.call.func, branch, dropout)
         if "norm" not in rewrite.parts or self.after is None or isinstance(self.statement, ast.Return):
             self.statement.value = stock
@@ -165,13 +169,14 @@ class Add:
             without = ast.Tuple([ast.Call(copy.deepcopy(after.call.func), [name], []), copy.deepcopy(name)], ast.Load())
             fused = ast.IfExp(self.choice.test, fused, without)
         elif after.condition is not None:
-            without = ast.Tuple([ast.Constant(None), copy.deepcopy(stock)], ast.Load())
+            # Not a copy of the sum: a later rewrite of what is in it has to change both.
+            without = ast.Tuple([ast.Constant(None), stock], ast.Load())
             fused = ast.IfExp(copy.deepcopy(after.condition), fused, without)
         self.statement.targets = [ast.Tuple([ast.Name(y, ast.Store()), self.statement.targets[0]], ast.Store())]
         self.statement.value = fused
-        replace(after.statement, after.call, ast.Name(y, ast.Load()))
+        forward.replace(after.call, ast.Name(y, ast.Load()))
         if isinstance(after.statement, ast.Assign):  # the name must not keep y alive longer than stock would
-            after.body.insert(after.body.index(after.statement) + 1, ast.Delete([ast.Name(y, ast.Del())]))
+            forward.insert_after(after.statement, ast.Delete([ast.Name(y, ast.Del())]))
 
     def _call(self, own: str, method: str, norm: ast.expr, branch: ast.expr, keywords: list[ast.keyword]) -> ast.Call:
         """``self.<method>(norm, residual, branch)``; both are computed in their order: dropout, say, draws by turns."""
@@ -291,7 +296,7 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
             previous = None
         for one, other in ((branch, residual), (residual, branch)):
             call = call_of_own(one, flow.own)
-            inner = NormCall(body, statement, call) if call else _norm_in_front(flow, one, other, previous, total)
+            inner = NormCall(statement, call) if call else _norm_in_front(flow, one, other, previous, total)
             if inner is not None:
                 residual, branch = other, one
                 break
@@ -310,7 +315,7 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
             residual, (branch, scale) = other, factors
     first = residual is value.right
     reader = None if after is None else reader_of(flow, after.call)
-    return Add(body, statement, residual, branch, first, choice, after, inner, behind, scale, attributes, reader)
+    return Add(statement, residual, branch, first, choice, after, inner, behind, scale, attributes, reader)
 
 
 def _norm_in_front(
@@ -328,7 +333,7 @@ def _norm_in_front(
     if definition.name != total and not flow.is_read_by_alone(definition, result):
         return None
     call = call_of_own(definition.value, flow.own)
-    return None if call is None else NormCall(flow.body_of(previous), previous, call)
+    return None if call is None else NormCall(previous, call)
 
 
 def _factors(node: ast.expr, flow: Dataflow) -> tuple[ast.expr, ast.expr] | None:
@@ -399,4 +404,4 @@ def _norm_first(body: list[ast.stmt], position: int, total: str, own: str) -> No
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if call is statement.value and not all(isinstance(target, ast.Name) for target in targets):
         return None
-    return NormCall(body, statement, call)
+    return NormCall(statement, call)

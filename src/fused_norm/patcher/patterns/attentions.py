@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 from ..attention_functions import HARMLESS
 from ..dataflow import Dataflow, mentions
-from .calls import is_name, make_call
+from .calls import EditedForward, is_name, make_call
 
 
 @dataclass
 class Attention:
-    """The call of an attention function behind a rotation, in ``body``.
+    """The call of an attention function behind a rotation.
 
     Attributes:
         rotation: the statement ``q, k = rotate(q, k, cos, sin)``.
@@ -38,20 +38,18 @@ class Attention:
         asked: the arguments of ``read_dtype`` behind the function.
     """
 
-    body: list[ast.stmt]
     rotation: ast.Assign
     lookups: list[ast.stmt]
     function: str
     asked: list[ast.expr]
 
-    def edit(self, rotate: ast.Call, own: str) -> None:
+    def edit(self, rotate: ast.Call, forward: EditedForward) -> None:
         """Look the function up before the rotation, whose call gets the dtype that it reads as an argument."""
         for statement in self.lookups:
-            self.body.remove(statement)
-        place = self.body.index(self.rotation)
-        self.body[place:place] = self.lookups
+            forward.remove(statement)
+        forward.insert_before(self.rotation, *self.lookups)
         asked = [ast.Name(self.function, ast.Load()), *self.asked]
-        rotate.keywords.append(ast.keyword("dtype", make_call(own, "fused_norm_read_dtype", asked)))
+        rotate.keywords.append(ast.keyword("dtype", make_call(forward.own, "fused_norm_read_dtype", asked)))
 
 
 def find_attentions(flow: Dataflow) -> dict[ast.Call, Attention]:
@@ -84,7 +82,7 @@ def _attention_behind(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> A
         further = next((one.value for one in call.keywords if one.arg is None), ast.Tuple([], ast.Load()))
         asked = [cache, mask, ast.Name(k, ast.Load()), value, further]
         return (
-            Attention(flow.body_of(rotation), rotation, rest[:count], function, asked)
+            Attention(rotation, rest[:count], function, asked)
             if all(_looks_up(flow, one, function) for one in rest[:count])
             and not any(mentions(one, function) for one in (rotation, *updates))
             and all(flow.is_read_by_alone(one, *updates, query, key) for one in flow.made_by(rotation))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..block import Block
-from ..dataflow import Conditions, Dataflow
+from ..dataflow import Conditions, Dataflow, bodies_of
 from ..source import global_of
 
 
@@ -101,17 +101,55 @@ def make_call(own: str, method: str, arguments: list[ast.expr], keywords: list[a
     return ast.Call(ast.Attribute(ast.Name(own, ast.Load()), method, ast.Load()), arguments, keywords or [])
 
 
-def postpone(call: ast.Call, own: str, postponed: str) -> None:
-    """Make of ``self.<name>(argument)`` a call that returns the argument where the one of ``name`` is postponed."""
-    call.args = [ast.Name(postponed, ast.Load()), call.func, *call.args]
-    call.func = ast.Attribute(ast.Name(own, ast.Load()), "fused_norm_unless_postponed", ast.Load())
+@dataclass(frozen=True)
+class EditedForward:
+    """A copy of a forward's definition, which rewrites edit one after the other.
 
+    An edit may move an expression to another statement, so a later edit looks up where the expression is by then.
 
-def replace(statement: ast.stmt, old: ast.expr, new: ast.expr) -> None:
-    """Put ``new`` where ``old`` is in a statement."""
-    for node in ast.walk(statement):
-        for field, value in ast.iter_fields(node):
-            if value is old:
-                setattr(node, field, new)
-            elif isinstance(value, list):
-                setattr(node, field, [new if item is old else item for item in value])
+    Attributes:
+        definition: the copy.
+        own: the name of its first argument, the instance.
+    """
+
+    definition: ast.FunctionDef
+    own: str
+
+    def insert_before(self, node: ast.AST, *statements: ast.stmt) -> None:
+        """Insert statements before the one that is ``node``, or has it in an expression."""
+        body, index = self._place_of(node)
+        body[index:index] = statements
+
+    def insert_after(self, statement: ast.stmt, *statements: ast.stmt) -> None:
+        """Insert statements after another one."""
+        body, index = self._place_of(statement)
+        body[index + 1 : index + 1] = statements
+
+    def remove(self, statement: ast.stmt) -> None:
+        """Remove a statement."""
+        body, index = self._place_of(statement)
+        del body[index]
+
+    def replace(self, old: ast.expr, new: ast.expr) -> None:
+        """Put ``new`` in every place that ``old`` is in."""
+        for node in ast.walk(self.definition):
+            for field, value in ast.iter_fields(node):
+                if value is old:
+                    setattr(node, field, new)
+                elif isinstance(value, list):
+                    value[:] = [new if item is old else item for item in value]
+
+    def postpone(self, call: ast.Call, postponed: str) -> None:
+        """Make of ``self.<name>(argument)`` a call that returns the argument if the one of ``name`` is postponed."""
+        call.args = [ast.Name(postponed, ast.Load()), call.func, *call.args]
+        call.func = ast.Attribute(ast.Name(self.own, ast.Load()), "fused_norm_unless_postponed", ast.Load())
+
+    def _place_of(self, node: ast.AST) -> tuple[list[ast.stmt], int]:
+        """The list with the innermost statement that is ``node``, or has it in an expression, and its number there."""
+        *_, place = (
+            (body, index)
+            for body in bodies_of(self.definition)
+            for index, statement in enumerate(body)
+            if any(node is part for part in ast.walk(statement))
+        )
+        return place

@@ -47,7 +47,7 @@ from ..hooks import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
-from .calls import Called, Missed, call_of_own, called, is_name, make_call, operands_of, postpone, replace
+from .calls import Called, EditedForward, Missed, call_of_own, called, is_name, make_call, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that are taken for activations, where the module holds none."""
@@ -68,7 +68,6 @@ class Gate:
 
     Attributes:
         act: what is called for the one factor.
-        body: where the activation's call is, and the product.
         statement: the statement with the product.
         product: the product; where both factors are calls of attributes, that of two gates.
         factor: the factor that is the result of the activation.
@@ -78,7 +77,6 @@ class Gate:
     """
 
     act: Called
-    body: list[ast.stmt]
     statement: ast.stmt
     product: ast.BinOp
     factor: ast.expr
@@ -86,9 +84,9 @@ class Gate:
     called_in: ast.stmt
     halves: ast.Assign | None
 
-    def edit(self, rewrite: Rewrite, own: str) -> None:
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the product's place."""
-        act = self.call.func
+        act, own = self.call.func, forward.own
         if self.halves is not None:
             packed = f"{_PACKED}{rewrite.index}"
             call = make_call(own, "fused_norm_gate_packed", [act, ast.Name(packed, ast.Load())])
@@ -96,18 +94,18 @@ class Gate:
             assert isinstance(halves, ast.Call)
             assert isinstance(halves.func, ast.Attribute)
             self.halves.targets, self.halves.value = [ast.Name(packed, ast.Store())], halves.func.value
-            replace(self.statement, self.product, call)
+            forward.replace(self.product, call)
             return
         activation = f"{_ACTIVATION}{rewrite.index}"
         ask = ast.Assign([ast.Name(activation, ast.Store())], make_call(own, "fused_norm_activation", [act]))
-        self.body.insert(self.body.index(self.called_in), ask)
+        forward.insert_before(self.call, ask)
         factors = [
             ast.keyword("gate" if factor is self.factor else "up", factor)
             for factor in (self.product.left, self.product.right)
         ]
         fused = make_call(own, "fused_norm_gate", [ast.Name(activation, ast.Load()), act], factors)
-        replace(self.statement, self.product, fused)
-        postpone(self.call, own, activation)
+        forward.replace(self.product, fused)
+        forward.postpone(self.call, activation)
 
 
 def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
@@ -214,7 +212,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
         behind.append(product.right)
     if flow.may_change(call.args[0], behind):
         return None
-    gate = Gate(act, flow.body_of(statement), statement, product, factor, call, called_in, None)
+    gate = Gate(act, statement, product, factor, call, called_in, None)
     gate.halves = _halves(flow, gate)
     return gate
 

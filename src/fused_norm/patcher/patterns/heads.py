@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from ...spec import Kind
@@ -33,7 +33,7 @@ from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from .attentions import Attention
-from .calls import call_of_own, called, make_call, postpone
+from .calls import EditedForward, call_of_own, called, make_call
 from .rotations import unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
@@ -53,7 +53,7 @@ class HeadNorm:
 
 @dataclass
 class Heads:
-    """The norms of one attention's queries and keys, in ``body``.
+    """The norms of one attention's queries and keys.
 
     Attributes:
         norms: the norm of one, and that of the other.
@@ -62,7 +62,6 @@ class Heads:
         attention: what follows that rotation, and alone reads its results; None where it is something else.
     """
 
-    body: list[ast.stmt]
     norms: tuple[HeadNorm, HeadNorm]
     rotation: tuple[ast.Assign, ast.Call] | None
     attention: Attention | None
@@ -70,8 +69,14 @@ class Heads:
     @property
     def names(self) -> tuple[str, str]:
         """The attributes of the attention that hold the norms."""
+        one, other = self.calls
+        return called(one), called(other)
+
+    @property
+    def calls(self) -> tuple[ast.Call, ast.Call]:
+        """The calls of the norms."""
         one, other = self.norms
-        return called(one.call), called(other.call)
+        return one.call, other.call
 
     @property
     def rotate(self) -> str | None:
@@ -81,9 +86,14 @@ class Heads:
         assert isinstance(self.rotation[1].func, ast.Name)
         return self.rotation[1].func.id
 
-    def decide(self, block: Block, index: int) -> Site | None:
-        """The row of the rotation, where it is fused with the norms before it; None where the norms at most are."""
+    def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> Site | None:
+        """The row of the rotation, where it is fused with the norms before it; None where the norms at most are.
+
+        ``taken``: the calls of norms that are part of another rewrite.
+        """
         done = block.done("heads", index)
+        if not taken.isdisjoint(self.calls):
+            return None
         if not all(map(block.holds_norm, self.names)) or self._row("qk", block, done is not None).reason is not None:
             return None
         row = None
@@ -104,28 +114,28 @@ class Heads:
             row = row.kept_for("its q and k norms differ in more than the weight")
         return row
 
-    def edit(self, rewrite: Rewrite, own: str) -> None:
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused calls in the place of the norms."""
-        name = f"{_POSTPONED}{rewrite.index}"
+        name, own = f"{_POSTPONED}{rewrite.index}", forward.own
         first, second = self.norms
         norms = [first.call.func, second.call.func]
         for norm in self.norms:
-            postpone(norm.call, own, name)
+            forward.postpone(norm.call, name)
         ask = ast.Assign([ast.Name(name, ast.Store())], make_call(own, "fused_norm_may_postpone", norms))
-        self.body.insert(self.body.index(first.statement), ask)
+        forward.insert_before(first.statement, ask)
         arguments = [ast.Name(name, ast.Load()), *norms]
         if "rotation" in rewrite.parts:
             assert self.rotation is not None
             statement, rotate = self.rotation
             if self.attention is not None:
-                self.attention.edit(rotate, own)
+                self.attention.edit(rotate, forward)
             arguments += [rotate.func, *rotate.args]
             statement.value = make_call(own, "fused_norm_rotated", arguments, rotate.keywords)
             return
         arguments += [ast.Name(norm.name, ast.Load()) for norm in self.norms]
         results: list[ast.expr] = [ast.Name(norm.name, ast.Store()) for norm in self.norms]
         both = ast.Assign([ast.Tuple(results, ast.Store())], make_call(own, "fused_norm_pair", arguments))
-        self.body.insert(self.body.index(second.statement) + 1, both)
+        forward.insert_after(second.statement, both)
 
 
 def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
@@ -147,7 +157,7 @@ def _heads_in(flow: Dataflow, body: list[ast.stmt], attentions: Mapping[ast.Call
         if first is not None and found is not None and not _writes_input(flow, first, found):
             rotation = _rotation(flow, found.statement, (first.name, found.name))
             attention = None if rotation is None else attentions.get(rotation[1])
-            yield Heads(body, (first, found), rotation, attention)
+            yield Heads((first, found), rotation, attention)
             first = None
         elif found is not None:
             first = found

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ from ..block import Block
 from ..dataflow import Dataflow, Definition, edits_in_place, flow_of
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
-from .calls import call_of_own, called, make_call
+from .calls import EditedForward, call_of_own, called, make_call
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
@@ -99,11 +100,11 @@ class Inputs:
             total += count
         return f"its linears read {total} tensors, more than {MOST_READERS}" if total > MOST_READERS else None
 
-    def edit(self, rewrite: Rewrite, own: str) -> None:
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Give every reader an input of its own."""
         for index, call in enumerate(self.calls):
             call.args[0] = ast.Subscript(ast.Name(_INPUTS, ast.Load()), ast.Constant(index), ast.Load())
-        inputs = make_call(own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
+        inputs = make_call(forward.own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
         start = 0 if ast.get_docstring(self.definition) is None else 1
         self.definition.body.insert(start, ast.Assign([ast.Name(_INPUTS, ast.Store())], inputs))
 
@@ -140,24 +141,25 @@ class Reading:
     """The call of a norm in a layer's forward, without an add in front of it.
 
     Attributes:
-        body: the statements that it is among.
         statement: the one that does nothing else.
         call: the call.
         reader: what reads its result; None where that is not one module.
         later: the names that hold its input and are read after it.
     """
 
-    body: list[ast.stmt]
     statement: ast.Assign
     call: ast.Call
     reader: Reader | None
     later: tuple[str, ...]
 
-    def decide(self, block: Block, index: int) -> None:
-        """Decide whether the norm gives its readers outputs of their own, and hands its input on."""
+    def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
+        """Decide whether the norm gives its readers outputs of their own, and hands its input on.
+
+        ``taken``: the calls of norms that are part of another rewrite.
+        """
         done = block.done("readings", index)
         norm = called(self.call)
-        if block.owner is not None or (block.fixed and done is None) or not block.wants_readers:
+        if self.call in taken or block.owner is not None or (block.fixed and done is None) or not block.wants_readers:
             return
         if not block.holds_norm(norm) or block.norm_row(norm, "norm", done is not None).reason is not None:
             return
@@ -166,18 +168,17 @@ class Reading:
         if parts:
             block.rewrites.append(Rewrite("readings", index, parts))
 
-    def edit(self, rewrite: Rewrite, own: str) -> None:
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Tell the norm who reads it, and have those that read its input later read what it hands on."""
         reader = [self.reader.module] if self.reader is not None and "readers" in rewrite.parts else []
         x = f"{_X}{rewrite.index}"
         self.statement.value = make_call(
-            own, "fused_norm_read", [self.call.func, *self.call.args, *copy.deepcopy(reader)]
+            forward.own, "fused_norm_read", [self.call.func, *self.call.args, *copy.deepcopy(reader)]
         )
         self.statement.targets = [ast.Tuple([*self.statement.targets, ast.Name(x, ast.Store())], ast.Store())]
         later = self.later if "input" in rewrite.parts else ()
         handed_on: list[ast.stmt] = [ast.Assign([ast.Name(one, ast.Store())], ast.Name(x, ast.Load())) for one in later]
-        place = self.body.index(self.statement) + 1
-        self.body[place:place] = [*handed_on, ast.Delete([ast.Name(x, ast.Del())])]
+        forward.insert_after(self.statement, *handed_on, ast.Delete([ast.Name(x, ast.Del())]))
 
 
 @cached_by_forward
@@ -247,7 +248,7 @@ def find_readings(flow: Dataflow, taken: list[ast.Call]) -> list[Reading]:
             later = () if flow.is_inside(call, _REPEATED) else _later(flow, body, statement, call.args[0])
             reader = reader_of(flow, call)
             if reader is not None or later:
-                found.append(Reading(body, statement, call, reader, later))
+                found.append(Reading(statement, call, reader, later))
     return found
 
 

@@ -33,6 +33,7 @@ from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation, recognise_rotation
 from ..source import global_of
 from .attentions import Attention
+from .calls import EditedForward
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
@@ -68,13 +69,13 @@ class RotationCall:
         plain = plain and all(keyword.arg == "unsqueeze_dim" for keyword in self.call.keywords)
         return len(self.call.args) if plain and len(self.call.args) in _ARGUMENTS else 0
 
-    def edit(self, rewrite: Rewrite, own: str) -> None:
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the rotation's place."""
         method = "fused_norm_rope_one" if self.arguments == 3 else "fused_norm_rope"
         if self.attention is not None:
-            self.attention.edit(self.call, own)
+            self.attention.edit(self.call, forward)
         self.call.args.insert(0, self.call.func)
-        self.call.func = ast.Attribute(ast.Name(own, ast.Load()), method, ast.Load())
+        self.call.func = ast.Attribute(ast.Name(forward.own, ast.Load()), method, ast.Load())
 
 
 def decide_rotations(

@@ -1,0 +1,363 @@
+"""Random forwards of layers, in the manner of models and in no manner at all, and the modules that they call.
+
+A forward has four tensors, ``a`` to ``d``, whose names it gives new values, and returns all of them. What it does with
+them is drawn: adds with norms before and after, gates, heads and their rotations, modules that read a norm, conditions,
+loops, edits in place, copies, deletions, functions inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .forwards import layer_of
+
+TOKENS, WIDTH, HEADS = 3, 12, 2
+NAMES = "abcd"
+NORMS = ("norm", "norm", "other", "inner", "third", "apart", "norms[0]", "norms[1]", "query_norm", "key_norm")
+
+
+class Norm(nn.Module):
+    """An RMSNorm that rounds as Llama's does."""
+
+    def __init__(self, width: int = WIDTH, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(1 + 0.3 * torch.randn(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def linear(columns: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, columns, bias=False)
+
+
+class Block(nn.Module):
+    """What an attention or an MLP is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag, self.factor = True, 0.5
+        self.q, self.k, self.v, self.gate, self.up, self.down = (linear() for _ in range(6))
+        self.packed, self.act, self.dropout = linear(2 * WIDTH), nn.SiLU(), nn.Dropout(0.25)
+        self.q_norm, self.k_norm = Norm(WIDTH // HEADS), Norm(WIDTH // HEADS)
+
+    def halve(self, x: Tensor) -> Tensor:
+        return halve(x)
+
+
+class Layer(Block):
+    """What a layer is made of; a subclass gives it an attention and an MLP."""
+
+    block_classes: tuple[type[Block], type[Block]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other, self.inner, self.third, self.query_norm, self.key_norm = (Norm() for _ in range(6))
+        self.apart = Norm(eps=1e-5)
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.attention, self.mlp = (one() for one in self.block_classes)
+
+
+class Model(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.layers[0](*tensors)
+
+
+def angles() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    angle = torch.rand(1, TOKENS, WIDTH // HEADS // 2, generator=generator).repeat(1, 1, 2)
+    return angle.cos(), angle.sin()
+
+
+def halve(x: Tensor) -> Tensor:
+    """Write into a tensor, and return a new one."""
+    return x.mul_(0.5) * 1
+
+
+COS, SIN = angles()
+GLOBALS = {
+    "__name__": __name__,
+    "apply_rotary_pos_emb": apply_rotary_pos_emb,
+    "contextlib": contextlib,
+    "functional": functional,
+    "halve": halve,
+    "torch": torch,
+    "COS": COS,
+    "SIN": SIN,
+}
+
+
+def layer_with(body: str, *blocks: str) -> type[Layer]:
+    """Return a class of layers: the bodies of its forward, of ``a`` to ``d``, and of its blocks', of ``x`` and ``y``."""
+    classes = tuple(layer_of(one, "x, y=None", Block, names=GLOBALS) for one in blocks)
+    base = type("Base", (Layer,), {"block_classes": classes})
+    return layer_of(body, "a, b, c, d", base, names=GLOBALS)
+
+
+class Writer:
+    """Draws the statements of forwards."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._temporary = 0
+
+    def layer(self) -> type[Layer]:
+        """A class of layers."""
+        blocks = [self._block(), self._block()]
+        lines = [self._statement() for _ in range(self.random.randint(2, 6))]
+        lines += ["return a, b, c, d" if self._is(0.7) else f"return {self._value()}, a, b, c, d"]
+        return layer_with("\n".join(lines), *blocks)
+
+    def _is(self, chance: float) -> bool:
+        return self.random.random() < chance
+
+    def _one(self, *choices: Any) -> Any:
+        return self.random.choice(choices)
+
+    def _drawn(self, **weights: float) -> str:
+        return self.random.choices(list(weights), list(weights.values()))[0]
+
+    def _name(self) -> str:
+        return self.random.choice(NAMES)
+
+    def _new(self) -> str:
+        self._temporary += 1
+        return f"t{self._temporary}"
+
+    def _norm(self) -> str:
+        return f"self.{self.random.choice(NORMS)}"
+
+    def _test(self) -> str:
+        return self._one(
+            "self.flag", "not self.flag", "self.training", "a is None", "b is not a", "self.flag and c is b"
+        )
+
+    # Layers
+
+    def _value(self, depth: int = 0) -> str:
+        """An expression of a tensor as wide as a token."""
+        if depth > 2:
+            return self._name()
+        kind = self._drawn(
+            name=4, add=4, norm=4, linear=1, block=2, scale=1, choice=1, walrus=0.7, gate=2, function=0.5, dropout=0.7,
+            inside=0.4, halve=0.3,
+        )  # fmt: skip
+        match kind:
+            case "name":
+                return self._name()
+            case "add":
+                return f"({self._value(depth + 1)} + {self._value(depth + 1)})"
+            case "norm":
+                return f"{self._norm()}({self._value(depth + 1)})"
+            case "linear":
+                return f"self.{self._one('q', 'up', 'down')}({self._value(depth + 1)})"
+            case "block":
+                return self._call(self._value(depth + 1))
+            case "scale":
+                value = self._value(depth + 1)
+                return self._one(f"(self.factor * {value})", f"({value} * self.factor)", f"(0.5 * {value})")
+            case "choice":
+                return f"({self._value(depth + 1)} if {self._test()} else {self._value(depth + 1)})"
+            case "walrus":
+                return f"({self._name()} := {self._value(depth + 1)})"
+            case "gate":
+                return self._product(self._value(depth + 1), self._value(depth + 1))
+            case "function":
+                return f"torch.tanh({self._value(depth + 1)})"
+            case "halve":
+                return f"{self._one('self.halve', 'halve')}({self._value(depth + 1)})"
+            case "dropout":
+                return f"self.dropout({self._value(depth + 1)})"
+        return f"(lambda: {self._value(depth + 1)})()"
+
+    def _product(self, gate: str, up: str) -> str:
+        act = self._one(f"self.act({gate})", f"functional.silu({gate})")
+        up = self._one(up, f"self.up({up})")
+        return self._one(f"({act} * {up})", f"({up} * {act})")
+
+    def _call(self, value: str) -> str:
+        block = self._one("self.attention", "self.mlp")
+        return self._one(f"{block}({value})", f"{block}(x={value})", f"{block}({value}, {self._name()})")
+
+    def _statement(self, depth: int = 0) -> str:
+        weights = {
+            "assign": 6,
+            "copy": 2,
+            "residual": 7,
+            "branch": 5,
+            "gate": 3,
+            "heads": 1,
+            "pair": 1,
+            "two": 1,
+            "augment": 1,
+        }
+        weights |= {"edit": 0.7, "delete": 0.5}
+        if depth < 2:
+            weights |= {"if": 1.5, "for": 0.8, "try": 0.4, "with": 0.4, "inside": 0.5, "return": 0.3, "while": 0.3}
+        match self._drawn(**weights):
+            case "assign":
+                return f"{self._name()} = {self._value()}"
+            case "copy":
+                return f"{self._name()} = {self._name()}"
+            case "residual":
+                return self._residual()
+            case "branch":
+                return self._branch()
+            case "gate":
+                return self._gate()
+            case "heads":
+                return (
+                    f"{self._name()} = self.query_norm({self._name()})\n{self._name()} = self.key_norm({self._name()})"
+                )
+            case "pair":
+                return f"{self._name()}, {self._name()} = {self._value(1)}, {self._value(1)}"
+            case "two":
+                return f"{self._name()} = {self._name()} = {self._value(1)}"
+            case "augment":
+                return f"{self._name()} {self._one('+=', '*=')} {self._value(1)}"
+            case "edit":
+                name = self._name()
+                return self._one(
+                    f"{name}.mul_(0.5)", f"{name}[..., 0] = 0.25", f"{name}.add_({self._name()})",
+                    f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})", f"{self._name()} = self.halve({name})",
+                )  # fmt: skip
+            case "delete":
+                name = self._name()
+                return f"kept = {name}\ndel {name}\n{name} = kept" if self._is(0.5) else f"kept = {name}\ndel kept"
+            case "if":
+                lines = f"if {self._test()}:\n{self._body(depth)}"
+                return f"{lines}\nelse:\n{self._body(depth)}" if self._is(0.5) else lines
+            case "for":
+                end = self._one("", f"\n    if {self._name()} is d:\n        break")
+                return f"for _ in range(2):\n{self._body(depth)}{end}"
+            case "while":
+                return f"more = True\nwhile more:\n{self._body(depth)}\n    more = False"
+            case "try":
+                fails = self._one("", f"\n    if {self._name()} is a:\n        raise ValueError")
+                return f"try:\n{self._body(depth)}{fails}\nexcept ValueError:\n{self._body(depth)}"
+            case "with":
+                return f"with contextlib.suppress(ValueError):\n{self._body(depth)}"
+            case "inside":
+                name = self._name()
+                return f"def {name}_of():\n    return {self._value(1)}\n{self._body(depth, '')}\n{name} = {name}_of()"
+        return f"if {self._test()}:\n    return {self._value(1)}, a, b, c, d"
+
+    def _body(self, depth: int, indent: str = "    ") -> str:
+        lines = [self._statement(depth + 1) for _ in range(self.random.randint(1, 3))]
+        return textwrap.indent("\n".join(lines), indent)
+
+    def _residual(self) -> str:
+        """A branch in statements of its own, its sum with the residual, and a norm of that."""
+        r, h = self.random.sample(NAMES, 2)
+        lines = [f"{r} = {h}"] if self._is(0.6) else []
+        lines += [f"{h} = {self._norm()}({h})"] if self._is(0.8) else []
+        lines += [f"{h} = {self._one(self._call(h), self._product(h, h), self._value(1))}"]
+        lines += [f"{h} = {self._norm()}({h})"] if self._is(0.4) else []
+        lines += [f"{h} = self.dropout({h})"] if self._is(0.3) else []
+        lines += [f"{self._name()} = {self._name()}"] if self._is(0.15) else []
+        branch = self._one(h, h, h, f"{self._norm()}({h})", f"{h} * self.factor", self._product(h, h))
+        total = self._one(f"{r} + {branch}", f"{r} + {branch}", f"{branch} + {r}")
+        total = f"{total} if {self._test()} else {h}" if self._is(0.1) else total
+        lines += [f"{h} = {total}"]
+        lines += [f"{r} = {h}"] if self._is(0.6) else []
+        after = f"{self._name()} = {self._one(f'{self._norm()}({h})', self._call(f'{self._norm()}({h})'))}"
+        lines += [f"if {self._test()}:\n    {after}" if self._is(0.15) else after]
+        return "\n".join(lines)
+
+    def _branch(self) -> str:
+        """A residual add in one expression, as vision models have it."""
+        h, r = self._name(), self._name()
+        branch = self._call(f"{self._norm()}({h})")
+        branch = self._one(branch, branch, f"{self._norm()}({branch})", f"self.dropout({branch})")
+        return f"{h} = {self._one(f'{r} + {branch}', f'{branch} + {r}')}"
+
+    def _gate(self) -> str:
+        """A product with an activation, in one statement or in several, of two linears or of one."""
+        x, y, gate, up = self._name(), self._name(), self._new(), self._new()
+        other = self._one("", "", f"{self._name()} = {self._value(1)}\n")
+        act = self._one("self.act", "functional.silu")
+        match self._one("one", "names", "ahead", "packed", "normed", "cut"):
+            case "one":
+                return f"{y} = self.down({self._product(f'self.gate({x})', f'self.up({x})')})"
+            case "names":
+                return f"{gate} = self.gate({x})\n{up} = self.up({x})\n{other}{y} = {act}({gate}) * {up}"
+            case "ahead":
+                return f"{gate} = {act}(self.gate({x}))\n{other}{up} = self.up({x})\n{y} = {up} * {gate}"
+            case "packed":
+                return f"{gate}, {up} = self.packed({x}).chunk(2, dim=-1)\n{other}{y} = {up} * {act}({gate})"
+            case "cut":
+                return f"{gate} = self.packed({x}).chunk(2, dim=-1)\n{other}{y} = {act}({gate}[0]) * {gate}[1]"
+        return f"{y} = {self._norm()}({self._product(f'self.gate({x})', f'self.up({x})')})\n{y} = {self._name()} + {y}"
+
+    # Blocks
+
+    def _block(self) -> str:
+        """The body of a block's forward, most of which read ``x`` in linears alone."""
+        lines = [self._reads("q"), self._reads("k")] if self._is(0.7) else [self._reads("q"), "k = q"]
+        if self._is(0.15):
+            lines.insert(self.random.randint(0, 2), self._one("x = x * 0.5", "x = x if self.flag else x + 1", "y = x"))
+        if self._is(0.1):
+            lines.insert(self.random.randint(0, 2), self._one("x.mul_(0.5)", "x += 0.25", "halve(x)", "del x"))
+        if self._is(0.5):
+            lines += self._heads()
+        elif self._is(0.8):
+            lines += [f"out = {self._product('q', 'k')}"]
+        else:
+            lines += ["out = q + k"]
+        lines += ["out = out if y is None else out + y"]
+        return "\n".join([*lines, self._one("return out", "return self.down(out)")])
+
+    def _reads(self, name: str) -> str:
+        """Statements that give a name what a linear makes of ``x``."""
+        linear = self._one(f"self.{name}", "self.gate", "self.up", "self.v")
+        other = self._one("self.v", "self.down")
+        plain = f"{name} = {linear}(x)"
+        return self._one(
+            *[plain] * 8,
+            f"if self.flag:\n    {name} = {linear}(x)\nelse:\n    {name} = {other}(x)",
+            f"for _ in range(2):\n    {name} = {linear}(x)",
+            f"{name} = sum(one(x) for one in ({linear}, {other}))",
+            f"{name} = sum({linear}(x) for _ in range(2))",
+            f"{name} = (lambda: {linear}(x))()",
+            f"def read():\n    return {linear}(x)\n{name} = read()",
+            f"{name} = {linear}(*(x,))",
+            f"{name} = {linear}(x) + {other}(x)",
+            f"{name} = {linear}(x) + x",
+            f"{name} = {linear}(x).view(x.shape)",
+            f"x = {linear}(x)\n{name} = x",
+            f"z = x\n{name} = {linear}(z)",
+            f"{name} = {linear}({other}(x))",
+            f"{name} = {linear}(x if self.flag else x * 2)",
+        )
+
+    def _heads(self) -> Sequence[str]:
+        """Norms of heads, a rotation of them, both, or one behind something else."""
+        lines = []
+        for name in "qk":
+            view = f"{name}.view(*{name}.shape[:-1], {HEADS}, -1)"
+            norm = f"self.{name}_norm({view})" if self._is(0.85) else view
+            lines += [f"{name} = {norm}.transpose(1, 2)"]
+        if self._is(0.2):
+            lines.insert(1, self._one("k = k * 0.5", "k.mul_(0.5)", "halve(q)", "k = k + self.factor"))
+        rotate = "q, k = apply_rotary_pos_emb(q, k, COS, SIN)"
+        if self._is(0.8):
+            lines += [self._one("z = q", "q = q * 0.5", "k.mul_(0.5)")] if self._is(0.15) else []
+            lines += [f"if self.flag:\n    {rotate}" if self._is(0.1) else rotate]
+        return [*lines, "out = (q + 2 * k).transpose(1, 2).flatten(-2)"]

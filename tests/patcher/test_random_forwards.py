@@ -1,0 +1,207 @@
+"""Random forwards compute fused what they compute in stock: every value and every gradient, and no patch fails."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm
+from fused_norm.kernels.norms_for_readers import NormForReaders
+from fused_norm.kernels.operator import Operator, calls
+from fused_norm.patcher.fused_block import FusedBlock
+
+from .models import relative
+from .random_forwards import TOKENS, WIDTH, Layer, Model, Writer, layer_with
+
+BF16 = torch.bfloat16
+
+
+class ByReference:
+    """Computes operators by PyTorch's formulas, which are faster than interpreted kernels, and counts their calls."""
+
+    def __init__(self, counted: Counter[str]) -> None:
+        self._counted = counted
+
+    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self._counted[operator.name] += 1
+        found = operator.reference(spec, *arguments)
+        if not isinstance(operator, NormForReaders):
+            return found
+        y, s = found
+        readers = arguments[-2] if torch.is_grad_enabled() else 1
+        return (y, *(y.view_as(y) for _ in range(readers - 1)), s.view_as(s))
+
+
+class Step(NamedTuple):
+    """What a forward returns, and the gradients of everything; an error in their place."""
+
+    values: list[Tensor]
+    gradients: dict[str, Tensor]
+    error: str | None = None
+
+
+def step(model: nn.Module, *, flag: bool, mixed: bool) -> Step:
+    for module in model.modules():
+        if hasattr(module, "flag"):
+            module.flag = flag
+    torch.manual_seed(3)
+    model.zero_grad()
+    given = [torch.randn(2, TOKENS, WIDTH, requires_grad=True) for _ in range(4)]
+    try:
+        with torch.autocast("cpu", BF16, enabled=mixed):
+            values = model(*(one * 1 for one in given))
+        sum((one * torch.randn(one.shape)).sum() for one in values if one.requires_grad).backward()
+    except (RuntimeError, NameError) as error:  # an edit that autograd refuses, a name without a value
+        return Step([], {}, f"{type(error).__name__}: {error}")
+    found = {**dict(zip("abcd", given, strict=True)), **dict(model.named_parameters())}
+    return Step(
+        [one.detach() for one in values], {name: one.grad for name, one in found.items() if one.grad is not None}
+    )
+
+
+def difference(fused: Step, stock: Step, *, mixed: bool) -> str | None:
+    """What differs between two steps by more than the order of sums; None if nothing does."""
+    if fused.error is not None:
+        return f"raises {fused.error}"
+    if len(fused.values) != len(stock.values) or fused.gradients.keys() != stock.gradients.keys():
+        return f"gradients of {sorted(fused.gradients.keys() ^ stock.gradients.keys())}"
+    limit = 2e-2 if mixed else 1e-5
+    for place, (one, other) in enumerate(zip(fused.values, stock.values, strict=True)):
+        if one.dtype != other.dtype or relative(one, other) > limit:
+            return f"value {place}: {relative(one, other):.2g}"
+    for name, other in stock.gradients.items():
+        one = fused.gradients[name]
+        if one.dtype != other.dtype or relative(one, other) > limit:
+            return f"gradient of {name}: {relative(one, other):.2g}"
+    return None
+
+
+def compare(layer: type[Layer], seed: int, counted: Counter[str]) -> list[str]:
+    """What a layer of this class computes fused otherwise than stock."""
+    torch.manual_seed(seed)
+    model = Model(layer())
+    modes = [(True, seed % 2 == 0), (False, seed % 2 == 1)]
+    stock = [step(model, flag=flag, mixed=mixed) for flag, mixed in modes]
+    try:
+        report = fused_norm.apply_fused_norm(model, strict=False)
+    except Exception as error:
+        return [f"apply raises {type(error).__name__}: {error}"]
+    counted["forwards"] += 1
+    counted["reading blocks"] += sum(row.reason is None for row in report.readers)
+    for block in model.modules():
+        if isinstance(block, FusedBlock):
+            for one in block.fused_norm_rewrites:
+                counted.update({one.pattern, *(f"{one.pattern}: {part}" for part in one.parts)})
+    found = []
+    with calls.by(ByReference(counted)):
+        for (flag, mixed), expected in zip(modes, stock, strict=True):
+            if expected.error is not None:
+                counted["stock raises"] += 1
+            elif all(one.isfinite().all() for one in expected.values):
+                counted["steps"] += 1
+                reason = difference(step(model, flag=flag, mixed=mixed), expected, mixed=mixed)
+                found += [] if reason is None else [f"flag {flag}, mixed {mixed}: {reason}"]
+    return found
+
+
+def compare_random(seeds: Iterable[int]) -> Counter[str]:
+    """Check the random forwards that are drawn by these seeds, and count what is done in them."""
+    counted: Counter[str] = Counter()
+    found = {seed: compare(Writer(seed).layer(), seed, counted) for seed in seeds}
+    assert not any(found.values()), "\n".join(f"{seed}: {one}" for seed, reasons in found.items() for one in reasons)
+    return counted
+
+
+SEEN_IN_TEN = {
+    "steps": 15,
+    "gates": 18,
+    "adds: norm": 11,
+    "adds: inner": 6,
+    "adds: readers": 1.5,
+    "heads": 6,
+    "heads: rotation": 3,
+    "rotations": 3,
+    "readings: readers": 1,
+    "readings: input": 2,
+    "inputs": 2,
+    "glu": 30,
+    "add_rms_norm": 10,
+    "add_rms_norm_for_readers": 1,
+    "rms_norm_for_readers": 4,
+    "norm_add": 5,
+    "norm_add_norm": 4,
+    "qk_norm": 12,
+    "rope": 4,
+}
+"""How often a rewrite is made, and an operator called, at least, in ten forwards: few others would show nothing."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "fused_norm")
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(120), *(pytest.param(range(i, i + 250), marks=pytest.mark.slow) for i in range(1000, 4000, 250))]
+)
+def test_random_forwards_compute_what_they_compute_in_stock(seeds: range) -> None:
+    counted = compare_random(seeds)
+    scarce = {kind: counted[kind] for kind, count in SEEN_IN_TEN.items() if counted[kind] < count * len(seeds) / 10}
+    assert not scarce
+
+
+PLAIN = "return self.down(x) if y is None else x + y"
+TOGETHER: dict[str, tuple[str, dict[str, int]]] = {
+    "a gate in a norm that is fused with an add": (
+        "c = self.inner(self.act(self.gate(b)) * self.up(b)); c = a + c; d = self.norm(c)",
+        {"gates": 1, "adds: inner": 1, "adds: norm": 1},
+    ),
+    "a gate in a norm and a dropout that are fused with an add": (
+        "c = self.inner(self.act(self.gate(b)) * self.up(b)); c = a + self.dropout(c); d = self.norm(c)",
+        {"gates": 1, "adds: norm": 1},
+    ),
+    "an activation ahead of such a norm": (
+        "c = self.act(self.gate(b)); c = self.inner(c * self.up(b)); c = a + c; d = self.norm(c)",
+        {"gates": 1, "adds: inner": 1, "adds: norm": 1},
+    ),
+    "halves in such a norm": (
+        "c, d = self.packed(b).chunk(2, dim=-1); c = self.inner(self.act(c) * d); c = a + c; d = self.norm(c)",
+        {"gates": 1, "adds: inner": 1, "adds: norm": 1},
+    ),
+    "an activation ahead of a sum that is normed under a condition": (
+        "c = self.act(self.gate(b)); c = self.inner(c * self.up(b)); c = a + c\nif self.flag:\n    c = self.norm(c)",
+        {"gates": 1, "adds: inner": 1, "adds: norm": 1},
+    ),
+    "a gate in the residual of a sum that is normed under a condition": (
+        "c = self.act(self.gate(b)) * self.up(b) + c\nif self.flag:\n    c = self.norm(c)",
+        {"gates": 1, "adds: norm": 1},
+    ),
+    "a norm of a branch whose input is read later": ("c = self.inner(b); c = a + c; d = b * 2", {"adds: inner": 1}),
+    "norms of heads, the input of one read later": (
+        "c = self.query_norm(b); d = self.key_norm(d); a = b * 2",
+        {"heads": 1, "readings": 0},
+    ),
+    "a norm of heads behind an add": (
+        "b = a + b; c = self.query_norm(b); d = self.key_norm(d)",
+        {"heads": 0, "adds: norm": 1},
+    ),
+    "a norm of heads before an add": (
+        "c = self.query_norm(c); d = self.key_norm(d); d = a + d",
+        {"heads": 0, "adds: inner": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_rewrites_of_one_statement_go_together_or_exclude_each_other(name: str) -> None:
+    body, expected = TOGETHER[name]
+    counted: Counter[str] = Counter()
+    layer = layer_with(f"{body}\nreturn a, b, c, d", PLAIN, PLAIN)
+    assert compare(layer, 0, counted) == []
+    assert {kind: counted[kind] for kind in expected} == expected
