@@ -30,6 +30,12 @@ NOT_SAID = {
     "PEFT's LoRA code",
     "sum with the adapter",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
+    "is in …, which its forward calls, and which is not rewritten",
+    "is written in a way that is not rewritten",
+    "a mode of PyTorch, or a global hook",
+    "an object of …",
+    "an unhashable constant",
+    "more than … things",
 }
 """Parts of messages and of the summary, and code: texts of three words or more that are no message by themselves."""
 

@@ -105,7 +105,7 @@ GLOBALS = {
 
 
 def layer_with(body: str, *blocks: str) -> type[Layer]:
-    """Return a class of layers whose forward, of ``a`` to ``d``, and whose blocks, of ``x`` and ``y``, have such bodies."""
+    """Return a class of layers with such a body of its forward, of ``a`` to ``d``, and of its blocks', of ``x, y``."""
     classes = tuple(layer_of(one, "x, y=None", Block, names=GLOBALS) for one in blocks)
     base = type("Base", (Layer,), {"block_classes": classes})
     return layer_of(body, "a, b, c, d", base, names=GLOBALS)

@@ -288,7 +288,7 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
         "path": "model.norm",
         "kind": "norm",
         "module": "Qwen3RMSNorm",
-        "spec": {"casting": "llama", "zero_centered": False, "weighted": True, "eps": 1e-6},
+        "spec": {"casting": "llama", "zero_centered": False, "weighted": True, "eps": 1e-6, "casts_weight": True},
         "reason": "not selected by modules",
         "cause": "option",
         "activation": None,

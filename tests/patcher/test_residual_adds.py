@@ -342,8 +342,9 @@ MISSED = (
             return self.norm(b) * d
         return self.act(a)
         """,
-        "norm: a += b; other: b + a if flag; third: a + b; inner: c + a; inner: a + d; third: c + a if not factor; "
-        "third: a + d if not factor; act: c + a; act: a + d; act: b + a if not factor",
+        "norm: a += b; other: b + a if self.flag; third: a + b; inner: c + a; inner: a + d; "
+        "third: c + a if not self.factor; third: a + d if not self.factor; act: c + a; act: a + d; "
+        "act: b + a if not self.factor",
     ),
     (
         """
@@ -375,7 +376,7 @@ MISSED = (
         a = a + c if self.flag else self.act(c)
         return self.inner(a)
         """,
-        "norm: a + b; other: sum((a, b)); third: a + b; inner: a + c",
+        "norm: a + b; other: sum((a, b)); third: a + b; inner: a + c if self.flag",
     ),
     (FUSED["both in one statement"][0], "other: a + self.norm(a)"),
     *((body, "norm: a + b") for body in NORM_MISSED.values()),

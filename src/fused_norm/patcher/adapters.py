@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.lora_add import LORA_ADD
+from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .fused_norm_module import explain, has_origin_forward, is_disabled, run_fused
 from .hooks import is_idle_dropout, is_plain_call, replaced_forward, replaced_linear
 
@@ -23,6 +24,8 @@ _FOR_ADAPTER = "fused_norm_for_adapter"
 
 
 _PEFTS = "PEFT's LoRA code"
+
+_SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
 
 
 class FusedAdapter(nn.Module):
@@ -63,7 +66,7 @@ class FusedAdapter(nn.Module):
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
         if y is not None:
             return y
-        explain(self.fused_norm_origin, reason, _PEFTS)
+        explain(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)
         added = second(first(x)) * scale
         if not self.fused_norm_is_quantised:
             return (base + added).to(base.dtype)
@@ -136,6 +139,20 @@ def why_stock(layer: Any) -> str | None:
         if not is_plain_call(product):
             return "other code sees the products of its adapter"
     return None
+
+
+def why_unfused(layer: Any) -> str | None:
+    """Return the reason why a LoRA layer, as it is now, runs PEFT's code at every call; None if kernels may take some.
+
+    It is asked when a model is patched. A call asks ``why_stock``, and the kernels refuse the rest.
+    """
+    if reason := why_stock(layer):
+        return reason
+    (name,) = layer.active_adapters
+    if isinstance(layer.scaling[name], Tensor):
+        return _SCALED
+    rank = len(layer.lora_A[name].weight)
+    return f"a rank of {rank} is more than {HIGHEST_RANK}" if rank > HIGHEST_RANK else None
 
 
 def _adds_something(layer: Any) -> bool:

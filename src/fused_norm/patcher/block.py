@@ -9,7 +9,7 @@ from torch import nn
 
 from ..options import FuseOptions
 from ..spec import Kind
-from .adapters import is_lora_layer
+from .adapters import is_lora_layer, why_unfused
 from .class_swap import (
     built_upon,
     change_to,
@@ -91,9 +91,9 @@ class Block:
         """The options leave in that linears have inputs of their own."""
         return self._model.options.readers
 
-    def decide_reading(self, index: int, obstacle: str | None) -> bool:
-        """Decide whether the linears that read argument ``index`` get inputs of their own, for which there is a row."""
-        rewrite = Rewrite("inputs", index)
+    def decide_reading(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
+        """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
+        rewrite = Rewrite("inputs", index, linears)
         reason = self.owner or obstacle
         if self.fixed and self.done("inputs", index) is None:
             reason = reason or "other code has built on its class since that was patched"
@@ -114,7 +114,7 @@ class Block:
         if not is_lora_layer(linear):
             return reads_of(linear)
         path = self._model.paths[id(linear)]
-        kept = why_left_out("adapter", path, linear, self._model.options)
+        kept = why_left_out("adapter", path, linear, self._model.options) or why_unfused(linear)
         return 0 if kept else reads_of(linear, adapter=type(linear))
 
     def holds_norm(self, name: str | None) -> bool:

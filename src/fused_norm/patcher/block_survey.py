@@ -16,20 +16,21 @@ from .class_swap import ClassChange, change_to, class_forward_replaced, fused_fo
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .patch_report import Cause, Site
-from .patterns import patterns_of
-from .patterns.gates import ACTIVATION_FUNCTION
+from .patterns import decide_helpers, patterns_of
+from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
 from .patterns.rotations import ROTATION_NAME
-from .source import SourceError, WrappedError, global_of, names_in
+from .source import SourceError, WrappedError, global_of, helpers_of, names_in
 
 
 def decide_block(block: Block, *, is_layer: bool) -> list[Site]:
     """The rows of a module; what is to be fused is among its rewrites, and those of blocks that it hands norms to."""
+    rows = list(decide_helpers(block))
     try:
-        rows = list(patterns_of(block.origin).decide(block))
+        rows += patterns_of(block.origin).decide(block)
         return rows + _without_patterns(block, rows, is_layer=is_layer)
     except SourceError as error:
-        return _without_patterns(block, (), is_layer=is_layer, error=error)
+        return rows + _without_patterns(block, rows, is_layer=is_layer, error=error)
 
 
 def change_block(block: Block, rows: list[Site]) -> tuple[list[Site], list[ClassChange]]:
@@ -82,18 +83,27 @@ def _without_patterns(
 
 def may_rotate_or_gate(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return isinstance(module, FusedBlock) or _names_rotation(type(module)) or _names_activation(module)
+    return isinstance(module, FusedBlock) or _names_rotation(type(module)) or _names_activation(module, SIGMOID)
 
 
 def _names_rotation(origin: Any) -> bool:
-    """Return whether a forward uses the name of a rotary embedding that its module defines."""
-    return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
+    """Return whether a forward, or a method that it calls, uses the name of a rotary embedding of its file."""
+    methods = (one for one in helpers_of(origin).values() if one.is_method)
+    return any(
+        ROTATION_NAME.search(name) and global_of(one, name) is not None
+        for one in (origin, *methods)
+        for name in names_in(one)
+    )
 
 
-def _names_activation(module: nn.Module) -> bool:
-    """Return whether the forward of a module uses the name of an activation that it holds, or of a function."""
-    names = names_in(stock_class(module))
-    if any(map(ACTIVATION_FUNCTION.search, names)):
+def _names_activation(module: nn.Module, *further: str) -> bool:
+    """Return whether a module's forward uses the name of an activation that it holds, or of a function.
+
+    So it does where a method or a function that it calls does. ``further``: names that count too.
+    """
+    origin = stock_class(module)
+    names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
+    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(further):
         return True
     functions = (FunctionType, BuiltinFunctionType)
     held: dict[str, Any] = {name: one for name, one in vars(module).items() if isinstance(one, functions)}

@@ -22,7 +22,10 @@ from typing import Any, TypeGuard
 from .source import cached_by_forward, source_of
 
 Conditions = tuple[tuple[str, bool], ...]
-"""Attributes of the module, and what their truth has to be."""
+"""Tests of the module's own settings (``self.config.flag``, ``self.act is None``), and how they have to come out."""
+
+_CHANGING = frozenset({"training", "gradient_checkpointing"})
+"""Attributes that are one today and the other tomorrow."""
 
 _CHOICES: Mapping[type, tuple[str, ...]] = {ast.NamedExpr: ("value",), ast.IfExp: ("body", "orelse")}
 _ARITHMETIC: Mapping[type, tuple[str, ...]] = {
@@ -138,9 +141,9 @@ class Dataflow:
         """Return whether an expression is ``self.<name>``."""
         return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.own
 
-    def conditions(self, node: ast.AST) -> Conditions:
-        """The conditions under which a call, or an add, is computed, as far as attributes of the module decide it."""
-        return self._conditions.get(node, ())
+    def conditions(self, *nodes: ast.AST) -> Conditions:
+        """The conditions under which calls, sums and products are computed, as far as settings of the module decide."""
+        return tuple(dict.fromkeys(one for node in nodes for one in self._conditions.get(node, ())))
 
     def between(self, one: ast.stmt | None, other: ast.stmt) -> list[ast.stmt] | None:
         """The statements between two of the same body; None where ``one`` does not come before in that body."""
@@ -314,17 +317,45 @@ class Dataflow:
 
     def _under(self, test: ast.expr, truth: bool, body: list[ast.stmt], names: Names) -> Names:
         """Walk through an arm of an ``if``."""
-        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            test, truth = test.operand, not truth
-        if not self.is_own(test) or test.attr == "training":  # which is one today and the other tomorrow
-            return self._run(body, names)
-        outside, self._current = self._current, (*self._current, (test.attr, truth))
+        outside, self._current = self._current, (*self._current, *self._settings(test, truth))
         after = self._run(body, names)
         self._current = outside
         return after
 
+    def _settings(self, test: ast.expr, truth: bool) -> Conditions:
+        """What a test that comes out like this tells of the module's settings."""
+        match test:
+            case ast.UnaryOp(op=ast.Not()):
+                return self._settings(test.operand, not truth)
+            case ast.BoolOp() if isinstance(test.op, ast.And) is truth:  # each operand comes out like that
+                return tuple(one for operand in test.values for one in self._settings(operand, truth))
+        return ((ast.unparse(test), truth),) if self._is_of_settings(test) else ()
+
+    def _is_of_settings(self, test: ast.expr) -> bool:
+        """Return whether a test reads nothing but attributes of the module, and constants to compare them with."""
+        match test:
+            case ast.Attribute(ast.Name(own), name):
+                return own == self.own and name not in _CHANGING
+            case ast.Attribute(value, name):
+                return name not in _CHANGING and self._is_of_settings(value)
+            case ast.UnaryOp(op=ast.Not()):
+                return self._is_of_settings(test.operand)
+            case ast.BoolOp():
+                return all(map(self._is_of_settings, test.values))
+            case ast.Compare(left, [ast.Is() | ast.IsNot() | ast.Eq() | ast.NotEq()], [ast.Constant()]):
+                return self._is_of_settings(left)
+        return False
+
     def _read(self, node: ast.AST, names: Names) -> None:
         """Note the loads and calls in an expression."""
+        if isinstance(node, ast.IfExp):
+            self._read(node.test, names)
+            outside = self._current
+            for arm, truth in ((node.body, True), (node.orelse, False)):
+                self._current = (*outside, *self._settings(node.test, truth))
+                self._read(arm, names)
+            self._current = outside
+            return
         for part in ast.iter_child_nodes(node):
             self._read(part, names)
         match node:
@@ -380,6 +411,38 @@ def flow_of(layer: Any) -> Dataflow:
     """
     source = source_of(layer)
     return Dataflow(source.definition, source.own)
+
+
+def come_out_so(conditions: Conditions, module: Any) -> bool:
+    """Return whether a module's settings are as conditions have them now; what cannot be told may be so."""
+    return all(_outcome(ast.parse(test, mode="eval").body, module) in (truth, None) for test, truth in conditions)
+
+
+def _outcome(test: ast.expr, module: Any) -> bool | None:
+    """What a test of a module's settings comes out as; None where that cannot be told."""
+    try:
+        return bool(_value(test, module))
+    except Exception:  # of a property, or of what a value makes of a comparison
+        return None
+
+
+def _value(test: ast.expr, module: Any) -> Any:
+    match test:
+        case ast.Name():  # the instance
+            return module
+        case ast.Attribute(value, name):
+            return getattr(_value(value, module), name)
+        case ast.UnaryOp():
+            return not _value(test.operand, module)
+        case ast.BoolOp(ast.And(), values):
+            return all(_value(one, module) for one in values)
+        case ast.BoolOp(_, values):
+            return any(_value(one, module) for one in values)
+        case ast.Compare(left, [operator], [ast.Constant(constant)]):
+            value = _value(left, module)
+            is_same = value is constant if isinstance(operator, (ast.Is, ast.IsNot)) else value == constant
+            return is_same is isinstance(operator, (ast.Is, ast.Eq))
+    raise AssertionError(ast.unparse(test))
 
 
 def _is_number_itself(node: ast.AST | None) -> bool:

@@ -76,7 +76,7 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
         fused_norm_rotations=rotations,
         fused_norm_recompute=recompute,
         fused_norm_activations=activations_of(rewrites),
-        fused_norm_linears=linears_of(origin, rewrites),
+        fused_norm_linears=linears_of(rewrites),
         forward=_unless_replaced(origin, forward),
     )
 

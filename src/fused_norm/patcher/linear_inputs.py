@@ -15,7 +15,7 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock
+from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock, why_unfused
 from .fused_norm_module import explain, has_origin_forward, is_disabled
 from .hooks import is_plain_call, replaced_linear
 
@@ -27,7 +27,10 @@ Wanted = tuple[int, torch.dtype | None]
 
 ONE_OUTPUT: Wanted = 1, None
 
-_SINCE = "they have come since the model was patched; apply_fused_norm once more, with the same options, fuses them"
+_SINCE = (
+    "they have come since the model was patched; apply_fused_norm once more fuses them, if its options do not leave"
+    " them out"
+)
 
 
 class _Outputs(NamedTuple):
@@ -68,7 +71,7 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
         reads = reads_of(linear)
         if not reads:
             if is_lora_layer(linear) and not isinstance(linear, FusedAdapter):
-                explain(fused.fused_norm_origin, _SINCE, "LoRA layers as PEFT has them")
+                explain(fused.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
             return None
         count += reads
     if count > MOST_READERS:

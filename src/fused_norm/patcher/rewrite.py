@@ -15,7 +15,7 @@ class Rewrite:
         pattern: the matches it is one of: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations`` or ``gates``.
         index: its number among these.
         parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``readers``; of a reading ``readers`` and
-            ``input``; of norms of heads ``rotation``, or nothing.
+            ``input``; of norms of heads ``rotation``, or nothing; of inputs the attributes of the linears.
         activation: that of a gate.
     """
 

@@ -23,14 +23,19 @@ class Identity:
         except TypeError:
             self._reference, self._of = None, thing
 
+    @property
+    def thing(self) -> Any:
+        """The thing; None if it is gone."""
+        return self._of if self._reference is None else self._reference()
+
     def is_of(self, thing: Any) -> bool:
         """Return whether this is the identity of ``thing``."""
-        return (self._of if self._reference is None else self._reference()) is thing
+        return self.thing is thing
 
     def __eq__(self, other: object) -> bool:
         if self is other or type(other) is not Identity:
             return self is other
-        mine = self._of if self._reference is None else self._reference()
+        mine = self.thing
         return self._number == other._number and (self._reference is None or mine is not None) and other.is_of(mine)
 
     def __hash__(self) -> int:
@@ -43,9 +48,10 @@ class RunningCode:
     ``__class__``, which ``super()`` closes over, is left out. Functions and classes are not kept alive.
     """
 
-    __slots__ = "_code", "_defaults", "_others", "_wrapped"
+    __slots__ = "_code", "_defaults", "_function", "_others", "_wrapped"
 
     def __init__(self, function: Any) -> None:
+        self._function = Identity(function)
         self._code = getattr(function, "__code__", None)
         self._defaults = getattr(function, "__defaults__", None)
         self._others = tuple(map(Identity, _others(function)))
@@ -72,6 +78,14 @@ class RunningCode:
             and (self._wrapped is None or self._wrapped.is_in(function.__wrapped__))
         )
 
+    def __deepcopy__(self, memo: Any) -> RunningCode:
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle as the code of the same function, if that still runs it; otherwise as code that none runs."""
+        function = self._function.thing
+        return RunningCode, (function if self._code is None or self.is_in(function) else _run_by_none,)
+
     def __eq__(self, other: object) -> bool:
         return type(other) is RunningCode and (
             self._code == other._code
@@ -82,6 +96,10 @@ class RunningCode:
 
     def __hash__(self) -> int:
         return hash(self._code)
+
+
+def _run_by_none() -> None:
+    """Have a code that no other function has."""
 
 
 def _others(function: Any) -> Iterator[Any]:

@@ -232,6 +232,38 @@ def names_in(layer: Any) -> frozenset[str]:
     return frozenset(function.__code__.co_names)
 
 
+@dataclass(frozen=True)
+class Helper:
+    """A method or a function that a forward calls; it stands for a class wherever the source of a forward is read.
+
+    Attributes:
+        forward: itself.
+        is_method: its first argument is the instance.
+    """
+
+    forward: FunctionType
+    is_method: bool
+
+
+def helpers_of(layer: Any) -> dict[str, Helper]:
+    """What a forward uses by name: methods of its class, functions of their file, and what these use in turn."""
+    found: dict[str, Helper] = {}
+    used: list[Any] = [layer]
+    for user in used:  # grows meanwhile
+        for name in names_in(user):
+            if name in found or hasattr(nn.Module, name):
+                continue
+            method, function = getattr(layer, name, None), global_of(user, name)
+            if isinstance(method, FunctionType):
+                found[name] = Helper(method, is_method=True)
+            elif isinstance(function, FunctionType) and function.__module__ == layer.__module__:
+                found[name] = Helper(function, is_method=False)
+            else:
+                continue
+            used.append(found[name])
+    return found
+
+
 def global_of(layer: Any, name: str) -> Any:
     """Return the object that a forward means by a global name, or by ``module.name``; None where there is none.
 

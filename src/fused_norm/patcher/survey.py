@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_stock
+from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_unfused
 from .block import SurveyedModel, why_left_out
 from .block_survey import change_block, decide_block, may_rotate_or_gate
 from .class_swap import (
@@ -140,7 +140,7 @@ def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[
         return site.kept_for(owner, "overridden"), []
     if unwanted := why_left_out("adapter", path, layer, options):
         return site.kept_for(unwanted, "option"), change_to(layer, origin)
-    if reason := why_stock(layer):
+    if reason := why_unfused(layer):
         return site.kept_for(reason), change_to(layer, origin)
     return site, change_to(layer, fused_adapter_class(origin))
 

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,14 +18,14 @@ from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation
-from ..source import cached_by_forward, compiled, source_of
+from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import EditedForward, Missed
-from .gates import Gate, decide_gates, find_gates, find_missed_gates
+from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
 from .readers import Inputs, Reading, find_inputs, find_readings
-from .rotations import RotationCall, decide_rotations, find_rotations, rotation_of
+from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations, rotation_of
 
 
 @dataclass
@@ -81,10 +81,30 @@ def patterns_of(layer: Any) -> Patterns:
     attentions = find_attentions(flow)
     adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
     rotated = {one.rotation[1]: index for index, one in enumerate(heads) if one.rotation is not None}
-    rotations = find_rotations(source.definition, rotated, attentions)
+    rotations = find_rotations(source.definition, flow, rotated, attentions)
     readings = find_readings(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
     return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, *missed)
+
+
+@cached_by_forward
+def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Missed]]:
+    """The rotations in a method, and the products with what may be an activation in a method or a function."""
+    definition, flow = source_of(helper).definition, flow_of(helper)
+    gates = find_missed_gates(definition, flow, [])
+    if helper.is_method:
+        return find_rotations(definition, flow, {}, {}), gates
+    return [], [replace(one, conditions=()) for one in gates]  # which are not of a module's settings
+
+
+def decide_helpers(block: Block) -> Iterator[Site]:
+    """The rows of what is written in methods and functions that a module's forward calls, which are not rewritten."""
+    for name, helper in helpers_of(block.origin).items():
+        with contextlib.suppress(SourceError):
+            rotations, gates = _missed_in(helper)
+            reason = f"is in {name}, which its forward calls, and which is not rewritten"
+            yield from decide_missed_rotations(rotations, block, helper, reason)
+            yield from decide_missed_gates(gates, block, helper, reason)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -119,9 +139,9 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
     return tuple(found)
 
 
-def linears_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
+def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     """The attributes of the linears that get inputs of their own by ``rewrites``."""
-    return next((patterns_of(layer).inputs[one.index].readers for one in rewrites if one.pattern == "inputs"), ())
+    return next((one.parts for one in rewrites if one.pattern == "inputs"), ())
 
 
 def activations_of(rewrites: tuple[Rewrite, ...]) -> tuple[Activation, ...]:

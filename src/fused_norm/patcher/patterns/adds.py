@@ -46,7 +46,7 @@ from textwrap import shorten
 from torch import nn
 
 from ..block import Block, alike
-from ..dataflow import Dataflow, computed, computes_nothing, mentions
+from ..dataflow import Conditions, Dataflow, come_out_so, computed, computes_nothing, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
@@ -90,6 +90,8 @@ class Add:
         scale: the factor of the branch.
         attributes: those of the module that are operands.
         reader: what reads the result of ``after``; None where that is not one module.
+        conditions: those under which the add is computed, and those of ``after``, as far as settings of the module
+            decide them.
     """
 
     statement: ast.Assign | ast.Return
@@ -103,6 +105,7 @@ class Add:
     scale: ast.expr | None
     attributes: tuple[str, ...]
     reader: Reader | None
+    conditions: tuple[Conditions, Conditions]
 
     @property
     def names(self) -> tuple[str | None, ...]:
@@ -116,7 +119,10 @@ class Add:
         return [one.call for one in found if one is not None]
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
-        """The rows of the add: with the norm after it, and with the norm of its branch; none where it adds a number."""
+        """The rows of the add: with the norm after it, and with the norm of its branch.
+
+        There are none where it adds a number, and none of what the module's settings never run.
+        """
         if _adds_number(self.attributes, block):
             return
         done = block.done("adds", index) or ()
@@ -128,7 +134,8 @@ class Add:
         if norm is not None and block.holds_norm(norm):
             after = block.norm_row(norm, "residual", "norm" in done)
             parts += ("norm",) if after.reason is None else ()
-            yield after
+            if all(come_out_so(one, block.module) for one in self.conditions):
+                yield after
             if self.reader is not None and after.reason is None and self.reader.decide(block):
                 parts += ("readers",)
         if name is not None and block.holds_norm(name):
@@ -136,7 +143,8 @@ class Add:
             if after is not None and after.reason is None and not alike(row, after):
                 row = row.kept_for("it differs from the norm after the add in more than the weight")
             parts += part if row.reason is None else ()
-            yield row
+            if come_out_so(self.conditions[0], block.module):
+                yield row
         if parts:
             block.rewrites.append(Rewrite("adds", index, parts))
 
@@ -189,8 +197,7 @@ class Add:
 def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
     """The rows of an add that reaches a norm in another way than is fused; none where it never does."""
     norms = [norm for norm in _named(missed.called.name, block) if block.holds_norm(norm)]
-    reached = all(bool(getattr(block.module, name, truth)) == truth for name, truth in missed.conditions)
-    if not reached or _adds_number(missed.attributes, block):
+    if not come_out_so(missed.conditions, block.module) or _adds_number(missed.attributes, block):
         return
     if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
         return
@@ -235,8 +242,8 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
         for one in flow.origins(argument, _SAME_TENSOR):
             operands, function = _summed(one, flow)
             if operands and one not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
-                conditions = tuple(dict.fromkeys(flow.conditions(one) + flow.conditions(call)))
                 attributes = _attributes(flow, *operands)
+                conditions = flow.conditions(one, call)
                 missed.append(Missed(ast.unparse(one), Called(norm), conditions, function, attributes))
     return list(dict.fromkeys(missed))
 
@@ -315,7 +322,8 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
             residual, (branch, scale) = other, factors
     first = residual is value.right
     reader = None if after is None else reader_of(flow, after.call)
-    return Add(statement, residual, branch, first, choice, after, inner, behind, scale, attributes, reader)
+    conditions = flow.conditions(value), () if after is None else flow.conditions(after.call)
+    return Add(statement, residual, branch, first, choice, after, inner, behind, scale, attributes, reader, conditions)
 
 
 def _norm_in_front(

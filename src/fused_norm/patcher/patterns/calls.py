@@ -19,10 +19,12 @@ class Called:
     Attributes:
         name: its name; ``norms.-1`` counts from the end, ``norms.*`` is any of the list.
         is_function: it is a global function's.
+        is_written_out: there is no call, and the name is an expression that computes what such a function does.
     """
 
     name: str
     is_function: bool = False
+    is_written_out: bool = False
 
     def found_in(self, block: Block) -> Any:
         """What it is of in this module."""

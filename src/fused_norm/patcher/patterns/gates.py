@@ -37,20 +37,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 from textwrap import shorten
+from typing import Any
 
 from torch import nn
 
 from ..activation_recognition import looks_like_activation, recognise_activation
 from ..block import Block
-from ..dataflow import Dataflow, edits_in_place
+from ..dataflow import Conditions, Dataflow, come_out_so, edits_in_place
 from ..hooks import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
+from ..source import global_of
 from .calls import Called, EditedForward, Missed, call_of_own, called, is_name, make_call, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that are taken for activations, where the module holds none."""
+
+SIGMOID = "sigmoid"
+"""The function that an activation is written out with: ``x * torch.sigmoid(a * x)``."""
 
 _ACTIVATION = "_fused_norm_activation"
 _PACKED = "_fused_norm_packed"
@@ -74,6 +79,7 @@ class Gate:
         call: the call of the activation.
         called_in: the statement with that call; the one with the product, or an earlier one.
         halves: the statement that cuts one tensor into gate and up, None without one.
+        conditions: those under which the product is computed, as far as settings of the module decide it.
     """
 
     act: Called
@@ -83,6 +89,7 @@ class Gate:
     call: ast.Call
     called_in: ast.stmt
     halves: ast.Assign | None
+    conditions: Conditions
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the product's place."""
@@ -109,8 +116,12 @@ class Gate:
 
 
 def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
-    """The rows of products of something with an activation; one factor of each product is the activation."""
+    """The rows of products of something with an activation; one factor of each product is the activation.
+
+    There are none of products that the module's settings never compute.
+    """
     rows: dict[ast.BinOp, Site] = {}
+    unreached = {gate.product for gate in gates if not come_out_so(gate.conditions, block.module)}
     for index, gate in enumerate(gates):
         known = rows.get(gate.product)
         if known is not None and known.activation is not None:
@@ -127,12 +138,26 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
             block.rewrites.append(Rewrite("gates", index, activation=activation))
-    yield from rows.values()
+    yield from (row for product, row in rows.items() if product not in unreached)
+    yield from decide_missed_gates(missed, block, block.origin, "is written in a way that is not rewritten")
+
+
+def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, reason: str) -> Iterator[Site]:
+    """The rows of products that cannot be fused, for a ``reason``.
+
+    ``function``: what they are written in, a class for its forward.
+    """
     for one in missed:
+        if not come_out_so(one.conditions, block.module):
+            continue
+        row = block.own_row("mlp", already=False)
+        if one.called.is_written_out:
+            yield row.kept_for(f"its activation, {shorten(one.called.name, 80)}, is written out")
+            continue
         with suppress(UnrecognisedError):
-            formula = recognise_activation(one.called.found_in(block)).formula
-            reason = f"its product, {shorten(one.source, 80)}, is written in a way that is not rewritten"
-            yield dataclasses.replace(block.own_row("mlp", already=False), activation=formula).kept_for(reason)
+            found = global_of(function, one.called.name) if one.called.is_function else block.member(one.called.name)
+            row = dataclasses.replace(row, activation=recognise_activation(found).formula)
+            yield row.kept_for(f"its product, {shorten(one.source, 80)}, {reason}")
 
 
 def find_gates(flow: Dataflow) -> list[Gate]:
@@ -152,12 +177,12 @@ def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[G
     """The products of something with what may be an activation that are none of ``gates``, each one once."""
     fused = {(gate.product, gate.factor) for gate in gates}
     missed = [
-        Missed(ast.unparse(node), act)
+        Missed(ast.unparse(node), act, flow.conditions(node, call))
         for node in ast.walk(definition)
         for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
         if (node, factor) not in fused and not _only_scales(other, flow)
         for call in flow.origins(factor)
-        if (act := _activation(call, flow)) is not None
+        if (act := _activation(call, flow) or _written_out(call)) is not None
     ]
     return list(dict.fromkeys(missed))
 
@@ -212,7 +237,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
         behind.append(product.right)
     if flow.may_change(call.args[0], behind):
         return None
-    gate = Gate(act, statement, product, factor, call, called_in, None)
+    gate = Gate(act, statement, product, factor, call, called_in, None, flow.conditions(product, call))
     gate.halves = _halves(flow, gate)
     return gate
 
@@ -230,6 +255,18 @@ def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
     name = ast.unparse(node.func)
     is_global = isinstance(root, ast.Name) and not flow.is_local(root.id)
     return Called(name, True) if is_global and ACTIVATION_FUNCTION.search(name.rpartition(".")[2]) else None
+
+
+def _written_out(node: ast.AST) -> Called | None:
+    """The expression ``x * sigmoid(x)``, whatever ``x`` is multiplied by in there; else None."""
+    match node:
+        case ast.BinOp(one, ast.Mult(), other):
+            for x, call in ((one, other), (other, one)):
+                match call:
+                    case ast.Call(ast.Attribute(attr=name) | ast.Name(name)) if name == SIGMOID:
+                        if ast.unparse(x) in map(ast.unparse, ast.walk(call)):
+                            return Called(ast.unparse(node), is_written_out=True)
+    return None
 
 
 def _halves(flow: Dataflow, gate: Gate) -> ast.Assign | None:

@@ -73,14 +73,17 @@ class Inputs:
     other: str | None
 
     @property
-    def is_read(self) -> bool:
-        """Somebody reads it."""
-        return bool(self.calls) or self.other is not None
-
-    @property
     def readers(self) -> tuple[str, ...]:
         """The attributes of the module that read the argument."""
-        return tuple(called(call) for call in self.calls)
+        return tuple(map(called, self.calls))
+
+    def is_read_in(self, block: Block) -> bool:
+        """Return whether somebody reads it in this module."""
+        return bool(self.readers_in(block)) or self.other is not None
+
+    def readers_in(self, block: Block) -> tuple[str, ...]:
+        """The readers that a module has: an attribute that is None there, or missing, is for another config."""
+        return tuple(name for name in self.readers if block.member(name) is not None)
 
     def obstacle(self, block: Block) -> str | None:
         """The reason why the readers cannot have inputs of their own; None where they can."""
@@ -91,7 +94,7 @@ class Inputs:
         if any("autocast" in name for name in names_in(block.origin)):
             return "its forward may change autocast before its linears"
         total = 0
-        for name in self.readers:
+        for name in self.readers_in(block):
             count = block.reads_of(name)
             if not count:
                 return (
@@ -102,7 +105,7 @@ class Inputs:
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Give every reader an input of its own."""
-        for index, call in enumerate(self.calls):
+        for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
             call.args[0] = ast.Subscript(ast.Name(_INPUTS, ast.Load()), ast.Constant(index), ast.Load())
         inputs = make_call(forward.own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
         start = 0 if ast.get_docstring(self.definition) is None else 1
@@ -129,11 +132,11 @@ class Reader:
         try:
             known = find_inputs(block.origin)
         except SourceError as error:
-            return block.decide_reading(0, str(error))
+            return block.decide_reading(0, (), str(error))
         index = next((i for i, one in enumerate(known) if self.argument in (i, one.name)), None)
-        if index is None or not known[index].is_read:
+        if index is None or not known[index].is_read_in(block):
             return False
-        return block.decide_reading(index, known[index].obstacle(block))
+        return block.decide_reading(index, known[index].readers_in(block), known[index].obstacle(block))
 
 
 @dataclass

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from torch import nn
 
 from ..block import Block
+from ..dataflow import Conditions, Dataflow, come_out_so
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
@@ -50,11 +52,13 @@ class RotationCall:
         call: the call.
         heads: the number of the q and k norms whose results it takes next, None without any.
         attention: what alone reads its results; None where it is something else.
+        conditions: those under which it is made, as far as settings of the module decide it.
     """
 
     call: ast.Call
     heads: int | None
     attention: Attention | None
+    conditions: Conditions
 
     @property
     def rotate(self) -> str:
@@ -81,14 +85,32 @@ class RotationCall:
 def decide_rotations(
     rotations: Sequence[RotationCall], with_norms: Sequence[Site | None], block: Block
 ) -> Iterator[Site]:
-    """The rows of rotations; ``with_norms``: those of norms of queries and keys that are fused with one after them."""
+    """The rows of rotations, but for those that the module's settings never run.
+
+    ``with_norms``: the rows of norms of queries and keys that are fused with a rotation after them.
+    """
     for index, rotation in enumerate(rotations):
         row = None if rotation.heads is None else with_norms[rotation.heads]
         if row is None:
             row = block.own_row("rope", block.done("rotations", index) is not None)
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
             block.rewrites += [Rewrite("rotations", index)] if row.reason is None else []
-        yield row
+        if come_out_so(rotation.conditions, block.module):
+            yield row
+
+
+def decide_missed_rotations(
+    rotations: Sequence[RotationCall], block: Block, function: Any, reason: str
+) -> Iterator[Site]:
+    """The rows of rotations that cannot be fused, for a ``reason``.
+
+    ``function``: what they are called in, a class for its forward.
+    """
+    for rotation in rotations:
+        with suppress(UnrecognisedError):
+            if rotation.arguments and come_out_so(rotation.conditions, block.module):
+                rotation_of(function, rotation.rotate, rotation.arguments)
+                yield block.own_row("rope", already=False).kept_for(f"its {rotation.rotate} {reason}")
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
@@ -128,11 +150,11 @@ def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
 
 
 def find_rotations(
-    definition: ast.FunctionDef, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
+    definition: ast.FunctionDef, flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
 ) -> list[RotationCall]:
     """The calls of rotary embeddings, and those ``after`` norms of queries and keys, whose number is given."""
     return [
-        RotationCall(call, after.get(call), attentions.get(call))
+        RotationCall(call, after.get(call), attentions.get(call), flow.conditions(call))
         for call in ast.walk(definition)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
         if call in after or (ROTATION_NAME.search(call.func.id) and len(call.args) >= min(_ARGUMENTS))

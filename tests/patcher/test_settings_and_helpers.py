@@ -1,0 +1,184 @@
+"""What the settings of a module never run has no row, and what its helpers compute has one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import fused_norm
+from fused_norm.patcher.patch_report import PatchReport
+
+from .models import step, tokens
+
+
+def rows(report: PatchReport, kind: str) -> Counter[tuple[str, str | None]]:
+    """The class and the reason of each row of a kind."""
+    return Counter((site.module, site.reason) for site in (*report.fused, *report.kept) if site.kind == kind)
+
+
+def deepseek(device: str, **settings: Any) -> DeepseekV3ForCausalLM:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=256, hidden_size=72, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=2, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12,
+        v_head_dim=12, **{"q_lora_rank": 28, **settings},
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    for name, one in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(one, 1, 0.3)
+    return model.to(device).train()
+
+
+INTERLEAVED = "apply_rotary_pos_emb_interleave does not compute the half rotation of q and k"
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_rotation_that_a_config_chooses_has_the_row(interleaved: bool, device: str) -> None:
+    report = fused_norm.apply_fused_norm(deepseek(device, rope_interleave=interleaved))
+    assert rows(report, "rope") == {("DeepseekV3Attention", INTERLEAVED if interleaved else None): 2}
+    assert report.counts["rope"] == (0 if interleaved else 2)
+
+
+@pytest.mark.parametrize("q_lora_rank", [28, None])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_linears_of_another_config_do_not_keep_those_that_are_there_from_reading_a_norm(
+    q_lora_rank: int | None, autocast: bool, device: str
+) -> None:
+    model = deepseek(device, q_lora_rank=q_lora_rank)
+    results = []
+    for is_fused in (False, True):
+        if is_fused:
+            report = fused_norm.apply_fused_norm(model)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            results.append(step(model, tokens(device)))
+    attentions = [row.reason for row in report.readers if row.module == "DeepseekV3Attention"]
+    assert attentions == [None] * 2
+    (logits, gradients), (fused_logits, fused_gradients) = results
+    limit = 4e-2 if autocast else 1e-5
+    torch.testing.assert_close(fused_logits, logits, rtol=limit, atol=limit)
+    for name, gradient in gradients.items():
+        assert (fused_gradients[name] - gradient).norm() <= limit * gradient.norm() + 1e-6, name
+
+
+def test_an_activation_that_is_none_where_it_is_never_called_has_no_row(device: str) -> None:
+    gemma4 = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    from transformers import Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=256, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=8, global_head_dim=8, vocab_size_per_layer_input=256,
+        hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    report = fused_norm.apply_fused_norm(gemma4.Gemma4ForCausalLM(config).to(device))
+    assert rows(report, "mlp") == {("Gemma4TextMLP", None): 2}
+
+
+class Choosing(nn.Module):
+    """One product for each way in which settings decide: those that are reached have x for a factor, others y."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.inner, self.off, self.on, self.none = nn.SiLU(), nn.Identity(), False, True, None
+        self.inner.mode = "fast"
+
+    @property
+    def broken(self) -> bool:
+        raise RuntimeError
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.act(x) * x if self.on else self.act(x) * y
+        if self.none is None and self.on:
+            z = z + self.act(z) * x
+        elif self.training:
+            z = z + self.act(z) * y
+        if not (self.off or self.none):  # noqa: SIM108 - statements are what is read here
+            z = z + self.act(z) * x
+        else:
+            z = z + self.act(z) * y
+        if self.inner.mode == "slow":
+            z = z + self.act(z) * y
+        if self.off and z.numel() > 1:
+            z = z + self.act(z) * y
+        if self.training or z.numel() > 1:
+            z = z + self.act(z) * x
+        if self.broken:  # nobody can tell
+            z = z + self.act(z) * x
+        return z
+
+
+def test_settings_decide_which_products_have_rows() -> None:
+    model = Choosing()
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    assert sum(rows(report, "mlp").values()) == 5
+    model.off = True
+    assert sum(rows(fused_norm.apply_fused_norm(model, strict=False), "mlp").values()) == 6
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    return x * functional.silu(gate)
+
+
+class WithHelpers(nn.Module):
+    """Products and a rotation in methods, in functions, and in what these call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.alpha = nn.SiLU(), 1.7
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = self._turn(x, cos, sin)
+        return self._apply_gate(q) + gated(q, k) + self._written_out(k)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rotary_pos_emb(x, x, cos, sin)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return self._inner(x) + x
+
+    def _inner(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.act(gate) * up
+
+    def _written_out(self, x: Tensor) -> Tensor:
+        glu = x * torch.sigmoid(x * self.alpha)
+        return (x + 1) * glu
+
+    def _never_called(self, x: Tensor) -> Tensor:
+        return self.act(x) * x
+
+
+def test_what_methods_and_functions_compute_that_a_forward_calls_has_a_row_with_the_reason() -> None:
+    report = fused_norm.apply_fused_norm(WithHelpers(), strict=False)
+    behind = "which its forward calls, and which is not rewritten"
+    assert not report.fused
+    assert {site.reason for site in report.kept} == {
+        f"its product, self.act(gate) * up, is in _inner, {behind}",
+        f"its product, x * functional.silu(gate), is in gated, {behind}",
+        "its activation, x * torch.sigmoid(x * self.alpha), is written out",
+        f"its apply_rotary_pos_emb is in _turn, {behind}",
+    }
+    off = fused_norm.apply_fused_norm(WithHelpers(), mlp=False, strict=False)
+    assert {site.cause for site in off.kept if site.kind == "mlp"} == {"option"}
+
+
+def test_experts_that_gate_in_a_method_have_a_row(device: str) -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=256, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    report = fused_norm.apply_fused_norm(GptOssForCausalLM(config).to(device))
+    assert rows(report, "mlp") == {
+        ("GptOssExperts", "its activation, gate * torch.sigmoid(gate * self.alpha), is written out"): 2
+    }
