@@ -13,10 +13,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_PYTORCHS_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+"""The ``__torch_function__`` of tensors, and that of parameters."""
+
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have."""
-    return type(value) is Tensor or (isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
+    """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have.
+
+    A class with a ``__torch_function__`` of its own may compute anything in place of PyTorch's functions.
+    """
+    if type(value) is Tensor:
+        return True
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    functions = type(value).__torch_function__
+    return getattr(functions, "__func__", functions) in _PYTORCHS_FUNCTIONS
 
 
 def is_sharded(value: Any) -> bool:

@@ -1,0 +1,375 @@
+"""A fused LoRA layer is PEFT's layer at every call: its scale, factors, adapters and hooks are those of that call."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm
+from fused_norm.patcher import fused_norm_module
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RANK, WIDTH, COLUMNS = 4, 24, 20
+ABOUT_PEFT = "PEFT's LoRA code"
+
+
+def with_integers(weight: Tensor) -> None:
+    """Numbers whose sums are exact in 16 bits, so that the order of a sum cannot turn a bit."""
+    with torch.no_grad():
+        weight.copy_(torch.randint(-1, 2, weight.shape))
+
+
+def adapted(device: str, *, bias: bool = False, dtype: torch.dtype = BF16, **config: Any) -> Any:
+    """A linear with a LoRA adapter in a model of PEFT's, all weights of whole numbers."""
+    base = nn.Sequential(nn.Linear(WIDTH, COLUMNS, bias=bias)).to(device, dtype)
+    lora = peft.LoraConfig(r=RANK, lora_alpha=8, target_modules=["0"], **config)
+    model = peft.get_peft_model(base, lora).train()
+    for one in model.parameters():
+        with_integers(one)
+    return model
+
+
+def layer_of(model: Any) -> Any:
+    return model.base_model.model[0]
+
+
+def pair(device: str, **options: Any) -> tuple[Any, Any]:
+    """A stock model, and its copy with a fused LoRA layer."""
+    stock = adapted(device, **options)
+    fused = copy.deepcopy(stock)
+    assert fused_norm.apply_fused_norm(fused).counts["adapter"] == 1
+    return stock, fused
+
+
+def is_fused(y: Tensor) -> bool:
+    """Whether a kernel has added the adapter's output, told by the graph."""
+    return y.grad_fn.name() == "LoraAddBackward"
+
+
+def step(
+    model: Any, device: str, between: Callable[[Any], Any] | None = None, autocast: torch.dtype | None = BF16
+) -> tuple[bool, list[Tensor | None]]:
+    """Whether the layer ran fused; its output, and gradients of x and of all that is trained.
+
+    ``between``: what is done to the layer between its forward and its backward.
+    """
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(-1, 2, (3, 5, WIDTH), generator=generator).to(device, BF16).requires_grad_()
+    dy = torch.randint(-1, 2, (3, 5, COLUMNS), generator=generator).to(device)
+    torch.manual_seed(1)
+    with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
+        y = model(x)
+    if between is not None:
+        between(layer_of(model))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return is_fused(y), [y.detach(), *torch.autograd.grad(y, [x, *trained], dy.to(y.dtype), allow_unused=True)]
+
+
+def assert_same_bits(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What was logged about LoRA layers until now: the reasons."""
+    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    return lambda: [one.partition(": ")[2] for one in caplog.messages if ABOUT_PEFT in one]
+
+
+# ---- The scale ----
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.75, 0.0, -2.0, 0])
+def test_the_scale_is_that_of_the_call_and_not_of_the_first_one(scale: float, device: str) -> None:
+    stock, fused = pair(device)
+    assert_same_bits(step(fused, device)[1], step(stock, device)[1])
+    for model in (stock, fused):
+        layer_of(model).scaling["default"] = scale
+    ran_fused, found = step(fused, device)
+    assert ran_fused
+    assert_same_bits(found, step(stock, device)[1])
+
+
+def test_a_scale_that_is_set_between_a_forward_and_its_backward_is_for_the_next_forward(device: str) -> None:
+    stock, fused = pair(device)
+    change = partial(lambda layer: layer.set_scale("default", 3))
+    assert_same_bits(step(fused, device, between=change)[1], step(stock, device, between=change)[1])
+    assert_same_bits(step(fused, device)[1], step(stock, device)[1])
+
+
+def test_a_scale_of_zero_adds_nothing_and_trains_nothing(device: str) -> None:
+    _, fused = pair(device)
+    layer_of(fused).scaling["default"] = 0.0
+    ran_fused, (y, _, *gradients) = step(fused, device)
+    assert ran_fused
+    layer_of(fused).enable_adapters(False)
+    assert torch.equal(y, step(fused, device)[1][0])
+    assert [one.count_nonzero().item() for one in gradients] == [0, 0]
+
+
+# ---- The adapters that are active ----
+
+
+def without_adapters(layer: Any) -> None:
+    layer._active_adapter = []
+
+
+def with_another_active(layer: Any) -> None:
+    layer._active_adapter = ["elsewhere"]
+
+
+def switched_off(layer: Any) -> None:
+    layer.enable_adapters(False)
+
+
+def merged(layer: Any) -> None:
+    layer.merge()
+
+
+def with_two_active(layer: Any) -> None:
+    layer.update_layer("other", RANK, lora_alpha=4, config=peft.LoraConfig(r=RANK))
+    for part in (layer.lora_A, layer.lora_B):
+        with_integers(part["other"].weight)
+    layer.set_adapter(["default", "other"])
+
+
+ACTIVE: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "none": (without_adapters, False),
+    "one that this layer has not": (with_another_active, False),
+    "switched off": (switched_off, False),
+    "merged": (merged, False),
+    "two": (with_two_active, True),
+}
+"""A change of the adapters of a layer that ran fused before, and whether it still adds anything."""
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_other_adapters_than_one_run_pefts_code_and_are_logged_if_they_add_something(
+    name: str, device: str, logged: Callable[[], list[str]]
+) -> None:
+    change, adds = ACTIVE[name]
+    stock, fused = pair(device)
+    assert step(fused, device)[0]
+    for model in (stock, fused):
+        torch.manual_seed(2)
+        change(layer_of(model))
+    ran_fused, found = step(fused, device)
+    assert not ran_fused
+    assert_same_bits(found, step(stock, device)[1])
+    assert len(logged()) == adds
+
+
+# ---- The factors ----
+
+
+class Doubling(Tensor):
+    """A weight of another class, of which a product is twice that of its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(Tensor) * 2 if func is nn.functional.linear else found
+
+
+def of_another_class(layer: Any, part: str) -> None:
+    product = getattr(layer, part)["default"]
+    product.weight = nn.Parameter(product.weight.detach().as_subclass(Doubling))
+
+
+def for_all_columns(layer: Any) -> None:
+    """One row for all columns of the output, to which PyTorch's add spreads it."""
+    product = layer.lora_B["default"]
+    product.weight = nn.Parameter(product.weight.detach()[:1].clone())
+
+
+def transposed(layer: Any) -> None:
+    """Factors whose memory is in another order."""
+    for part in (layer.lora_A, layer.lora_B):
+        weight = part["default"].weight
+        weight.data = weight.detach().t().contiguous().t()
+
+
+def in_another_dtype(layer: Any) -> None:
+    layer.lora_B.to(BF16)
+
+
+FACTORS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "a first one of another class": (partial(of_another_class, part="lora_A"), False),
+    "a second one of another class": (partial(of_another_class, part="lora_B"), False),
+    "one row for all columns": (for_all_columns, False),
+    "in another order of memory": (transposed, True),
+    "of two dtypes": (in_another_dtype, True),
+}
+"""A change of the factors after the patch, and whether a kernel takes them."""
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_other_classes_shapes_and_dtypes_have_pefts_bits(name: str, device: str) -> None:
+    change, takes = FACTORS[name]
+    stock, fused = pair(device)
+    for model in (stock, fused):
+        change(layer_of(model))
+    ran_fused, found = step(fused, device)
+    assert ran_fused == takes
+    assert_same_bits(found, step(stock, device)[1])
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_factors_that_do_not_fit_raise_as_in_peft(part: str, device: str) -> None:
+    stock, fused = pair(device)
+    for model in (stock, fused):
+        product = getattr(layer_of(model), part)["default"]
+        product.weight = nn.Parameter(product.weight.detach()[:3].repeat(1, 2))
+    for model in (stock, fused):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            step(model, device)
+
+
+def test_a_bias_that_a_factor_gets_later_is_added(device: str, logged: Callable[[], list[str]]) -> None:
+    stock, fused = pair(device)
+    assert step(fused, device)[0]
+    for model in (stock, fused):
+        product = layer_of(model).lora_B["default"]
+        product.bias = nn.Parameter(torch.ones_like(product.weight[:, 0]))
+    ran_fused, found = step(fused, device)
+    assert not ran_fused
+    assert_same_bits(found, step(stock, device)[1])
+    assert logged() == ["its adapter has a bias"]
+
+
+# ---- The order of what is called, and who sees it ----
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_random_numbers_are_drawn_in_the_order_of_peft(late: bool, device: str) -> None:
+    """A linear that draws some is called before the adapter's dropout."""
+    stock, fused = pair(device, lora_dropout=0.5)
+    for model in (stock, fused):
+        base = layer_of(model).base_layer
+        if late:
+            base.register_forward_hook(lambda _, __, y: nn.functional.dropout(y, 0.5))
+        else:
+            base.register_forward_pre_hook(lambda _, given: nn.functional.dropout(given[0], 0.5))
+    _, found = step(fused, device)
+    assert_same_bits(found, step(stock, device)[1])
+
+
+def with_forward(product: nn.Module) -> None:
+    product.forward = lambda x: 3 * nn.functional.linear(x, product.weight)
+
+
+def with_hook(product: nn.Module, register: str) -> None:
+    tripled = {
+        "register_forward_pre_hook": lambda _, given: (given[0] * 3,),
+        "register_forward_hook": lambda _, __, y: y * 3,
+        "register_full_backward_pre_hook": lambda _, dys: (dys[0] * 3,),
+        "register_full_backward_hook": lambda _, dxs, __: (dxs[0] * 3,),
+    }
+    getattr(product, register)(tripled[register])
+
+
+SEEN: dict[str, Callable[[nn.Module], Any]] = {
+    "a forward": with_forward,
+    **{
+        name: partial(with_hook, register=f"register_{name}")
+        for name in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "seen"),
+    [
+        *itertools.product(["lora_A", "lora_B", "base_layer"], SEEN),
+        *(("lora_dropout", seen) for seen in SEEN if seen != "a forward"),  # it has no weight
+    ],
+)
+def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str, device: str) -> None:
+    """It multiplies by three what it sees."""
+    stock, fused = pair(device, lora_dropout=0.5 if part == "lora_dropout" else 0.0)
+    for model in (stock, fused):
+        found = getattr(layer_of(model), part)
+        SEEN[seen](found if isinstance(found, nn.Linear) else found["default"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_norm_module, "_explained", {})
+        _, found = step(fused, device)
+    assert_same_bits(found, step(stock, device)[1])
+
+
+# ---- Calls ----
+
+
+@pytest.mark.parametrize("autocast", [BF16, None])
+def test_inside_disabled_pefts_code_runs_and_nothing_is_logged(
+    autocast: torch.dtype | None, device: str, logged: Callable[[], list[str]]
+) -> None:
+    stock, fused = pair(device)
+    layer_of(fused).lora_A["default"].register_forward_hook(lambda *_: None)
+    with fused_norm.disabled():
+        ran_fused, found = step(fused, device, autocast=autocast)
+    assert not ran_fused
+    assert_same_bits(found, step(stock, device, autocast=autocast)[1])
+    assert logged() == []
+
+
+def test_a_batch_of_several_adapters_is_pefts(device: str) -> None:
+    stock, fused = pair(device)
+    names = ["default", "__base__", "default"]
+    x = torch.randn(3, 5, WIDTH, device=device, dtype=BF16)
+    results = []
+    for model in (stock, fused):
+        with torch.no_grad(), torch.autocast(device, BF16):
+            results.append(model.eval()(x, adapter_names=names))
+    assert torch.equal(*results)
+    assert torch.equal(results[1][1], layer_of(fused).base_layer(x[1]))
+
+
+def test_inputs_that_kernels_do_not_take_have_pefts_bits(device: str) -> None:
+    stock, fused = pair(device)
+    inputs: list[Tensor] = [
+        torch.randn(0, 5, WIDTH, dtype=BF16),
+        torch.randn(WIDTH, dtype=BF16),
+        torch.randn(5, 3, WIDTH, dtype=BF16).transpose(0, 1),
+        torch.randint(-1, 2, (2, WIDTH)).to(torch.float16),
+        torch.randint(-1, 2, (2, WIDTH)).float(),
+    ]
+    for x in inputs:
+        ys = []
+        for model in (stock, fused):
+            with torch.autocast(device, BF16):
+                ys.append(model(x.to(device)))
+        assert ys[0].dtype == ys[1].dtype
+        torch.testing.assert_close(ys[1], ys[0], rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
+def test_a_linear_that_returns_another_dtype_than_autocasts_is_added_to_as_in_peft(
+    dtype: torch.dtype, device: str
+) -> None:
+    """A hook may give the linear's output another dtype."""
+    stock, fused = pair(device)
+    for model in (stock, fused):
+        layer_of(model).base_layer.register_forward_hook(lambda _, __, y: y.to(dtype))
+    _, found = step(fused, device)
+    assert_same_bits(found, step(stock, device)[1])
+
+
+def test_a_scale_that_is_no_number_is_multiplied_by_as_in_peft(device: str) -> None:
+    stock, fused = pair(device)
+    for model in (stock, fused):
+        layer_of(model).scaling["default"] = torch.tensor(3.0, device=device)
+    ran_fused, found = step(fused, device)
+    assert not ran_fused
+    assert_same_bits(found, step(stock, device)[1])
+    assert not math.isnan(found[0].sum())

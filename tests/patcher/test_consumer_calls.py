@@ -1,0 +1,326 @@
+"""What linears read of a norm is asked at every call: hooks, adapters, weights and dtypes are those of that call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+import fused_norm
+from fused_norm.patcher import fused_norm_module
+
+from .models import relative
+from .test_consumer_contracts import BF16, FP32, WIDTH, assert_near, fused_copy, made, own_inputs, step
+
+FP16 = torch.float16
+
+
+def adapted(*names: str, dtype: torch.dtype = FP32, **config: Any) -> nn.Module:
+    """A model, the linears of these names in its block with LoRA adapters."""
+    model = made(dtype=dtype)
+    lora = peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, **config)
+    peft.inject_adapter_in_model(lora, model)
+    for name, one in model.named_parameters():
+        if "lora_" in name:
+            one.data = one.data.float()
+    return model
+
+
+def block_of(model: nn.Module) -> Any:
+    return model.layers[0].block
+
+
+# ---- Who sees a call ----
+
+Seen = list[Tensor | None]
+
+
+def noted(module: nn.Module, how: str, seen: Seen) -> None:
+    """Have hooks, or another forward, note the tensors that they see of a module's calls."""
+
+    def note(_: nn.Module, *tensors: Any) -> None:
+        for one in tensors:
+            seen.extend(one if isinstance(one, tuple) else [one])
+
+    if how == "forward":
+        forward = module.forward
+
+        def observed(x: Tensor) -> Tensor:
+            y = forward(x)
+            note(module, x, y)
+            return y
+
+        module.forward = observed
+    else:
+        getattr(module, f"register_{how}")(note)
+
+
+PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "a linear": lambda model: block_of(model).k,
+    "a LoRA layer": lambda model: block_of(model).q,
+    "the linear in a LoRA layer": lambda model: block_of(model).q.base_layer,
+    "the first factor of an adapter": lambda model: block_of(model).q.lora_A["default"],
+    "the second factor of an adapter": lambda model: block_of(model).q.lora_B["default"],
+    "the block": block_of,
+    "the norm": lambda model: model.layers[0].norm,
+}
+HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+
+
+@pytest.mark.parametrize("how", [*HOOKS, "forward"])
+@pytest.mark.parametrize("place", PLACES)
+def test_who_sees_a_call_sees_what_it_would_see_of_stock(place: str, how: str, device: str) -> None:
+    stock = adapted("q")
+    seen: list[Seen] = []
+    found = []
+    shared = fused_copy(stock, readers=False)
+    for model in (fused_copy(stock), shared, stock):
+        seen.append([])
+        noted(PLACES[place](model), how, seen[-1])
+        found.append(step(model, device))
+    assert own_inputs(found[0][0]) == 0
+    assert_near(found[0], found[2])
+    assert len(seen[0]) > 0
+    for mine, without, theirs in zip(*seen, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine.dtype == theirs.dtype and relative(mine, theirs) < 2e-2)
+        assert mine is None or torch.equal(mine, without)
+    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+
+
+@pytest.mark.parametrize("register", ["register_module_forward_pre_hook", "register_module_full_backward_hook"])
+def test_hooks_on_all_modules_see_what_they_would_see_of_stock(register: str, device: str) -> None:
+    model = made()
+    seen: list[list[tuple[type, torch.dtype]]] = []
+
+    def note(module: nn.Module, *given: Any) -> None:
+        if type(module) is nn.Linear:
+            seen[-1] += [(type(module), one.dtype) for one in given[0] if one is not None]
+
+    handle = getattr(nn_module, register)(note)
+    try:
+        for one in (model, fused_copy(model)):
+            seen.append([])
+            step(one, device)
+    finally:
+        handle.remove()
+    assert len(seen[0]) >= 3
+    assert seen[0] == seen[1]
+
+
+def test_a_forward_that_a_blocks_class_gets_later_reads_what_it_would_of_stock(device: str) -> None:
+    model = made()
+    fused = fused_copy(model)
+    type(block_of(model)).forward = lambda self, x: self.q(x) * 2 + x
+    found, expected = step(fused, device), step(model, device)
+    assert own_inputs(found[0]) == 0
+    assert_near(found, expected)
+
+
+def test_a_forward_that_a_fused_block_gets_later_reads_what_it_would_of_stock(device: str) -> None:
+    model = made()
+    fused, seen = fused_copy(model), []
+    cls = type(block_of(fused))
+    forward = cls.forward
+    cls.forward = lambda self, x: seen.append(x.dtype) or forward(self, x)
+    try:
+        found = step(fused, device)
+    finally:
+        cls.forward = forward
+    assert seen == [FP32]
+    assert own_inputs(found[0]) == 0
+    assert_near(found, step(model, device))
+
+
+class Noting(Tensor):
+    """A weight that notes the dtypes in which linears are given their input."""
+
+    dtypes: ClassVar[list[torch.dtype]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            cls.dtypes.append(args[0].dtype)
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(Tensor) if func is nn.functional.linear else found
+
+
+@pytest.mark.parametrize("place", ["a linear", "the linear in a LoRA layer"])
+def test_a_weight_of_another_class_sees_the_norm_of_stock(place: str, device: str) -> None:
+    stock = adapted("q")
+    found = []
+    for model in (fused_copy(stock), stock):
+        linear = PLACES[place](model.to(device))
+        linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Noting), requires_grad=False)
+        Noting.dtypes.clear()
+        found.append(step(model, device))
+        assert Noting.dtypes == [FP32]
+    assert own_inputs(found[0][0]) == 0
+    assert_near(*found)
+
+
+class Own(Tensor):
+    """A tensor with a class of its own."""
+
+
+def test_an_input_of_another_class_is_stocks(device: str) -> None:
+    model = made().to(device)
+    x = torch.randn(2, 3, WIDTH, device=device)
+    outputs = []
+    for one in (fused_copy(model), model):
+        with torch.autocast(device, BF16):
+            outputs.append(one.layers[0](x.clone().as_subclass(Own)))
+    assert type(outputs[0]) is type(outputs[1]) is Own
+    assert_near([outputs[0]], [outputs[1]])
+
+
+def test_a_linear_that_is_gone_or_another_module_is_not_asked(device: str) -> None:
+    block = "return self.q(x) * 2 if self.v is None else self.q(x) + self.v(x)"
+    for other in (None, nn.Identity(), nn.Sequential(nn.Linear(WIDTH, WIDTH))):
+        model = made(block=block)
+        fused = fused_copy(model)
+        assert own_inputs(step(fused, device)[0]) == 3
+        for one in (fused, model):
+            block_of(one).v = copy.deepcopy(other)
+        found = step(fused, device)
+        assert own_inputs(found[0]) == 0
+        assert_near(found, step(model, device))
+
+
+# ---- Adapters ----
+
+
+def of_block(change: Callable[[Any], Any], *names: str) -> Callable[[nn.Module], Any]:
+    def changed(model: nn.Module) -> None:
+        for name in names:
+            change(getattr(block_of(model), name))
+
+    return changed
+
+
+def in_dtype(dtype: torch.dtype, part: str) -> Callable[[nn.Module], Any]:
+    return of_block(lambda layer: getattr(layer, part).to(dtype), "q")
+
+
+def with_dropout(layer: Any, p: float = 0.5) -> None:
+    layer.lora_dropout["default"] = nn.Dropout(p)
+
+
+def with_its_own_dropout(layer: Any) -> None:
+    class Dropout(nn.Dropout):
+        pass
+
+    layer.lora_dropout["default"] = Dropout(0.5)
+
+
+def in_evaluation(layer: Any) -> None:
+    with_dropout(layer)
+    layer.eval()
+
+
+def with_uncast_input(layer: Any) -> None:
+    layer.cast_input_dtype_enabled = False
+
+
+ADAPTERS: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
+    "nothing": (lambda model: None, 4),
+    "dropout that may drop": (of_block(with_dropout, "q"), 0),
+    "dropout of another class": (of_block(with_its_own_dropout, "q"), 0),
+    "dropout of nothing": (of_block(partial(with_dropout, p=0.0), "q"), 4),
+    "dropout in evaluation": (of_block(in_evaluation, "q"), 4),
+    "a first factor in 16 bits": (in_dtype(BF16, "lora_A"), 4),
+    "a first factor in the other 16 bits": (in_dtype(FP16, "lora_A"), 0),
+    "a second factor in 16 bits": (in_dtype(BF16, "lora_B"), 4),
+    "its input uncast": (of_block(with_uncast_input, "q"), 4),
+    "switched off": (of_block(lambda layer: layer.enable_adapters(False), "q"), 0),
+    "merged": (of_block(lambda layer: layer.merge(), "q"), 0),
+    "none active": (of_block(lambda layer: setattr(layer, "_active_adapter", []), "q"), 0),
+    "a frozen norm": (lambda model: model.layers[0].norm.requires_grad_(False), 4),
+}
+"""A change of a LoRA layer that ran before, and how many linears and adapters have an input of their own."""
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_an_adapter_reads_is_asked_at_each_call(name: str, device: str) -> None:
+    change, expected = ADAPTERS[name]
+    stock = adapted("q")
+    found = []
+    for model in (fused_copy(stock), fused_copy(stock, readers=False), stock):
+        step(model, device)
+        change(model)
+        found.append(step(model, device))
+    assert own_inputs(found[0][0]) == expected
+    assert_near(found[0], found[2])
+    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv", "qv", "qkv"])
+def test_every_linear_and_every_adapter_gets_the_output_that_is_its_own(names: str, device: str) -> None:
+    """The gradient of each is another, so that one that went to another's place would show."""
+    stock = adapted(*names)
+    found = [step(model, device) for model in (fused_copy(stock), fused_copy(stock, readers=False), stock)]
+    assert own_inputs(found[0][0]) == 3 + len(names)
+    assert_near(found[0], found[2])
+    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+
+
+def test_adapters_that_came_after_the_patch_are_named_where_they_run_and_not_inside_disabled(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    model = fused_copy(made())
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q"], init_lora_weights=False), model)
+    with fused_norm.disabled():
+        step(model, device)
+    assert caplog.messages == []
+    assert own_inputs(step(model, device)[0]) == 0
+    assert ["come since the model was patched" in one for one in caplog.messages] == [True]
+
+
+def test_what_is_switched_off_between_a_forward_and_another_reads_one_norm(device: str) -> None:
+    stock = adapted("q")
+    model = fused_copy(stock)
+    assert own_inputs(step(model, device)[0]) == 4
+    with fused_norm.disabled():
+        found = step(model, device)
+    assert own_inputs(found[0]) == 0
+    assert [torch.equal(*both) for both in zip(found, step(stock, device), strict=True)] == [True] * len(found)
+
+
+# ---- Dtypes ----
+
+
+@pytest.mark.parametrize("autocast", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("norm", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_a_norm_is_written_in_autocasts_dtype_if_it_would_be_float32(
+    dtype: torch.dtype, norm: torch.dtype, autocast: torch.dtype, device: str
+) -> None:
+    stock = made(dtype=dtype)
+    stock.layers[0].norm.to(norm)
+    found = [
+        step(model, device, autocast=autocast) for model in (fused_copy(stock), fused_copy(stock, readers=False), stock)
+    ]
+    assert_near(found[0], found[2])
+    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+    written = autocast if FP32 in (dtype, norm) else torch.promote_types(dtype, norm)
+    assert own_inputs(found[0][0], written) == 3
+
+
+def test_a_block_that_is_called_by_hand_takes_any_tensor_any_number_of_times(device: str) -> None:
+    model = made().to(device)
+    fused = fused_copy(model)
+    x = torch.randn(2, 3, WIDTH, device=device)
+    step(fused, device)
+    with torch.autocast(device, BF16):
+        h = fused.layers[0].norm(x)
+        results = [block_of(one)(h) for one in (fused, fused, model)]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[2])

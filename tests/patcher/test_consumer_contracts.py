@@ -1,0 +1,287 @@
+"""Linears that consume a norm: each reads what it would read of a stock norm, however its layer and block are written.
+
+Under autocast a norm in float32 is written in 16 bits at once, one output for each linear that reads it, if nothing
+else reads it. What reads a norm otherwise, sees the norm of stock.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import fused_norm
+from fused_norm.kernels.triton.norm_backward import MOST_READERS
+
+from .forwards import layer_of
+from .models import relative
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """A module of linears that read what it is given: two plain ones, and one that may be something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.flag, self.factor = True, 2.0
+        self.dropout = nn.Dropout(0.5)
+
+
+class Layer(nn.Module):
+    """A layer with a norm in front of a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.other = LlamaRMSNorm(WIDTH), LlamaRMSNorm(WIDTH)
+        self.block, self.flag = block, True
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+
+LAYER = "residual = x; h = self.norm(x); h = self.block(h); return residual + h"
+BLOCK = "return self.q(x) + self.k(x) * self.v(x)"
+
+
+def made(layer: str = LAYER, block: str = BLOCK, given: str = "x", *, dtype: torch.dtype = FP32) -> nn.Module:
+    """A model with one layer, of these forwards; ``given``: the arguments of the block's."""
+    torch.manual_seed(0)
+    inner = layer_of(block, given, base=Block)()
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer_of(layer, "x", base=Layer)(inner)])
+    for one in model.parameters():
+        nn.init.normal_(one, std=0.5)
+    return model.to(dtype)
+
+
+def fused_copy(model: nn.Module, **options: Any) -> nn.Module:
+    fused = copy.deepcopy(model)
+    fused_norm.apply_fused_norm(fused, strict=False, **options)
+    return fused
+
+
+def reason_of(model: nn.Module) -> str | None:
+    """Why the linears of the block share one input, as the report has it: "" without a row, None for no reason."""
+    rows = fused_norm.apply_fused_norm(copy.deepcopy(model), strict=False).readers
+    return next((row.reason for row in rows or () if row.path == "layers.0.block"), "")
+
+
+def step(model: nn.Module, device: str, *, autocast: torch.dtype | None = BF16, frozen: bool = False) -> list[Tensor]:
+    """A layer's output, and gradients of x and of all parameters."""
+    model.to(device)
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    x = x.to(model.layers[0].proj.weight.dtype).requires_grad_(not frozen)
+    torch.manual_seed(2)
+    with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
+        y = model.layers[0](x * 1)  # of a leaf autocast keeps the cast for all who read it
+    wanted = [*([] if frozen else [x]), *(one for one in model.parameters() if one.requires_grad)]
+    found = torch.autograd.grad(y.float().sin().sum(), wanted, allow_unused=True)
+    return [y, *(torch.zeros(()) if one is None else one for one in found)]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], bound: float = 2e-2) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert relative(one, other) < bound or not other.count_nonzero()
+
+
+def nodes(y: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor."""
+    seen, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [one for one, _ in node.next_functions]
+
+
+def own_inputs(y: Tensor, dtype: torch.dtype = BF16) -> int:
+    """How many linears and adapters read an output of a norm that was written for them in ``dtype``."""
+    count = 0
+    for node in nodes(y):
+        if "ForReaders" in node.name():
+            count += sum(one.dtype == dtype for one in node._input_metadata[:-1])
+    return count
+
+
+def readers_of(model: nn.Module, device: str) -> tuple[int, list[Tensor]]:
+    found = step(model, device)
+    return own_inputs(found[0]), found
+
+
+def compare(model: nn.Module, expected: int, device: str) -> None:
+    """Assert stock's numbers, the bits of linears that share an input, and how many linears have one of their own."""
+    stock = step(model, device)
+    shared = step(fused_copy(model, readers=False), device)
+    count, found = readers_of(fused_copy(model), device)
+    assert count == expected
+    assert_near(found, stock)
+    assert [one.dtype for one in found] == [one.dtype for one in shared]
+    assert [torch.equal(*both) for both in zip(found, shared, strict=True)] == [True] * len(found)
+
+
+# ---- Forwards of blocks ----
+
+BLOCKS: dict[str, tuple[str, int]] = {
+    "linears alone": (BLOCK, 3),
+    "behind a docstring": (f'"""What it does."""\n{BLOCK}', 3),
+    "one linear twice": ("return self.q(x) * 2 + self.q(x)", 2),
+    "in another order": ("v = self.v(x); k = self.k(x); return self.q(x) - k * v", 3),
+    "in one branch of two": ("if self.flag:\n    return self.q(x)\nreturn self.k(x) + self.v(x)", 3),
+    "its shape": ("return self.q(x).view(x.shape) + self.k(x).view(x.size()) * x.dim() * x.ndim", 2),
+    "its device": ("return self.q(x).to(x.device)", 1),
+    "its dtype": ("return self.q(x) + self.k(x).to(x.dtype)", 0),
+    "a view of it": ("return self.q(x) + self.k(x[:, :]) + self.v(x)", 0),
+    "itself": ("return self.q(x) + self.k(x) + x", 0),
+    "itself, detached": ("return self.q(x) + x.detach()", 0),
+    "a linear by a name": ("return self.q(x) + self.k(input=x)", 0),
+    "a module that is none": ("return self.q(x) + self.dropout(x)", 0),
+    "in a loop": ("y = self.q(x)\nfor _ in range(2):\n    y = y + self.k(x)\nreturn y", 0),
+    "in a list": ("return self.q(x) + [self.k(x) * n for n in (2, 3)][1]", 0),
+    "in a set": ("return self.q(x) + next(iter({self.k(x) for _ in (2,)}))", 0),
+    "in a dict": ("return self.q(x) + {n: self.k(x) for n in (2, 3)}[3]", 0),
+    "in a generator": ("return self.q(x) + sum(self.k(x) for _ in (2, 3))", 0),
+    "in a while loop": ("y = self.q(x); n = 0\nwhile n < 2:\n    y = y + self.k(x)\n    n += 1\nreturn y", 0),
+    "in a function inside": ("read = lambda: self.k(x)\nreturn self.q(x) + read() + read()", 0),
+    "behind another value": ("y = self.q(x); x = x * 2; return y + self.k(x)", 0),
+    "behind what may be another value": ("y = self.q(x)\nif self.flag:\n    x = y\nreturn y + self.k(x)", 0),
+    "behind what never is another value": ("y = self.q(x)\nif not self.flag:\n    x = y\nreturn y + self.k(x)", 0),
+}
+"""A forward, and how many of its linears have inputs of their own."""
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_only_linears_that_alone_read_an_argument_have_inputs_of_their_own(name: str, device: str) -> None:
+    block, expected = BLOCKS[name]
+    model = made(block=block)
+    compare(model, expected, device)
+    reason = reason_of(model)
+    assert reason is None if expected else reason
+
+
+def test_the_report_has_the_reason_why_linears_share_one_input() -> None:
+    reasons = [reason_of(made(block=block)) for block in ("return self.q(x) + x", "return self.v(x) + self.dropout(x)")]
+    assert reasons == [
+        "its forward reads x in self.q(x) + x",
+        "dropout is no plain linear but a Dropout, or other code sees its input",
+    ]
+    assert reason_of(made(block="return self.q(y)", given="x, y=1.0")) == "", "it does not read x at all"
+    model = made()
+    model.layers[0].block.gradient_checkpointing = False
+    assert reason_of(model) == "it may be checkpointed by itself"
+
+
+@pytest.mark.parametrize(("count", "expected"), [(MOST_READERS, MOST_READERS), (MOST_READERS + 1, 0)])
+def test_a_norm_has_a_limited_number_of_outputs(count: int, expected: int, device: str) -> None:
+    model = made(block=f"return {' - '.join(['self.q(x)'] * count)}")
+    compare(model, expected, device)
+    assert reason_of(model) == (None if expected else f"its linears read {count} tensors, more than {MOST_READERS}")
+
+
+# ---- Forwards of layers: who reads the norm ----
+
+LAYERS: dict[str, tuple[str, str, int]] = {
+    "by a name": (LAYER.replace("(h)", "(x=h)"), "x", 3),
+    "by the name of another argument": (LAYER.replace("(h)", "(x, other=h)"), "x, other", 0),
+    "at another place": (LAYER.replace("(h)", "(1, h)"), "y, x", 3),
+    "behind the arguments of a tuple": (
+        "pair = (x, x); h = self.norm(x); return self.block(*pair, h)", "y, x, z=0.5", 0
+    ),
+    "in the arguments of a tuple": ("h = self.norm(x); return x + self.block(*(h,))", "x", 0),
+    "in the arguments of a dict": ("h = self.norm(x); return x + self.block(**{'x': h})", "x", 0),
+    "as a keyword alone": (LAYER.replace("(h)", "(x=h)"), "*, x", 0),
+    "as one of many": (LAYER, "*all, x=2", 0),
+    "twice in one call": (LAYER.replace("(h)", "(h, h)"), "x, y", 0),
+    "by two modules": (LAYER.replace("residual + h", "residual + h").replace(
+        "h = self.block(h)", "h = self.block(h) + self.proj(h)"), "x", 0),
+    "by an add too": (LAYER.replace("self.block(h)", "self.block(h) + h"), "x", 0),
+    "by a view": (LAYER.replace("self.block(h)", "self.block(h[:, :])"), "x", 0),
+    "in a loop": ("h = self.norm(x)\nfor _ in range(2):\n    x = x + self.block(h)\nreturn x", "x", 0),
+    "in a list": ("h = self.norm(x); return x + sum([self.block(h) * n for n in (2, 3)])", "x", 0),
+    "in a function inside": ("h = self.norm(x); f = lambda: self.block(h); return x + f() + f()", "x", 0),
+    "in a function inside too": ("h = self.norm(x); f = lambda: h; return x + self.block(h) + f()", "x", 0),
+    "by two names": ("h = g = self.norm(x); return x + self.block(h) + g", "x", 0),
+    "by an attribute": ("self.h = self.norm(x); y = x + self.block(self.h); del self.h; return y", "x", 0),
+    "unpacked": ("(a, *b) = self.norm(x); return x + self.block(a)", "x", 0),
+    "by a function": ("h = self.norm(x); block = self.block; return x + block(h)", "x", 0),
+    "in both branches": (
+        "h = self.norm(x)\nif self.flag:\n    return x + self.block(h)\nreturn x - self.block(h)", "x", 0
+    ),
+    "behind an add": ("y = self.proj(x); x = x + y; h = self.norm(x); return x + self.block(h)", "x", 3),
+    "behind an add, by a view": ("y = self.proj(x); x = x + y; h = self.norm(x); return x + self.block(h[:])", "x", 0),
+    "by a linear": ("h = self.norm(x); return x + self.proj(h)", "x", 0),
+    "in a loop of its own": ("for _ in range(2):\n    h = self.norm(x)\n    x = x + self.block(h)\nreturn x", "x", 0),
+}  # fmt: skip
+"""A forward of a layer, the arguments of its block's, and how many linears of the block have inputs of their own."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_norm_that_one_block_reads_is_found_whoever_it_is_handed_to(name: str, device: str) -> None:
+    layer, given, expected = LAYERS[name]
+    block = {"y, x, z=0.5": "return self.q(x) + self.k(z) + z", "*all, x=2": "return self.q(all[0]) * x"}
+    compare(made(layer, block.get(given, BLOCK), given), expected, device)
+
+
+# ---- Forwards of layers: who reads what the norm read ----
+
+AFTER = "h = self.norm(x); h = self.block(h)"
+RESIDUALS: dict[str, str] = {
+    "itself": f"{AFTER}; return x + h",
+    "another name": f"residual = x; {AFTER}; return residual + h",
+    "two names": f"residual = x; other = x; {AFTER}; return residual + other * h",
+    "a name of a name": f"residual = x; other = residual; {AFTER}; return other + h",
+    "a name that is given later": f"{AFTER}; residual = x; return residual + h",
+    "a name that may be something else": (
+        f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h"
+    ),
+    "a name that may be it": f"residual = x * 2\nif self.flag:\n    residual = x\n{AFTER}; return residual + h",
+    "a name that is something else later": f"residual = x; {AFTER}; residual = h * 2; return residual + h",
+    "a name that was something else": f"residual = x; y = residual; residual = x * 2; {AFTER}; return residual + y * h",
+    "a name in a tuple": f"residual, two = x, 2; {AFTER}; return residual + two * h",
+    "a name for two": f"residual = other = x; {AFTER}; return residual + other * h",
+    "the norm's own name": "residual = x; x = self.norm(x); x = self.block(x); return residual + x",
+    "a name that a function has": f"residual = x; f = lambda: residual; {AFTER}; residual = h; return f() + h",
+    "a name that is read before too": f"residual = x; y = residual * 2; {AFTER}; return residual + y * h",
+    "a name in one branch": f"residual = x; {AFTER}\nif self.flag:\n    return residual + h\nreturn x - h",
+    "an expression": "h = self.norm(x * 2); h = self.block(h); return x + h",
+    "of another norm": "y = self.other(x); h = self.norm(x); h = self.block(h); return x + h * y",
+    "of a norm in front of an add": f"y = self.other(x); y = x + self.proj(y); x = y; {AFTER}; return x + h",
+}
+"""A forward that reads the norm's input behind the norm too."""
+
+
+@pytest.mark.parametrize("autocast", [BF16, None])
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_what_the_norm_has_read_is_read_later_with_stocks_numbers(
+    name: str, autocast: torch.dtype | None, device: str
+) -> None:
+    model = made(RESIDUALS[name])
+    found, expected = (step(one, device, autocast=autocast) for one in (fused_copy(model), model))
+    assert_near(found, expected, 2e-2 if autocast else 1e-5)
+
+
+WRITES: dict[str, str] = {
+    "added to": "residual += 1",
+    "by a method": "residual.mul_(2)",
+    "in part": "residual[:, 0] = 0",
+    "by an argument": "functional.nn.scale(2, out=residual)",
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_residual_that_is_written_into_behind_the_norm_is_stocks(write: str, grad: bool, device: str) -> None:
+    model = made(f"residual = x; {AFTER}; {WRITES[write]}; return residual + h + x", dtype=BF16).to(device)
+    outputs = []
+    for one in (model, fused_copy(model)):
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(device, BF16).requires_grad_()
+        with torch.set_grad_enabled(grad):
+            outputs.append(one.layers[0](x * 1).detach())
+    assert_near(*[[one] for one in outputs])

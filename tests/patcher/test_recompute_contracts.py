@@ -1,0 +1,326 @@
+"""What a backward recomputes is what the forward has made: the same dtypes, versions and memory, or it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.rope import ROPE
+from fused_norm.patcher import recompute_linears
+from fused_norm.patcher.recompute import call_recomputing
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SPEC = norm_spec("llama", False, 1e-6)
+ROWS, WIDTH = 10, 16
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights that products are recomputed with."""
+    shapes: list[tuple[int, ...]] = []
+    compute = recompute_linears._linear
+
+    def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        shapes.append(tuple(weight.shape))
+        return compute(x, weight, *bias)
+
+    monkeypatch.setattr(recompute_linears, "_linear", noted)
+    return shapes
+
+
+def inputs_of(device: str, shape: tuple[int, ...] = (ROWS, WIDTH)) -> list[Tensor]:
+    """x, the norm's weight, two weights of linears and two biases."""
+    torch.manual_seed(3)
+    shapes = [shape, (WIDTH,), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (WIDTH,)]
+    return [torch.randn(one, device=device, requires_grad=True) for one in shapes]
+
+
+def gated(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, *biases: Tensor) -> Tensor:
+    """A gate of two linears behind a norm."""
+    y = RMS_NORM(SPEC, x, norm, None)
+    gate, up = (nn.functional.linear(y, one, bias) for one, bias in zip((first, second), biases, strict=False))
+    return GLU(None, gate, up, "silu")
+
+
+def gradients(result: Tensor, inputs: list[Tensor], **how: Any) -> list[Tensor | None]:
+    wanted = [one for one in inputs if one.requires_grad]
+    return list(torch.autograd.grad(result.float().sin().sum(), wanted, allow_unused=True, **how))
+
+
+def assert_same(one: list[Tensor | None], other: list[Tensor | None]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine.dtype == theirs.dtype and torch.equal(mine, theirs))
+
+
+# ---- Dtypes ----
+
+
+def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("backward", [None, BF16, FP16], ids=str)
+@pytest.mark.parametrize("forward", [None, BF16], ids=str)
+def test_products_are_recomputed_as_in_the_forward_whatever_autocast_is_in_the_backward(
+    forward: torch.dtype | None, backward: torch.dtype | None, biased: bool, device: str, products: list[Any]
+) -> None:
+    found = []
+    for level in (False, "mlp"):
+        inputs = inputs_of(device)
+        with autocast(device, forward):
+            given = inputs[1:] if biased else [*inputs[1:4], None, None]
+            result = call_recomputing(gated, inputs[0], tuple(given), {}, level)
+        with autocast(device, backward):
+            found.append(gradients(result, inputs))
+    assert_same(*found)
+    assert len(products) == 2
+
+
+def test_recomputed_rows_are_the_backwards_own_and_no_part_of_its_graph(device: str, products: list[Any]) -> None:
+    inputs = inputs_of(device)
+    result = call_recomputing(gated, inputs[0], tuple(inputs[1:]), {}, "mlp")
+    (first, *_) = gradients(result, inputs, create_graph=True)
+    (second, *_) = gradients(first, inputs, retain_graph=True)
+    expected = gradients(gradients(gated(*inputs), inputs, create_graph=True)[0], inputs)[0]
+    assert torch.allclose(second, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- Versions ----
+
+WRITTEN = {"x": 0, "the norm's weight": 1, "a linear's weight": 2}
+
+
+@pytest.mark.parametrize("level", [True, "mlp"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_into_between_two_backwards_is_noticed(name: str, level: Any, device: str) -> None:
+    for recomputes in (False, level):
+        inputs = inputs_of(device)
+        result = call_recomputing(gated, inputs[0], tuple(inputs[1:]), {}, recomputes)
+        first = gradients(result, inputs, retain_graph=True)
+        assert_same(first, gradients(result, inputs, retain_graph=True))
+        with torch.no_grad():
+            inputs[WRITTEN[name]].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(result, inputs)
+
+
+def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_is_noticed(device: str) -> None:
+    def forward(x: Tensor, norm: Tensor, factor: Tensor) -> Tensor:
+        return (RMS_NORM(SPEC, x, norm, None) + factor.sin()) * (y := factor.exp()) + y
+
+    x, norm, _, _, factor, _ = inputs_of(device)
+    result = call_recomputing(forward, x, (norm, factor), {}, "mlp")
+    gradients(result, [x, factor], retain_graph=True)
+    with torch.no_grad():
+        factor.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(result, [x, factor])
+
+
+# ---- What is no longer, or never was, the output of a linear ----
+
+Change = Callable[[Tensor], Tensor]
+
+
+def written_into(z: Tensor) -> Tensor:
+    z.detach().mul_(3)
+    return z
+
+
+def written_into_a_view(z: Tensor) -> Tensor:
+    z.detach()[1:, 3:].mul_(3)
+    return z
+
+
+def written_into_its_base(z: Tensor) -> Tensor:
+    view = z[1:]
+    z.detach().mul_(3)
+    return torch.cat([view, view[:1]])
+
+
+def in_part_of_a_storage(z: Tensor) -> Tensor:
+    z.data = (z.detach() * 3).repeat(2, 1)[: len(z)]
+    return z
+
+
+def in_the_last_part_of_a_storage(z: Tensor) -> Tensor:
+    z.data = (z.detach() * 3).repeat(2, 1)[len(z) :]
+    return z
+
+
+def in_another_order(z: Tensor) -> Tensor:
+    z.data = (z.detach() * 3).t().contiguous().t()
+    return z
+
+
+CHANGED: dict[str, tuple[Change, int]] = {
+    "as it is": (lambda z: z, 2),
+    "through views": (lambda z: z.view(2, ROWS // 2, WIDTH).flatten(0, 1), 2),
+    "its rows": (lambda z: z[2:], 2),
+    "its columns": (lambda z: z[:, 1:5], 2),
+    "transposed": (lambda z: z.t(), 2),
+    "written into": (written_into, 1),
+    "written into a view": (written_into_a_view, 1),
+    "written into its base": (written_into_its_base, 1),
+    "in part of a storage": (in_part_of_a_storage, 1),
+    "in the last part of a storage": (in_the_last_part_of_a_storage, 1),
+    "in another order": (in_another_order, 1),
+    "negated": (lambda z: -z, 1),
+}
+"""What is done to one of two linears' outputs before a gate reads it, and how many products are recomputed."""
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
+    name: str, place: int, device: str, products: list[Any]
+) -> None:
+    change, made = CHANGED[name]
+
+    def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, norm, None)
+        read = change(nn.functional.linear(y, first))
+        rows, columns = read.shape
+        other = nn.functional.linear(y, second)
+        other = other[-rows:, :columns] if (rows, columns) != (WIDTH, ROWS) else other.t()
+        return GLU(None, *((read, other) if place == 0 else (other, read)), "silu")
+
+    found = []
+    for level in (False, "mlp"):
+        x, *rest = inputs_of(device)[:4]
+        result = call_recomputing(forward, x, tuple(rest), {}, level)
+        found.append([result.detach(), *gradients(result, [x, *rest[:2]])])
+    assert_same(*found)
+    assert len(products) == made
+
+
+def packed(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return GLU(None, nn.functional.linear(y, torch.cat([weight, other])), None, "silu")
+
+
+def by_another_beta(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return GLU(None, torch.addmm(other[0], y, weight, beta=3), nn.functional.linear(y, other), "silu")
+
+
+def with_a_computed_bias(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return GLU(None, nn.functional.linear(y, weight, other[0] * 2), nn.functional.linear(y, other), "silu")
+
+
+def of_half_rows(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    """Rows of half the width: the norm's output in another shape."""
+    halves = y.view(-1, WIDTH // 2)
+    return GLU(None, *(nn.functional.linear(halves, one[:, : WIDTH // 2]) for one in (weight, other)), "silu")
+
+
+def of_some_rows(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return GLU(None, *(nn.functional.linear(y[3:], one) for one in (weight, other)), "silu")
+
+
+def of_some_columns(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return GLU(None, *(nn.functional.linear(y[:, :8], one[:, :8]) for one in (weight, other)), "silu")
+
+
+def of_another_linear(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    z = nn.functional.linear(y, weight)
+    return GLU(None, nn.functional.linear(z, other), nn.functional.linear(y, other), "silu")
+
+
+def of_the_input(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    z = torch.ones_like(y.detach())
+    return GLU(None, nn.functional.linear(z, weight), nn.functional.linear(y, other), "silu")
+
+
+def in_a_batch(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    y = y.view(2, -1, WIDTH)
+    return GLU(None, *(nn.functional.linear(y, one) for one in (weight, other)), "silu")
+
+
+def with_one_twice(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    gate = nn.functional.linear(y, weight)
+    return GLU(None, gate, gate, "silu") + other[0] * nn.functional.linear(y, other)
+
+
+READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
+    "packed": (packed, 1),
+    "beta": (by_another_beta, 1),
+    "a bias that was computed": (with_a_computed_bias, 1),
+    "rows of half the width": (of_half_rows, 0),
+    "some rows": (of_some_rows, 0),
+    "some columns": (of_some_columns, 0),
+    "a linear behind a linear": (of_another_linear, 1),
+    "a linear of something else": (of_the_input, 1),
+    "in a batch": (in_a_batch, 2),
+    "one twice": (with_one_twice, 1),
+}
+"""What a gate reads of a norm's output and two weights, and how many products are recomputed."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, device: str, products: list[Any]) -> None:
+    read, made = READ[name]
+
+    def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
+        return read(RMS_NORM(SPEC, x, norm, None), *weights)
+
+    found = []
+    for level in (False, "mlp"):
+        x, *rest = inputs_of(device)[:4]
+        result = call_recomputing(forward, x, tuple(rest), {}, level)
+        found.append([result.detach(), *gradients(result, [x, *rest])])
+    assert_same(*found)
+    assert len(products) == made
+
+
+@pytest.mark.parametrize("known", ["both", "q", "k", "neither"])
+def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
+    known: str, device: str, products: list[Any]
+) -> None:
+    cos, sin = (one(torch.randn(1, ROWS // 2, 8, device=device)) for one in (torch.cos, torch.sin))
+
+    def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, norm, None).view(2, ROWS // 2, WIDTH)
+        heads = []
+        for name, weight in zip("qk", (first, second), strict=True):
+            z = nn.functional.linear(y, weight)
+            z = z if known in (name, "both") else z * 2
+            heads.append(z.view(2, ROWS // 2, 2, 8).transpose(1, 2))
+        q, k = ROPE(None, *heads, cos, sin, 1, False, None)
+        return q * k
+
+    found = []
+    for level in (False, True, "mlp", "attention"):
+        x, *rest = inputs_of(device)[:4]
+        result = call_recomputing(forward, x, tuple(rest), {}, level)
+        found.append([result.detach(), *gradients(result, [x, *rest])])
+    for one in found[1:]:
+        assert_same(found[0], one)
+    assert len(products) == (2 if known == "both" else 0)
+
+
+# ---- Rows that the norm never had ----
+
+
+@pytest.mark.parametrize("order", ["contiguous", "transposed"])
+def test_a_norms_output_in_another_order_of_memory_is_no_rows_of_a_product(
+    order: str, device: str, products: list[Any]
+) -> None:
+    def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x if order == "contiguous" else x.transpose(0, 1), norm, None)
+        return GLU(None, *(nn.functional.linear(y, one) for one in weights), "silu")
+
+    found = []
+    for level in (False, "mlp"):
+        x, *rest = inputs_of(device, (2, 5, WIDTH))[:4]
+        result = call_recomputing(forward, x, tuple(rest), {}, level)
+        found.append([result.detach(), *gradients(result, [x, *rest])])
+    assert_same(*found)
