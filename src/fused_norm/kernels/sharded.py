@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_PYTORCHS_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+_PYTORCHS_FUNCTIONS: tuple[Any, ...] = (
+    vars(Tensor)["__torch_function__"].__func__,
+    torch._C._disabled_torch_function_impl,
+)
 """The ``__torch_function__`` of tensors, and that of parameters."""
 
 
