@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..options import FuseOptions
 from ..patcher import PatchReport, apply_fused_norm
 from ..patcher.class_swap import Fused
+from ..patcher.recompute import COMPILED
 from ..spec import FusedNormError
 
 logger = logging.getLogger("fused_norm")
@@ -24,10 +25,11 @@ class FusedNormCallback(TrainerCallback):
     before gradient checkpointing, the optimizer and ``accelerator.prepare``, which come with ``train()``. A model that
     the Trainer makes later, from ``model_init``, and that of a Trainer which gets the callback by ``add_callback`` are
     patched when training begins. ``recompute="mlp"`` and ``"attention"`` take the place of the Trainer's gradient
-    checkpointing, which is switched off.
+    checkpointing, which is switched off; with ``torch_compile`` of the arguments they are left out, and it stays on.
 
     Args:
-        compile_layers: compile each decoder layer by itself after that, and leave the model around them eager.
+        compile_layers: compile each decoder layer by itself after that, and leave the model around them eager. It goes
+            with gradient checkpointing, but not with ``recompute``: compiled code keeps what its compiler decides.
         options: those of ``apply_fused_norm``.
 
     Attributes:
@@ -35,7 +37,7 @@ class FusedNormCallback(TrainerCallback):
         report: on the model patched last; None before.
 
     Raises:
-        TypeError, ValueError: for options as in ``FuseOptions``.
+        TypeError, ValueError: for options as in ``FuseOptions``; ValueError for ``recompute`` in compiled layers.
         FusedNormError: out of the Trainer, as ``apply_fused_norm``, or where layers are to be compiled and the model
             does not say which modules they are.
     """
@@ -43,6 +45,11 @@ class FusedNormCallback(TrainerCallback):
     def __init__(self, *, compile_layers: bool = False, **options: Any) -> None:
         self.compile_layers = compile_layers
         self.options = FuseOptions(**options)
+        if compile_layers and self.options.recompute:
+            raise ValueError(
+                f"recompute={self.options.recompute!r} does nothing in compiled layers, whose compiler decides what is"
+                " kept; leave compile_layers out, or recompute, and use gradient checkpointing to keep less"
+            )
         self.report: PatchReport | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -56,7 +63,11 @@ class FusedNormCallback(TrainerCallback):
             self._patch(kwargs["model"], args)
 
     def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
-        if isinstance(self.options.recompute, str) and args.gradient_checkpointing:
+        options = vars(self.options)
+        if self.options.recompute and args.torch_compile:
+            logger.warning("recompute=%r is left out: %s", self.options.recompute, COMPILED)
+            options = {**options, "recompute": False}
+        elif isinstance(self.options.recompute, str) and args.gradient_checkpointing:
             logger.warning("recompute=%r takes the place of gradient checkpointing", self.options.recompute)
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # the latter since transformers 5.24
                 if hasattr(args, name):
@@ -65,7 +76,7 @@ class FusedNormCallback(TrainerCallback):
             new: Any = getattr(model, "activation_checkpointing_disable", None)
             switch_off: Any = new or model.gradient_checkpointing_disable
             switch_off()
-        self.report = apply_fused_norm(model, **vars(self.options))
+        self.report = apply_fused_norm(model, **options)
         if self.compile_layers:
             whole = getattr(model, "_no_split_modules", None) or ()
             layers = [module for module in model.modules() if type(module).__name__ in whole]

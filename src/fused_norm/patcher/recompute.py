@@ -62,12 +62,18 @@ _READERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
 _explained: set[str] = set()
 
+COMPILED = "it is compiled, and its compiler decides what is kept; gradient checkpointing keeps less"
+"""The reason not to recompute what a layer computes."""
+
 
 def call_recomputing(
     forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], level: RecomputeLevel = True
 ) -> Any:
     """``forward(layer, *args, **kwargs)``, outputs of fused operators, and of linears, recomputed where possible."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_possible():
+    if torch.compiler.is_compiling():
+        _explain_compiled()
+        return forward(layer, *args, **kwargs)
+    if not torch.is_grad_enabled() or not _is_possible():
         return forward(layer, *args, **kwargs)
     register = _Register(level)
     try:
@@ -97,6 +103,14 @@ def _explain(reason: str, message: str = "recompute is off for some calls of lay
     if reason not in _explained:
         _explained.add(reason)
         logger.warning(message, reason)
+
+
+def _explain_compiled() -> None:
+    """Log that ``recompute`` does nothing in what is being compiled; Dynamo calls this while it traces."""
+    _explain(COMPILED, "recompute does nothing in a layer: %s")
+
+
+_explain_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # without importing torch._dynamo
 
 
 class _Register:

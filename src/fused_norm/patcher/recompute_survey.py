@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
 from torch import nn
@@ -20,7 +21,10 @@ from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .norm_recognition import looks_like_norm
 from .patch_report import RecomputingLayer, Site
+from .recompute import COMPILED
 from .rewrite import Rewrite
+
+logger = logging.getLogger("fused_norm")
 
 
 def survey_layers(
@@ -39,7 +43,10 @@ def survey_layers(
     """
     planned = {id(change.module): change for change in changes}
     layers = _layers(model, sites) if recompute else {}
-    rows = []
+    rows, compiled = [], set(_compiled(model, layers))
+    if compiled:
+        numbers = repr(recompute), len(compiled), len(layers)
+        logger.warning("recompute=%s does nothing in %s of %s layers: %s", *numbers, COMPILED)
     for path, layer in layers.items():
         current = fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
         reason = foreign_forward(layer)
@@ -48,6 +55,8 @@ def survey_layers(
             reason = fused_forward_replaced(new)
             if getattr(layer, "gradient_checkpointing", False):
                 reason = "gradient checkpointing is on in this layer, and keeps less"
+            if path in compiled:
+                reason = COMPILED
             if reason is None:
                 planned[id(layer)] = ClassChange(layer, new)
         elif reason is None and not _recomputes(layer):
@@ -59,6 +68,14 @@ def survey_layers(
             for change in change_to(module, _class_like(fused_class(module), recompute=False)):
                 planned[id(module)] = change
     return rows, [change for change in planned.values() if type(change.module) is not change.new]
+
+
+def _compiled(model: nn.Module, layers: Iterable[str]) -> Iterator[str]:
+    """The paths among those of layers that are compiled, or are part of a module that is."""
+    wholes = [path for path, one in model.named_modules() if one._compiled_call_impl or "_orig_mod" in one._modules]
+    for path in layers:
+        if any(not whole or path == whole or path.startswith(f"{whole}.") for whole in wholes):
+            yield path
 
 
 def _layers(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:

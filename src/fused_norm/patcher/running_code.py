@@ -78,6 +78,9 @@ class RunningCode:
             and (self._wrapped is None or self._wrapped.is_in(function.__wrapped__))
         )
 
+    # Dynamo asks once, while it traces; it does not see through all that wraps a forward.
+    is_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def __deepcopy__(self, memo: Any) -> RunningCode:
         return self
 
