@@ -105,7 +105,7 @@ GLOBALS = {
 
 
 def layer_with(body: str, *blocks: str) -> type[Layer]:
-    """Return a class of layers with such a body of its forward, of ``a`` to ``d``, and of its blocks', of ``x, y``."""
+    """A class of layers whose forward takes ``a`` to ``d``, and two blocks, which take ``x`` and ``y``."""
     classes = tuple(layer_of(one, "x, y=None", Block, names=GLOBALS) for one in blocks)
     base = type("Base", (Layer,), {"block_classes": classes})
     return layer_of(body, "a, b, c, d", base, names=GLOBALS)
@@ -236,8 +236,7 @@ class Writer:
                 name = self._name()
                 return self._one(
                     f"{name}.mul_(0.5)", f"{name}[..., 0] = 0.25", f"{name}.add_({self._name()})",
-                    f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})",
-                    f"{self._name()} = self.halve({name})",
+                    f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})", f"{self._name()} = self.halve({name})",
                 )  # fmt: skip
             case "delete":
                 name = self._name()
