@@ -1,0 +1,98 @@
+"""Who reads a norm is told from the forwards of layer and block: what is not plain gets no output of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fused_norm
+from fused_norm.patcher.patterns import patterns_of
+from fused_norm.patcher.patterns.readers import find_inputs
+
+from .forwards import layer_of
+from .random_forwards import GLOBALS, TOKENS, WIDTH, Block, Model, layer_with
+
+PLAIN = "return self.q(x) + self.k(x)"
+
+LAYERS_WITHOUT_A_READER = {
+    "behind *args": "rest = (a,)\nc = self.norm(b)\nd = self.attention(*rest, c)",
+    "as *args": "c = self.norm(b)\nd = self.attention(*c)",
+    "in a loop": "c = self.norm(b)\nfor _ in range(2):\n    d = self.attention(c)",
+    "in a comprehension": "c = self.norm(b)\nd = [self.attention(c) for _ in range(2)]",
+    "in a function inside": "c = self.norm(b)\nd = (lambda: self.attention(c))()",
+    "twice": "c = self.norm(b)\nd = self.attention(c) + self.mlp(c)",
+    "of a name with two values": "c = a\nif self.flag:\n    c = self.norm(b)\nd = self.attention(c)",
+    "written into": "c = self.norm(b)\nc += a\nd = self.attention(c)",
+    "not of the module": "c = self.norm(b)\nd = torch.tanh(c)",
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_WITHOUT_A_READER)
+def test_a_norm_has_no_reader_that_is_not_plain(name: str) -> None:
+    layer = layer_with(f"{LAYERS_WITHOUT_A_READER[name]}\nreturn a, b, d", PLAIN, PLAIN)
+    assert [one for one in patterns_of(layer).readings if one.reader is not None] == []
+
+
+def test_a_plain_reader_is_found() -> None:
+    layer = layer_with("c = self.norm(b)\nd = self.attention(c)\nreturn a, b, d", PLAIN, PLAIN)
+    (reading,) = [one for one in patterns_of(layer).readings if one.reader is not None]
+    assert (reading.reader.module.attr, reading.reader.argument) == ("attention", 0)
+
+
+BLOCKS_WITH_ANOTHER_READER = {
+    "in a loop": "for _ in range(2):\n    q = self.q(x)\nreturn q",
+    "in a comprehension": "return sum(self.q(x) for _ in range(2))",
+    "in a function inside": "def read():\n    return self.q(x)\nreturn read() + self.k(x)",
+    "of a name with two values": "if self.flag:\n    x = x * 2\nreturn self.q(x)",
+    "as *args": "return self.q(*(x,))",
+    "written into": "q = self.q(x)\nx += 1\nreturn q",
+    "no linear": "return self.q(x) + x",
+    "a copy": "z = x\nreturn self.q(z)",
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS_WITH_ANOTHER_READER)
+def test_a_block_that_reads_its_argument_otherwise_is_told_so(name: str) -> None:
+    block = layer_of(BLOCKS_WITH_ANOTHER_READER[name], "x, y=None", Block, names=GLOBALS)
+    assert find_inputs(block)[0].other is not None
+
+
+@pytest.mark.parametrize("edit", ["b += 1", "b.mul_(2)", "b[..., 0] = 1", "c.add_(1)"])
+def test_a_residual_that_is_edited_behind_its_norm_is_not_handed_on(edit: str) -> None:
+    layer = layer_with(f"c = self.norm(b)\nc = self.attention(c)\n{edit}\nd = b + c\nreturn a, b, d", PLAIN, PLAIN)
+    assert [one.later for one in patterns_of(layer).readings] == [()]
+
+
+def with_pre_hook(block: Any) -> None:
+    block.q.register_full_backward_pre_hook(lambda module, gradients: None)
+
+
+def with_forward(block: Any) -> None:
+    theirs = type(block).forward
+    type(block).forward = lambda self, *args, **named: theirs(self, *args, **named)
+
+
+@pytest.mark.parametrize("change", [with_pre_hook, with_forward, None])
+def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any) -> None:
+    model = Model(layer_with("c = self.norm(b)\nd = self.attention(c)\nreturn a, b, d", PLAIN, PLAIN)())
+    fused_norm.apply_fused_norm(model)
+    block: Any = model.layers[0].attention
+    if change is not None:
+        change(block)
+    wanted: list[Any] = []
+    read = type(model.layers[0]).fused_norm_read
+
+    def noted(self: Any, norm: Any, x: Any, reader: Any = None) -> Any:
+        found = read(self, norm, x, reader)
+        wanted.append(found[0].dtype)
+        return found
+
+    type(model.layers[0]).fused_norm_read = noted
+    given = [torch.randn(1, TOKENS, WIDTH) for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*given)
+        with fused_norm.disabled():
+            model(*given)
+    assert wanted == [torch.bfloat16 if change is None else torch.float32, torch.float32]
