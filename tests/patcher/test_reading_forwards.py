@@ -46,6 +46,7 @@ BLOCKS_WITH_ANOTHER_READER = {
     "in a comprehension": "return sum(self.q(x) for _ in range(2))",
     "in a function inside": "def read():\n    return self.q(x)\nreturn read() + self.k(x)",
     "of a name with two values": "if self.flag:\n    x = x * 2\nreturn self.q(x)",
+    "of a name that another argument may have": "if y is not None:\n    x = y\nreturn self.q(x)",
     "as *args": "return self.q(*(x,))",
     "written into": "q = self.q(x)\nx += 1\nreturn q",
     "no linear": "return self.q(x) + x",
