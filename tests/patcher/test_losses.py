@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -777,3 +778,22 @@ def test_what_is_no_option_is_an_error() -> None:
             fused_norm.FuseOptions(loss=value)  # type: ignore[arg-type]
     with pytest.raises(FusedNormError, match="nothing to fuse"):
         fused_norm.apply_fused_norm(nn.Linear(2, 2))
+
+
+def test_a_forward_on_a_models_class_gets_plain_labels_and_real_logits(device: str, monkeypatch: Any) -> None:
+    fused: Any = build("llama", seed=0, device=device)
+    fused_norm.apply_fused_norm(fused)
+    origin: Any = fused.fused_norm_origin
+    theirs = origin.forward
+    seen: list[type] = []
+
+    @functools.wraps(theirs)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        output = theirs(self, *args, **named)
+        seen.extend([type(named["labels"]), type(output.logits)])
+        return output
+
+    monkeypatch.setattr(origin, "forward", forward)
+    ids = tokens(device)
+    fused(input_ids=ids, labels=ids, use_cache=False)
+    assert seen == [torch.Tensor, torch.Tensor]
