@@ -236,7 +236,8 @@ class Writer:
                 name = self._name()
                 return self._one(
                     f"{name}.mul_(0.5)", f"{name}[..., 0] = 0.25", f"{name}.add_({self._name()})",
-                    f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})", f"{self._name()} = self.halve({name})",
+                    f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})",
+                    f"{self._name()} = self.halve({name})",
                 )  # fmt: skip
             case "delete":
                 name = self._name()
