@@ -226,7 +226,7 @@ def test_every_norm_of_the_families_has_the_spec_in_the_table(model_type: str) -
 
 
 def test_nn_rms_norm_with_an_eps_is_an_uncentered_gemma_norm() -> None:
-    assert recognise(nn.RMSNorm(64, eps=1e-5)).spec == NormSpec("gemma", eps=1e-5)
+    assert recognise(nn.RMSNorm(64, eps=1e-5)).spec == NormSpec("gemma", eps=1e-5, casts_weight=False)
     weightless = nn.RMSNorm(40, eps=1e-5, elementwise_affine=False)
     assert recognise(weightless).spec == NormSpec("llama", weighted=False, eps=1e-5)
 

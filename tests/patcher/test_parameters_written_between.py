@@ -126,3 +126,15 @@ def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(k
             optimizer.step()
         trained.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
     assert_near(*trained, 0.05)
+
+
+@pytest.mark.parametrize("factors", [torch.float32, torch.float64])
+def test_lora_layers_in_float64_run_under_autocast_as_stocks_do(factors: torch.dtype, device: str) -> None:
+    stock = adapted(device, "qwen3", torch.float64)
+    for name, one in stock.named_parameters():
+        one.data = one.data.to(factors) if "lora_" in name else one.data
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused)
+    found, expected = (gradients(one, device, lambda written: None, "lora_", True) for one in (fused, stock))
+    assert expected is not None
+    assert_near(found, expected, 1e-12)

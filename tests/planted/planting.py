@@ -122,12 +122,16 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.forward
 
-        def forward(spec: NormSpec | None, *arguments: Any, training: bool, launch: bool = True) -> Results:
+        def forward(
+            spec: NormSpec | None, *arguments: Any, training: bool, launch: bool = True, **copied: Sequence[str]
+        ) -> Results:
             if not launch:
-                return right(spec, *arguments, training=training, launch=False)
+                return right(spec, *arguments, training=training, launch=False, **copied)
             before = [_copy(one) for one in arguments]
-            expected = right(spec, *arguments, training=training)
-            found = wrong(Forward(operator, spec, arguments, training, right, state.memory))
+            expected = right(spec, *arguments, training=training, **copied)
+            found = wrong(
+                Forward(operator, spec, arguments, training, functools.partial(right, **copied), state.memory)
+            )
             # What is kept for the backward is nobody's number.
             given = zip(operator.outputs, expected, found, strict=False)
             state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
