@@ -371,8 +371,8 @@ def adapted(y: Tensor, weight: Tensor, b: Tensor) -> Tensor:
     return LORA_ADD(None, nn.functional.linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
 
 
-def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-    own = b.detach().clone()
+def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, *, dtype: torch.dtype = BF16) -> Tensor:
+    own = b.detach().to(dtype, copy=True)
     result = adapted(y, weight, own)
     own.mul_(3)
     return result.float()
@@ -396,6 +396,10 @@ GRAPHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
     "a weight was written into": (with_the_weight_written_into, 1),
     "the sum of a LoRA layer": (lambda y, weight, b: adapted(y, weight, b).float(), 2),
     "an adapter was written into": (with_an_adapter_written_into, 1),
+    "an adapter was written into that was cast before": (
+        partial(with_an_adapter_written_into, dtype=torch.float32),
+        2,
+    ),
     "another's sum of a LoRA layer": (lambda y, weight, _: LoraAdd.apply(nn.functional.linear(y, weight)), 1),
     "a sum by PyTorch": (summed_by_another, 1),
     "a cast of a cast": (cast_twice, 2),
