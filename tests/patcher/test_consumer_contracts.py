@@ -231,30 +231,51 @@ def test_a_norm_that_one_block_reads_is_found_whoever_it_is_handed_to(name: str,
 
 # ---- Forwards of layers: who reads what the norm read ----
 
+
+def is_handed_on(y: Tensor) -> bool:
+    """Whether something reads what a norm hands on of its input, so that both gradients meet in the norm's backward."""
+    edges = (edge for node in nodes(y) for edge in node.next_functions if edge[0] is not None)
+    return any(
+        node.name() == "RMSNormForReadersBackward" and number == len(node._input_metadata) - 1 for node, number in edges
+    )
+
+
 AFTER = "h = self.norm(x); h = self.block(h)"
-RESIDUALS: dict[str, str] = {
-    "itself": f"{AFTER}; return x + h",
-    "another name": f"residual = x; {AFTER}; return residual + h",
-    "two names": f"residual = x; other = x; {AFTER}; return residual + other * h",
-    "a name of a name": f"residual = x; other = residual; {AFTER}; return other + h",
-    "a name that is given later": f"{AFTER}; residual = x; return residual + h",
+RESIDUALS: dict[str, tuple[str, bool]] = {
+    "itself": (f"{AFTER}; return x + h", True),
+    "another name": (f"residual = x; {AFTER}; return residual + h", True),
+    "two names": (f"residual = x; other = x; {AFTER}; return residual + other * h", True),
+    "another name and itself": (f"residual = x; {AFTER}; return residual + x * h", True),
+    "a name that is given later": (f"{AFTER}; residual = x; return residual + h", True),
+    "the norm's own name": ("residual = x; x = self.norm(x); x = self.block(x); return residual + x", True),
+    "a name in one branch": (f"residual = x; {AFTER}\nif self.flag:\n    return residual + h\nreturn x - h", True),
+    "of another norm": ("y = self.other(x); h = self.norm(x); h = self.block(h); return x + h * y", True),
+    "of a norm that nothing reads else": ("residual = x; y = self.other(x); z = y[:]; return residual + z", True),
+    "of a norm in an if": (f"residual = x; h = x\nif self.flag:\n    h = self.norm(x)\nreturn residual + h", False),
+    "a name of a name": (f"residual = x; other = residual; {AFTER}; return other + h", False),
     "a name that may be something else": (
-        f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h"
+        f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h",
+        False,
     ),
-    "a name that may be it": f"residual = x * 2\nif self.flag:\n    residual = x\n{AFTER}; return residual + h",
-    "a name that is something else later": f"residual = x; {AFTER}; residual = h * 2; return residual + h",
-    "a name that was something else": f"residual = x; y = residual; residual = x * 2; {AFTER}; return residual + y * h",
-    "a name in a tuple": f"residual, two = x, 2; {AFTER}; return residual + two * h",
-    "a name for two": f"residual = other = x; {AFTER}; return residual + other * h",
-    "the norm's own name": "residual = x; x = self.norm(x); x = self.block(x); return residual + x",
-    "a name that a function has": f"residual = x; f = lambda: residual; {AFTER}; residual = h; return f() + h",
-    "a name that is read before too": f"residual = x; y = residual * 2; {AFTER}; return residual + y * h",
-    "a name in one branch": f"residual = x; {AFTER}\nif self.flag:\n    return residual + h\nreturn x - h",
-    "an expression": "h = self.norm(x * 2); h = self.block(h); return x + h",
-    "of another norm": "y = self.other(x); h = self.norm(x); h = self.block(h); return x + h * y",
-    "of a norm in front of an add": f"y = self.other(x); y = x + self.proj(y); x = y; {AFTER}; return x + h",
+    "a name that may be it": (
+        f"residual = x * 2\nif self.flag:\n    residual = x\n{AFTER}; return residual + h",
+        False,
+    ),
+    "a name that is something else later": (f"residual = x; {AFTER}; residual = h * 2; return residual + h", False),
+    "a name that was something else": (
+        f"residual = x; y = residual; residual = x * 2; {AFTER}; return residual + y * h",
+        False,
+    ),
+    "a name in a tuple": (f"residual, two = x, 2; {AFTER}; return residual + two * h", False),
+    "a name for two": (f"residual = other = x; {AFTER}; return residual + other * h", False),
+    "a part of it": (f"residual = x[:, :1]; {AFTER}; return residual + h", False),
+    "a name that a function has": (f"residual = x; f = lambda: residual; {AFTER}; residual = h; return f() + h", False),
+    "a name that is read before too": (f"residual = x; y = residual * 2; {AFTER}; return residual + y * h", False),
+    "an expression": ("h = self.norm(x * 2); h = self.block(h); return x + h", False),
+    "nothing": (f"{AFTER}; return h", False),
+    "in a loop": (f"for _ in range(2):\n    h = self.norm(x)\n    h = self.block(h)\nreturn x + h", False),
 }
-"""A forward that reads the norm's input behind the norm too."""
+"""A forward that reads the norm's input behind the norm too, and whether it reads what the norm hands on."""
 
 
 @pytest.mark.parametrize("autocast", [BF16, None])
@@ -262,9 +283,11 @@ RESIDUALS: dict[str, str] = {
 def test_what_the_norm_has_read_is_read_later_with_stocks_numbers(
     name: str, autocast: torch.dtype | None, device: str
 ) -> None:
-    model = made(RESIDUALS[name])
+    layer, is_later = RESIDUALS[name]
+    model = made(layer)
     found, expected = (step(one, device, autocast=autocast) for one in (fused_copy(model), model))
     assert_near(found, expected, 2e-2 if autocast else 1e-5)
+    assert is_handed_on(found[0]) == is_later
 
 
 WRITES: dict[str, str] = {
