@@ -251,7 +251,7 @@ RESIDUALS: dict[str, tuple[str, bool]] = {
     "a name in one branch": (f"residual = x; {AFTER}\nif self.flag:\n    return residual + h\nreturn x - h", True),
     "of another norm": ("y = self.other(x); h = self.norm(x); h = self.block(h); return x + h * y", True),
     "of a norm that nothing reads else": ("residual = x; y = self.other(x); z = y[:]; return residual + z", True),
-    "of a norm in an if": (f"residual = x; h = x\nif self.flag:\n    h = self.norm(x)\nreturn residual + h", False),
+    "of a norm in an if": ("residual = x; h = x\nif self.flag:\n    h = self.norm(x)\nreturn residual + h", False),
     "a name of a name": (f"residual = x; other = residual; {AFTER}; return other + h", False),
     "a name that may be something else": (
         f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h",
@@ -273,7 +273,7 @@ RESIDUALS: dict[str, tuple[str, bool]] = {
     "a name that is read before too": (f"residual = x; y = residual * 2; {AFTER}; return residual + y * h", False),
     "an expression": ("h = self.norm(x * 2); h = self.block(h); return x + h", False),
     "nothing": (f"{AFTER}; return h", False),
-    "in a loop": (f"for _ in range(2):\n    h = self.norm(x)\n    h = self.block(h)\nreturn x + h", False),
+    "in a loop": ("for _ in range(2):\n    h = self.norm(x)\n    h = self.block(h)\nreturn x + h", False),
 }
 """A forward that reads the norm's input behind the norm too, and whether it reads what the norm hands on."""
 
