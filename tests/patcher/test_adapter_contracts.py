@@ -310,6 +310,61 @@ def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str,
 # ---- Calls ----
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
+@pytest.mark.parametrize("factor", [BF16, torch.float16, FP32], ids=str)
+def test_an_input_is_rounded_to_the_first_factors_dtype_before_it_is_dropped(
+    factor: torch.dtype, dtype: torch.dtype, p: float, device: str
+) -> None:
+    """Small numbers are zero in float16, and what dropout makes of some is rounded otherwise in 16 bits."""
+    stock, fused = pair(device, lora_dropout=p)
+    x = torch.cat([torch.randint(-9, 10, (7, WIDTH)), torch.randint(-9, 10, (7, WIDTH)) * 2.0**-30]).to(device, dtype)
+    found = []
+    for model in (stock, fused):
+        layer_of(model).lora_A.to(factor)
+        torch.manual_seed(4)
+        with torch.autocast(device, BF16):
+            found.append(model(x))
+    assert is_fused(found[1])
+    assert torch.equal(*found)
+    if factor == torch.float16 or dtype == torch.float16:
+        with torch.autocast(device, BF16):
+            assert torch.equal(found[1][7:], layer_of(fused).base_layer(x[7:])), "nothing is added"
+
+
+class Own(Tensor):
+    """A tensor with a class of its own."""
+
+
+def test_an_input_of_another_class_gives_an_output_of_that_class(device: str) -> None:
+    stock, fused = pair(device)
+    x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
+    with torch.autocast(device, BF16):
+        found, expected = (model(x.as_subclass(Own)) for model in (fused, stock))
+    assert type(found) is type(expected) is Own
+    assert torch.equal(found, expected)
+
+
+class Scaled(nn.Linear):
+    """A linear that takes a factor."""
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return super().forward(x) * factor
+
+
+def test_further_arguments_reach_the_linear(device: str) -> None:
+    stock, fused = pair(device)
+    x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
+    for given, named in (((3.0,), {}), ((), {"factor": 3.0})):
+        found = []
+        for model in (stock, fused):
+            layer_of(model).base_layer.__class__ = Scaled
+            with torch.autocast(device, BF16):
+                found.append(layer_of(model)(x, *given, **named))
+        assert torch.equal(*found)
+        assert not torch.equal(found[0], layer_of(stock)(x))
+
+
 @pytest.mark.parametrize("autocast", [BF16, None])
 def test_inside_disabled_pefts_code_runs_and_nothing_is_logged(
     autocast: torch.dtype | None, device: str, logged: Callable[[], list[str]]

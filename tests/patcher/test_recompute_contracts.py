@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,6 +115,23 @@ def test_what_is_written_into_between_two_backwards_is_noticed(name: str, level:
             gradients(result, inputs)
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_weight_that_only_the_recomputation_reads_is_noticed_too(twice: bool, device: str) -> None:
+    """The gradient of one linear's weight needs the other linear's output, and so its weight where it is recomputed."""
+
+    def forward(*inputs: Tensor) -> Tensor:
+        return gated(*inputs).sin()  # keeps the gate's output
+
+    inputs = inputs_of(device)
+    result = call_recomputing(forward, inputs[0], tuple(inputs[1:]), {}, "mlp")
+    if twice:
+        gradients(result, inputs[3:4], retain_graph=True)
+    with torch.no_grad():
+        inputs[2].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(result, inputs[3:4])
+
+
 def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_is_noticed(device: str) -> None:
     def forward(x: Tensor, norm: Tensor, factor: Tensor) -> Tensor:
         return (RMS_NORM(SPEC, x, norm, None) + factor.sin()) * (y := factor.exp()) + y
@@ -208,10 +226,6 @@ def packed(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     return GLU(None, nn.functional.linear(y, torch.cat([weight, other])), None, "silu")
 
 
-def by_another_beta(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(None, torch.addmm(other[0], y, weight, beta=3), nn.functional.linear(y, other), "silu")
-
-
 def with_a_computed_bias(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     return GLU(None, nn.functional.linear(y, weight, other[0] * 2), nn.functional.linear(y, other), "silu")
 
@@ -252,7 +266,6 @@ def with_one_twice(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
 
 READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
     "packed": (packed, 1),
-    "beta": (by_another_beta, 1),
     "a bias that was computed": (with_a_computed_bias, 1),
     "rows of half the width": (of_half_rows, 0),
     "some rows": (of_some_rows, 0),
@@ -275,6 +288,53 @@ def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, devi
     found = []
     for level in (False, "mlp"):
         x, *rest = inputs_of(device)[:4]
+        result = call_recomputing(forward, x, tuple(rest), {}, level)
+        found.append([result.detach(), *gradients(result, [x, *rest])])
+    assert_same(*found)
+    assert len(products) == made
+
+
+def by_a_factor(y: Tensor, weight: Tensor, bias: Tensor, **factors: float) -> Tensor:
+    return torch.addmm(bias, y, weight, **factors)
+
+
+def behind_another(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.linear(nn.functional.linear(y, weight, bias), weight.detach())
+
+
+def behind_another_in_another_shape(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    halves = nn.functional.linear(y, weight, bias).view(-1, WIDTH // 2)
+    return nn.functional.linear(halves, weight.detach()[:8, :8]).view(-1, WIDTH)
+
+
+def of_nothing_that_is_trained(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.linear(torch.ones_like(y.detach()), weight.detach(), bias)
+
+
+BIASED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
+    "a factor of the product": (partial(by_a_factor, alpha=3), 1),
+    "a factor of the bias": (partial(by_a_factor, beta=3), 1),
+    "factors of one": (partial(by_a_factor, alpha=1, beta=1), 2),
+    "a frozen linear behind another": (behind_another, 3),
+    "a frozen linear behind another in another shape": (behind_another_in_another_shape, 1),
+    "a linear of nothing that is trained": (of_nothing_that_is_trained, 1),
+}
+"""One of the two tensors that a gate reads, of a norm's output, a weight and a bias; and how many products are made."""
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_products_with_a_bias_or_frozen_weights_are_recomputed_as_they_were_made(
+    name: str, device: str, products: list[Any]
+) -> None:
+    read, made = BIASED[name]
+
+    def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, norm, None)
+        return GLU(None, read(y, first, bias), nn.functional.linear(y, second), "silu")
+
+    found = []
+    for level in (False, "mlp"):
+        x, *rest = inputs_of(device)[:5]
         result = call_recomputing(forward, x, tuple(rest), {}, level)
         found.append([result.detach(), *gradients(result, [x, *rest])])
     assert_same(*found)
