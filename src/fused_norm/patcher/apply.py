@@ -109,7 +109,9 @@ def apply_fused_norm(
         layers, changes = survey_layers(model, sites, changes, recompute=recompute)
         losses, changes = survey_losses(model, changes, options)
     expected = list(_expected_sites(model))
-    sites = [*sites, *losses, *_sites_of_others(model, sites, expected)]
+    others = list(_sites_of_others(model, sites, expected))
+    places = {(site.kind, site.path) for site in others}
+    sites = [site for site in sites if (site.kind, site.path) not in places] + [*losses, *others]
     report = PatchReport(
         model=type(model).__name__,
         model_type=getattr(getattr(model, "config", None), "model_type", None),
@@ -164,8 +166,9 @@ def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected])
 
 
 def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
-    """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is found."""
-    found = {(site.kind, path) for site in sites for path in accumulate(site.path.split("."), "{}.{}".format)}
+    """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is fused."""
+    fused = [site for site in sites if site.cause != "unrecognised"]
+    found = {(site.kind, path) for site in fused for path in accumulate(site.path.split("."), "{}.{}".format)}
     for _, path, kind, _, layers in expected:
         if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
             continue

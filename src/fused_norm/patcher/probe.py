@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .reached_code import Reached
 
@@ -71,9 +72,19 @@ class Outcomes(Generic[T]):
 
 @contextlib.contextmanager
 def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
-    """PyTorch on the CPU as it is by itself: no autocast, no inference mode, no warnings, gradients or none."""
+    """PyTorch on the CPU as it is by itself: no autocast, no mode such as of fake tensors, no warnings.
+
+    ``gradients``: they are recorded.
+    """
     cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
-    with cpu, exact, torch.inference_mode(False), torch.set_grad_enabled(gradients), warnings.catch_warnings():
+    with (
+        _disable_current_modes(),
+        cpu,
+        exact,
+        torch.inference_mode(False),
+        torch.set_grad_enabled(gradients),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         yield
 

@@ -453,7 +453,7 @@ def _changeable_bases(found: type) -> list[type]:
 
 def _unusual(base: type, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The members of a class that code may use without naming them; of PyTorch's those that others have put there."""
-    found = [(name, member) for name, member in members.items() if name not in _INERT]
+    found = [(name, one) for name, one in members.items() if name not in _INERT and not _is_of_dynamo(one)]
     if base is not Tensor and base is not nn.Module:
         return found
     known = [_OF_TORCH[base].get(name, (_ABSENT, None)) for name, _ in found]
@@ -462,6 +462,11 @@ def _unusual(base: type, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
         for one, (member, code) in zip(found, known, strict=True)
         if one[1] is not member or (code is not None and member.__code__ is not code)
     ]
+
+
+def _is_of_dynamo(member: Any) -> bool:
+    """Return whether Dynamo has put a member on ``nn.Module``, to know modules that a compiled function makes."""
+    return type(member) is FunctionType and member.__globals__.get("__name__") == "torch._dynamo.mutation_guard"
 
 
 def _is_dunder(name: str) -> bool:
