@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fused_norm
+from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -428,3 +429,33 @@ def test_a_scale_that_is_no_number_is_multiplied_by_as_in_peft(device: str) -> N
     assert not ran_fused
     assert_same_bits(found, step(stock, device)[1])
     assert not math.isnan(found[0].sum())
+
+
+def tensor_scalings(layer: Any) -> None:
+    for name, scale in layer.scaling.items():
+        layer.scaling[name] = torch.tensor(scale)
+
+
+def a_high_rank(layer: Any) -> None:
+    for part, shape in ((layer.lora_A, (257, layer.in_features)), (layer.lora_B, (layer.out_features, 257))):
+        part["default"].weight = nn.Parameter(torch.randn(shape, device=part["default"].weight.device) / 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (tensor_scalings, "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"),
+        (a_high_rank, "a rank of 257 is more than 256"),
+    ],
+)
+def test_a_layer_that_no_call_runs_fused_is_kept_with_the_reason(
+    change: Callable[[Any], None], reason: str, device: str
+) -> None:
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama", seed=0, device=device), lora)
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.Linear):
+            change(layer)
+    report = fused_norm.apply_fused_norm(model)
+    assert {site.reason for site in (*report.fused, *report.kept) if site.kind == "adapter"} == {reason}
