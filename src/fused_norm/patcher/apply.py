@@ -15,6 +15,7 @@ from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
 from .loss_survey import survey_losses
 from .patch_report import PatchReport, Site
+from .patterns import IN_A_HELPER
 from .reached_code import no_code_changes
 from .recompute_survey import survey_layers
 from .survey import survey
@@ -167,8 +168,8 @@ def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected])
 
 def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
     """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is fused."""
-    fused = [site for site in sites if site.cause != "unrecognised"]
-    found = {(site.kind, path) for site in fused for path in accumulate(site.path.split("."), "{}.{}".format)}
+    known = [site for site in sites if site.reason is None or not site.reason.endswith(IN_A_HELPER)]
+    found = {(site.kind, path) for site in known for path in accumulate(site.path.split("."), "{}.{}".format)}
     for _, path, kind, _, layers in expected:
         if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
             continue

@@ -51,24 +51,30 @@ class Source:
     own: str
 
 
+_made: WeakKeyDictionary[Any, tuple[RunningCode, dict[Any, tuple[Any, type[SourceError], str | None]]]] = (
+    WeakKeyDictionary()
+)
+"""By forward, its code and all that was made of that: what was made of other code is dropped together."""
+
+
 def cached_by_forward(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
     """Remember what a function makes of a class's forward, or the SourceError it raises, while that runs the same code.
 
     What it makes must not hold the class or the forward, or neither would ever be freed.
     """
-    made: WeakKeyDictionary[Any, tuple[RunningCode, Made | None, type[SourceError], str | None]] = WeakKeyDictionary()
 
     @wraps(make)
     def cached(layer: Any) -> Made:
-        found = made.get(layer.forward)
-        if found is None or not found[0].is_in(layer.forward):
-            running = RunningCode(layer.forward)
+        forward = layer.forward
+        if forward not in _made or not _made[forward][0].is_in(forward):
+            _made[forward] = RunningCode(forward), {}
+        _, made = _made[forward]
+        if make not in made:
             try:
-                found = running, make(layer), SourceError, None
+                made[make] = make(layer), SourceError, None
             except SourceError as error:
-                found = running, None, type(error), str(error)
-            made[layer.forward] = found
-        _, result, kind, message = found
+                made[make] = None, type(error), str(error)
+        result, kind, message = made[make]
         if message is not None:
             raise kind(message)
         return cast(Made, result)
