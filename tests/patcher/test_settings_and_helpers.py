@@ -38,16 +38,6 @@ def deepseek(device: str, **settings: Any) -> DeepseekV3ForCausalLM:
     return model.to(device).train()
 
 
-INTERLEAVED = "apply_rotary_pos_emb_interleave does not compute the half rotation of q and k"
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_the_rotation_that_a_config_chooses_has_the_row(interleaved: bool, device: str) -> None:
-    report = fused_norm.apply_fused_norm(deepseek(device, rope_interleave=interleaved))
-    assert rows(report, "rope") == {("DeepseekV3Attention", INTERLEAVED if interleaved else None): 2}
-    assert report.counts["rope"] == (0 if interleaved else 2)
-
-
 @pytest.mark.parametrize("q_lora_rank", [28, None])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_linears_of_another_config_do_not_keep_those_that_are_there_from_reading_a_norm(
