@@ -115,8 +115,13 @@ def _is_recent(layer: nn.Module) -> bool:
 
 def why_stock(layer: Any) -> str | None:
     """Return the reason why a LoRA layer, as it is now, has to run PEFT's forward; None if it has not."""
+    return replaced_linear() or why_stock_itself(layer)
+
+
+def why_stock_itself(layer: Any) -> str | None:
+    """Return ``why_stock``, as far as it is the layer's own reason and not one of all linears."""
     is_known = isinstance(layer, FusedAdapter) and has_origin_forward(type(layer))
-    if reason := (None if is_known else replaced_forward(_origin_of(layer))) or replaced_linear():
+    if reason := None if is_known else replaced_forward(_origin_of(layer)):
         return reason
     own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
     if own["_disable_adapters"] or own["merged_adapters"]:

@@ -1,4 +1,4 @@
-"""Whether other code would notice that a module is not called: hooks, other forwards and calls, modes of PyTorch.
+"""Hooks, replaced forwards and modes of PyTorch: what other code would notice if a module were not called.
 
 A kernel takes the place of a module's call only if nothing else happens at that call than the module's own forward.
 """
@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules import module as nn_module
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -30,7 +35,10 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or nn_module._has_any_global_hook()
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock, why_unfused
+from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock_itself, why_unfused
 from .fused_norm_module import explain, has_origin_forward, is_disabled
 from .hooks import is_plain_call, replaced_linear
 
@@ -34,7 +34,7 @@ _SINCE = (
 
 
 class _Outputs(NamedTuple):
-    """What linears need that read a norm's result, beside the result itself, which is the first linear's.
+    """The further outputs of a norm, and how to compute the norm again, kept with its result for the linears.
 
     Attributes:
         further: the outputs of the other linears.
@@ -80,7 +80,9 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
 
 
 def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
-    """Return the number of tensors that a linear reads as its input: one, and one for its adapter; 0 where unknown.
+    """Return the number of tensors that a linear reads as its input: one, and one for its adapter; 0 if unknown.
+
+    Whether other code has replaced all linears is another question, ``replaced_linear``.
 
     ``adapter``: the class of LoRA layers.
     """
@@ -89,7 +91,7 @@ def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
     if not isinstance(linear, adapter) or not is_plain_call(linear):
         return 0
     base = linear._modules.get("base_layer")
-    return 2 if type(base) is Linear and is_plain_call(base) and why_stock(linear) is None else 0
+    return 2 if type(base) is Linear and is_plain_call(base) and why_stock_itself(linear) is None else 0
 
 
 def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:

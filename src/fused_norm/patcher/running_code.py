@@ -48,7 +48,7 @@ class RunningCode:
     ``__class__``, which ``super()`` closes over, is left out. Functions and classes are not kept alive.
     """
 
-    __slots__ = "_code", "_defaults", "_function", "_others", "_wrapped"
+    __slots__ = "_code", "_defaults", "_function", "_is_all", "_others", "_wrapped"
 
     def __init__(self, function: Any) -> None:
         self._function = Identity(function)
@@ -57,6 +57,7 @@ class RunningCode:
         self._others = tuple(map(Identity, _others(function)))
         wrapped = getattr(function, "__wrapped__", None)
         self._wrapped = None if wrapped is None else RunningCode(wrapped)
+        self._is_all = not self._others and wrapped is None  # code and positional defaults are all that there is
 
     def is_in(self, function: Any) -> bool:
         """Return whether ``function``, which this was made of, still runs this code; asked at each call."""
@@ -69,8 +70,8 @@ class RunningCode:
             self._code = code  # the same, compiled again
         if function.__defaults__ is not self._defaults:
             return False
-        if function.__closure__ is None and function.__kwdefaults__ is None and self._wrapped is None:
-            return not self._others
+        if self._is_all:
+            return function.__kwdefaults__ is None
         others = list(_others(function))
         return (
             len(others) == len(self._others)
