@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,23 +83,60 @@ def test_compiled_layers_keep_as_much_at_every_level(device: str) -> None:
     for level in (False, *LEVELS):
         model = build("llama", seed=0, device=device)
         fused_norm.apply_fused_norm(model, recompute=level)
-        sizes: dict[int, int] = {}
-        with saved_tensors_hooks(lambda one, to=sizes: to.setdefault(id(one), one.nbytes) and one, lambda one: one):
+        held: list[torch.Tensor] = []  # alive, so that no two have one address
+
+        def pack(one: torch.Tensor, held: list[torch.Tensor] = held) -> torch.Tensor:
+            held.append(one)
+            return one
+
+        with saved_tensors_hooks(pack, lambda one: one):
             each_layer(model)(input_ids=tokens(device), use_cache=False)
-        kept.append(sum(sizes.values()))
+        kept.append(sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}.values()))
+    assert kept[0] > 0
     assert len(set(kept)) == 1
 
 
+def by_arguments(model: Any) -> tuple[Any, dict[str, Any]]:
+    return model, {"torch_compile": True}
+
+
+def by_accelerate(model: Any) -> tuple[Any, dict[str, Any]]:
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"
+    return model, {}
+
+
+def before_the_trainer(model: Any) -> tuple[Any, dict[str, Any]]:
+    return each_layer(model), {}
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_checkpointing_stays_on_in_a_trainer_that_compiles(
-    level: Any, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("compiled", [by_arguments, by_accelerate, before_the_trainer])
+def test_checkpointing_stays_on_in_a_trainer_of_a_compiled_model(
+    compiled: Callable[[Any], tuple[Any, dict[str, Any]]],
+    level: Any,
+    tmp_path: Path,
+    device: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    arguments = TrainingArguments(
-        str(tmp_path), gradient_checkpointing=True, torch_compile=True, report_to=[], use_cpu=device == "cpu"
-    )
-    callback = FusedNormCallback(recompute=level)
-    Trainer(build("llama", seed=0), arguments, callbacks=[callback])
+    with mock.patch.dict(os.environ):  # in which transformers leaves the backend
+        model, further = compiled(build("llama", seed=0))
+        arguments = TrainingArguments(
+            str(tmp_path), gradient_checkpointing=True, report_to=[], use_cpu=device == "cpu", **further
+        )
+        callback = FusedNormCallback(recompute=level)
+        Trainer(model, arguments, callbacks=[callback])
     assert arguments.gradient_checkpointing
     assert callback.report is not None
     assert callback.report.recompute is None
-    assert f"recompute={level!r} is left out: it is compiled" in caplog.text
+    assert f"recompute={level!r} is left out: the model is compiled" in caplog.text
+
+
+def test_compiled_generation_is_not_told_of_recompute(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "_explained", set())
+    model = build("llama", seed=0, device=device)
+    fused_norm.apply_fused_norm(model, recompute=True)
+    with torch.no_grad():
+        each_layer(model)(input_ids=tokens(device), use_cache=False)
+    assert "recompute does nothing" not in caplog.text

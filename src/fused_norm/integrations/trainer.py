@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..options import FuseOptions
 from ..patcher import PatchReport, apply_fused_norm
 from ..patcher.class_swap import Fused
-from ..patcher.recompute import COMPILED
+from ..patcher.recompute_survey import compiled_modules
 from ..spec import FusedNormError
 
 logger = logging.getLogger("fused_norm")
@@ -25,7 +26,8 @@ class FusedNormCallback(TrainerCallback):
     before gradient checkpointing, the optimizer and ``accelerator.prepare``, which come with ``train()``. A model that
     the Trainer makes later, from ``model_init``, and that of a Trainer which gets the callback by ``add_callback`` are
     patched when training begins. ``recompute="mlp"`` and ``"attention"`` take the place of the Trainer's gradient
-    checkpointing, which is switched off; with ``torch_compile`` of the arguments they are left out, and it stays on.
+    checkpointing, which is switched off. In a model that is compiled, or that the Trainer or accelerate is going to
+    compile, every level is left out, and checkpointing stays on.
 
     Args:
         compile_layers: compile each decoder layer by itself after that, and leave the model around them eager. It goes
@@ -64,8 +66,11 @@ class FusedNormCallback(TrainerCallback):
 
     def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
         options = vars(self.options)
-        if self.options.recompute and args.torch_compile:
-            logger.warning("recompute=%r is left out: %s", self.options.recompute, COMPILED)
+        if self.options.recompute and _is_compiled(model, args):
+            logger.warning(
+                "recompute=%r is left out: the model is compiled, and its compiler decides what is kept",
+                self.options.recompute,
+            )
             options = {**options, "recompute": False}
         elif isinstance(self.options.recompute, str) and args.gradient_checkpointing:
             logger.warning("recompute=%r takes the place of gradient checkpointing", self.options.recompute)
@@ -84,3 +89,9 @@ class FusedNormCallback(TrainerCallback):
                 raise FusedNormError(f"{type(model).__name__} does not say what its layers are; compile them yourself")
             for layer in layers:
                 layer.compile()
+
+
+def _is_compiled(model: nn.Module, args: TrainingArguments) -> bool:
+    """Return whether a part of the model is compiled, or the Trainer or accelerate is going to compile all of it."""
+    backend = TorchDynamoPlugin().backend  # by the environment, as ``accelerate launch --dynamo_backend`` leaves it
+    return bool(args.torch_compile) or backend != DynamoBackend.NO or bool(compiled_modules(model))

@@ -70,10 +70,13 @@ def call_recomputing(
     forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], level: RecomputeLevel = True
 ) -> Any:
     """``forward(layer, *args, **kwargs)``, outputs of fused operators, and of linears, recomputed where possible."""
-    if torch.compiler.is_compiling():
-        _explain_compiled()
+    if not torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
-    if not torch.is_grad_enabled() or not _is_possible():
+    if torch.compiler.is_compiling():
+        if not torch.compiler._is_exporting_flag:
+            _explain_compiled()
+        return forward(layer, *args, **kwargs)
+    if not _is_possible():
         return forward(layer, *args, **kwargs)
     register = _Register(level)
     try:

@@ -70,9 +70,14 @@ def survey_layers(
     return rows, [change for change in planned.values() if type(change.module) is not change.new]
 
 
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the paths of the modules of a model that ``torch.compile`` has been called on."""
+    return [path for path, one in model.named_modules() if one._compiled_call_impl or "_orig_mod" in one._modules]
+
+
 def _compiled(model: nn.Module, layers: Iterable[str]) -> Iterator[str]:
     """The paths among those of layers that are compiled, or are part of a module that is."""
-    wholes = [path for path, one in model.named_modules() if one._compiled_call_impl or "_orig_mod" in one._modules]
+    wholes = compiled_modules(model)
     for path in layers:
         if any(not whole or path == whole or path.startswith(f"{whole}.") for whole in wholes):
             yield path
