@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,8 @@ if not HAS_GPU:
     assert "triton" not in sys.modules, "Triton decides at its import whether it interprets kernels"
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,12 @@
-"""A record of the fused operators that patched models call."""
+"""Records of the fused operators that patched models call, and of the products that they recompute."""
 
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from fused_norm.kernels.operator import Operator
+from fused_norm.patcher import recompute_linears
 
 
 @pytest.fixture
@@ -29,3 +31,17 @@ def launches(monkeypatch) -> list[str]:
     monkeypatch.setattr(Operator, "__call__", counted)
     monkeypatch.setattr(Operator, "known", counted_if_known)
     return calls
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights, ``[K, N]``, that products are recomputed with."""
+    shapes: list[tuple[int, ...]] = []
+    compute = recompute_linears._linear
+
+    def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        shapes.append(tuple(weight.shape))
+        return compute(x, weight, *bias)
+
+    monkeypatch.setattr(recompute_linears, "_linear", noted)
+    return shapes

@@ -15,26 +15,11 @@ from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
-from fused_norm.patcher import recompute_linears
 from fused_norm.patcher.recompute import call_recomputing
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SPEC = norm_spec("llama", False, 1e-6)
 ROWS, WIDTH = 10, 16
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights that products are recomputed with."""
-    shapes: list[tuple[int, ...]] = []
-    compute = recompute_linears._linear
-
-    def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        shapes.append(tuple(weight.shape))
-        return compute(x, weight, *bias)
-
-    monkeypatch.setattr(recompute_linears, "_linear", noted)
-    return shapes
 
 
 def inputs_of(device: str, shape: tuple[int, ...] = (ROWS, WIDTH)) -> list[Tensor]:

@@ -97,20 +97,6 @@ def assert_same(expected: Sequence[Tensor | None], found: Sequence[Tensor | None
         assert one is None or torch.equal(one, other)
 
 
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights, ``[K, N]``, that products are recomputed with."""
-    shapes: list[tuple[int, ...]] = []
-    compute = recompute_linears._linear
-
-    def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        shapes.append(tuple(weight.shape))
-        return compute(x, weight, *bias)
-
-    monkeypatch.setattr(recompute_linears, "_linear", noted)
-    return shapes
-
-
 @pytest.mark.parametrize("way", [name if name in QUICK else slow(name) for name in WAYS])
 @pytest.mark.parametrize("model_type", ["qwen3", slow("llama"), slow("gemma3_text"), slow("qwen2")])
 def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(

@@ -157,7 +157,7 @@ def refuse_misspelt(args: argparse.Namespace) -> None:
 
 
 def _label(name: str) -> str:
-    """What a model of ``--config`` is called."""
+    """Return the name for a model of ``--config``: that of its folder or file."""
     return Path(name).stem if Path(name).is_file() else Path(name).name
 
 

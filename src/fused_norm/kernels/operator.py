@@ -765,7 +765,10 @@ class _CopyOfWeight(torch.autograd.Function):
 
 
 def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """What was saved, the copies in places ``copied`` with a gradient that goes to their ``sources``."""
+    """Return the saved tensors, with copies of weights as functions of the weights, their ``sources``.
+
+    ``copied``: the places of the copies.
+    """
     linked: list[Any] = list(saved)
     for at, source in zip(copied, sources, strict=True):
         linked[at] = _CopyOfWeight.apply(source, linked[at])

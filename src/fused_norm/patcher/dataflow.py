@@ -323,7 +323,7 @@ class Dataflow:
         return after
 
     def _settings(self, test: ast.expr, truth: bool) -> Conditions:
-        """What a test that comes out like this tells of the module's settings."""
+        """Return the settings, and how they come out, that follow from a test which comes out like this."""
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 return self._settings(test.operand, not truth)
@@ -419,7 +419,7 @@ def come_out_so(conditions: Conditions, module: Any) -> bool:
 
 
 def _outcome(test: ast.expr, module: Any) -> bool | None:
-    """What a test of a module's settings comes out as; None where that cannot be told."""
+    """Evaluate a test of a module's settings; return None if that fails."""
     try:
         return bool(_value(test, module))
     except Exception:  # of a property, or of what a value makes of a comparison

@@ -23,6 +23,7 @@ from .class_swap import (
     stock_class,
 )
 from .fused_classes import fused_head_class, fused_loss_class
+from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .losses import FusedHead, FusedLoss, replaced_function, why_seen
 from .patch_report import Site
@@ -141,11 +142,7 @@ def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
             found = function(logits=logits, labels=torch.zeros(2, 3, dtype=torch.int64), vocab_size=7)
             _ = found.read("the model") if isinstance(found, LazySum) else found
         except Exception as error:  # a function of anybody's may raise anything
-            return f"its loss, {_name_of(function)}, cannot be tried: {type(error).__name__}: {error}"
+            return f"its loss, {name_of_function(function)}, cannot be tried: {type(error).__name__}: {error}"
     if readers or len(asked) != 1:
-        return f"its loss, {_name_of(function)}, is no cross entropy of its logits alone"
+        return f"its loss, {name_of_function(function)}, is no cross entropy of its logits alone"
     return None
-
-
-def _name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

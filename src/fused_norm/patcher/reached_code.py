@@ -149,7 +149,10 @@ class Reached(NamedTuple):
 
 
 _seen: ContextVar[dict[Any, tuple[Any, Reached]] | None] = ContextVar("fused_norm_reached", default=None)
-"""What was found by ``_kind_of_root``, with the root: while that lives, no other one has its identity."""
+"""The results of ``reached_by`` in ``no_code_changes``, by ``_kind_of_root``, each with its root.
+
+While that root lives, no other one has its identity.
+"""
 
 
 def reached_by(root: Any) -> Reached:
@@ -258,7 +261,7 @@ class _Walk:
         return tuple([(self._of(name), self._of(thing)) for name, thing in things])
 
     def _describe(self, thing: Any) -> Any:
-        """What a thing computes, or holds, in values that can be compared; it is asked for its type, and nothing else.
+        """Describe a thing by values that can be compared; it is asked for its type, and nothing else.
 
         A class that derives from one of these types may do anything, so it is another.
         """

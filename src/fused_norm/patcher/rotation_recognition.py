@@ -82,7 +82,6 @@ class Rotation:
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
         angles: the form of its cos and sin.
-        running: the code of the function, or of the module's forward.
         programs: of the calls of ``ROPE`` that are known to rotate as it does.
         programs_with_norms: those of ``QK_NORM``.
     """
