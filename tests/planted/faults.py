@@ -487,16 +487,16 @@ def _copy_cut_off(call: Forward) -> Sequence[Tensor | None]:
     return results
 
 
-def _last_reads_the_input(right: Any, memory: Any, found: tuple[Tensor, ...]) -> Any:
+def _last_reads_the_input(right: Any, memory: Any, found: tuple[Tensor, ...], *wanted: Any) -> Any:
     *ys, y, s = found
-    return right((*ys, s.to(y.dtype), s) if ys else found)
+    return right((*ys, s.to(y.dtype), s) if ys else found, *wanted)
 
 
-def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], found: tuple[Tensor, ...]) -> Any:
+def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], found: tuple[Tensor, ...], *wanted: Any) -> Any:
     *ys, y, s = found
     before = memory.get("y", y)
     memory["y"] = y.detach()
-    return right((*ys, before, s) if ys and before.shape == y.shape else found)
+    return right((*ys, before, s) if ys and before.shape == y.shape else found, *wanted)
 
 
 def _none_is_wanted(*_: Any) -> None:
