@@ -302,6 +302,21 @@ def test_functions_that_others_replace_are_seen(place: Any, name: str, monkeypat
     attention_functions._reader_of.cache_clear()
 
 
+@pytest.mark.parametrize("name", ["sdpa_attention_forward", "use_gqa_in_sdpa"])
+def test_functions_whose_code_others_swap_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = getattr(sdpa_attention, name)
+
+    def other(*args: Any, **named: Any) -> Any:
+        return None
+
+    with torch.autocast("cpu", BF16):
+        assert asked("cpu") == BF16
+        with monkeypatch.context() as patch:
+            patch.setattr(function, "__code__", other.__code__)
+            assert asked("cpu") is None
+        assert asked("cpu") == BF16
+
+
 def on_cuda(dtype: torch.dtype) -> Any:
     return SimpleNamespace(dtype=dtype, is_cuda=True)
 

@@ -503,6 +503,19 @@ def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **named: 2 * function(*given, **named)
 
 
+def cross_entropy_doubled(
+    input,  # noqa: A002
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
+    return 2 * torch._C._nn.cross_entropy_loss(input.float(), target, weight, 1, ignore_index, label_smoothing)
+
+
 REPLACED: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
     "the loss of the model": lambda patch, model: setattr(model, "loss_function", my_loss),
     "the loss for causal models": lambda patch, model: _replace_loss(patch),
@@ -511,6 +524,9 @@ REPLACED: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
     ),
     "the cross entropy of PyTorch": lambda patch, model: patch.setattr(
         functional, "cross_entropy", doubled(functional.cross_entropy)
+    ),
+    "the code of that": lambda patch, model: patch.setattr(
+        functional.cross_entropy, "__code__", cross_entropy_doubled.__code__
     ),
     "the linear of PyTorch": lambda patch, model: patch.setattr(functional, "linear", doubled(functional.linear)),
     "the forward of linears": lambda patch, model: patch.setattr(nn.Linear, "forward", doubled(nn.Linear.forward)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -65,6 +66,21 @@ class BufferForOthers(BufferAsWeight):
 def weight_dtype(self, x):
     x = x * torch.rsqrt(variance(self, x.float()))
     return self.weight * (x.to(self.weight.dtype) if self.weight.dtype in (torch.float16, torch.bfloat16) else x)
+
+
+def offset_by_flag_of_weight(self, x):
+    return normed(self, x).to(x.dtype) * (self.weight + 1 if getattr(self.weight, "plus_one", False) else self.weight)
+
+
+def offset_if_weight_has_a_flag(self, x):
+    offset = 0.0
+    with contextlib.suppress(AttributeError):
+        offset = self.weight.plus_one
+    return self.weight * normed(self, x).to(x.dtype) + offset
+
+
+def scaled_by_input(self, x):
+    return self.weight * normed(self, x).to(x.dtype) * (x.scale if hasattr(x, "scale") else 1)
 
 
 def norm_by(forward: Callable[..., Any], base: type[Norm] = Norm, **options: Any) -> Norm:
@@ -197,6 +213,9 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "noisy in training": (norm_by(noisy_in_training).train(), "none of the known formulas"),
     "noisy in training, in eval": (norm_by(noisy_in_training).eval(), "none of the known formulas"),
     "otherwise on CUDA": (norm_by(otherwise_on_cuda), "asks whether it runs on CUDA"),
+    "an attribute of its weight": (norm_by(offset_by_flag_of_weight), "reads `plus_one` of a tensor"),
+    "an attribute of its weight, if there is one": (norm_by(offset_if_weight_has_a_flag), "reads `plus_one`"),
+    "an attribute of its input": (norm_by(scaled_by_input), "reads `scale` of a tensor"),
     "a bias": (with_member("bias", nn.Parameter(torch.zeros(24))), "parameters besides a weight: bias"),
     "a tuple": (norm_by(lambda self, x: (Norm.forward(self, x), None)), "returns tuple"),
     "a matrix": (with_member("weight", nn.Parameter(torch.ones(4, 24))), r"shape \(4, 24\)"),

@@ -7,7 +7,7 @@ import copy
 import linecache
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import peft
@@ -18,6 +18,7 @@ from transformers import activations
 from transformers.models.llama import modeling_llama as llama
 
 import fused_norm
+from fused_norm.integrations import hub_layers
 from fused_norm.model_configs import build
 
 from .models import relative, tokens
@@ -114,6 +115,22 @@ def test_the_code_that_was_swapped_in_runs(case: str, when: str, device: str) ->
     assert relative(logits[0], plain) > 0.02, "the swap changes nothing"
     assert relative(logits[1], logits[0]) < 1e-4
     assert relative(again, plain) < 1e-4
+
+
+@pytest.mark.parametrize("change", ["code", "class"])
+def test_a_layer_of_the_kernels_hub_computes_what_its_class_computes_now(change: str, device: str) -> None:
+    norm: Any = llama.LlamaRMSNorm(24).to(device)
+    norm.weight.data.uniform_(0.5, 2)
+    stock = copy.deepcopy(norm)
+    norm.forward = MethodType(hub_layers.RMSNorm.forward, norm)
+    x = torch.randn(3, 24, device=device)
+    assert relative(norm(x), stock(x)) < 1e-6
+    with contextlib.ExitStack() as stack:
+        if change == "code":
+            stack.enter_context(swapped(llama.LlamaRMSNorm.forward, norm_doubled))
+        else:
+            norm.__class__ = stock.__class__ = type("Doubled", (llama.LlamaRMSNorm,), {"forward": norm_doubled})
+        assert relative(norm(x), stock(x)) < 1e-6
 
 
 def scaled_norm() -> Any:

@@ -16,8 +16,10 @@ from ..kernels.rms_norm import RMS_NORM
 from ..patcher.fused_norm_module import run_fused
 from ..patcher.norm_recognition import Recognised, recognise
 from ..patcher.probe import UnrecognisedError
+from ..patcher.running_code import RunningCode
 
-_meanings: WeakKeyDictionary[nn.Module, Recognised | None] = WeakKeyDictionary()
+_meanings: WeakKeyDictionary[nn.Module, tuple[type, RunningCode, Recognised | None]] = WeakKeyDictionary()
+"""What a module computes, with the class and the code that this was found out of."""
 
 
 class RMSNorm(nn.Module):
@@ -45,14 +47,13 @@ class RMSNorm(nn.Module):
 
 
 def _meaning_of(module: nn.Module) -> Recognised | None:
-    """Return the spec that a module's class computes with its attributes; None where that is not known."""
-    try:
-        return _meanings[module]
-    except KeyError:
-        pass
-    try:
-        found = recognise(module)
-    except UnrecognisedError:
-        found = None
-    _meanings[module] = found
-    return found
+    """Return the spec that a module's class computes with its attributes; None if that is not known."""
+    kind = type(module)
+    known = _meanings.get(module)
+    if known is None or known[0] is not kind or not known[1].is_in(kind.forward):
+        try:
+            found = recognise(module)
+        except UnrecognisedError:
+            found = None
+        known = _meanings[module] = kind, RunningCode(kind.forward), found
+    return known[2]

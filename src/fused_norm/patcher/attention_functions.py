@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +35,14 @@ class _Reader(NamedTuple):
 
     Attributes:
         unless: names of further arguments with which it does something else first.
-        calls: what does it in its stead: where it looks that up, by which name, and what it has to find there.
+        calls: what does it in its stead: where it looks that up, by which name, what it has to find there, and the code
+            of that.
         use_gqa: of PyTorch's attention, what decides that keys are not repeated for the heads that share them; None for
             flash attention, which never repeats them.
     """
 
     unless: frozenset[str]
-    calls: tuple[tuple[Mapping[str, Any], str, Any], ...]
+    calls: tuple[tuple[Mapping[str, Any], str, Any, Any], ...]
     use_gqa: Callable[..., bool] | None
 
 
@@ -64,11 +65,11 @@ def read_dtype(
     dtype = autocast_dtype(value)
     if dtype is None or dispatch_modes() or is_disabled() or function_mode():
         return None
-    reader = _reader_of(attend) if type(attend) is FunctionType else None
+    reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
     if reader is None or not reader.unless.isdisjoint(further):
         return None
-    for namespace, name, expected in reader.calls:
-        if namespace[name] is not expected:
+    for namespace, name, expected, code in reader.calls:
+        if namespace[name] is not expected or getattr(expected, "__code__", None) is not code:
             return None
     if reader.use_gqa is None:
         # It casts v where q is float32; transformers 4 asks for autocast on CUDA alone.
@@ -89,8 +90,11 @@ def _is_not_repeated(use_gqa: Callable[..., bool], key: int, value: int) -> bool
 
 
 @lru_cache(maxsize=64)
-def _reader_of(attend: FunctionType) -> _Reader | None:
-    """Look up an attention function among those of transformers that cast q and k; None where it is none of them."""
+def _reader_of(attend: FunctionType, code: CodeType) -> _Reader | None:
+    """Look up an attention function among those of transformers that cast q and k; None if it is none of them.
+
+    ``code``: what it runs now, which may be swapped; it is a part of what the result is remembered by.
+    """
     own: Mapping[str, Any] = attend.__globals__
     calls: list[tuple[Mapping[str, Any], str, Any]]
     if attend is _defined_in(_SDPA, "sdpa_attention_forward"):
@@ -108,11 +112,15 @@ def _reader_of(attend: FunctionType) -> _Reader | None:
     if any(function is None for _, _, function in calls):
         return None
     unless = frozenset(inspect.signature(attend).parameters) - HARMLESS - _POSITIONAL
-    return _Reader(unless, tuple(calls), own.get("use_gqa_in_sdpa"))
+    with_code = tuple((*call, getattr(call[2], "__code__", None)) for call in calls)
+    return _Reader(unless, with_code, own.get("use_gqa_in_sdpa"))
 
 
 def _defined_in(module: str, name: str) -> FunctionType | None:
-    """The function that a loaded module defines by this name; None where there is none, or another's is there."""
+    """The function that a loaded module defines by this name; None if there is none, or another's function or code."""
     namespace = vars(sys.modules.get(module, sys))
     found = namespace.get(name)
-    return found if type(found) is FunctionType and found.__globals__ is namespace else None
+    if type(found) is not FunctionType or found.__globals__ is not namespace:
+        return None
+    code = found.__code__
+    return found if (code.co_filename, code.co_qualname) == (namespace["__file__"], name) else None

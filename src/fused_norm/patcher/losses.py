@@ -28,6 +28,7 @@ from .fused_norm_module import explain, has_origin_forward, is_disabled
 from .hooks import has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 
+_CODE = {name: function.__code__ for name, function in GENUINE.items() if hasattr(function, "__code__")}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -294,6 +295,7 @@ def _why_not_now(labels: Any) -> str | None:
 def replaced_function() -> str | None:
     """The reason, for a report, that a function which heads and losses are made of was replaced; None if none was."""
     for name in ("cross_entropy", *REPLACED_BEFORE):
-        if vars(functional)[name] is not GENUINE.get(name):
+        genuine = GENUINE.get(name)
+        if vars(functional)[name] is not genuine or genuine.__code__ is not _CODE[name]:
             return f"torch.nn.functional.{name} was replaced"
     return replaced_linear()

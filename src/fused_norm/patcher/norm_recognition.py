@@ -30,6 +30,7 @@ from .probe import (
     agrees_in_gradients,
     plain_pytorch,
     shadow_of,
+    watched,
 )
 from .reached_code import own_attributes, reached_by
 from .source import names_in
@@ -201,7 +202,9 @@ def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
         x, weight = next(_samples(module))
         given = [one[:1, :4].repeat(2, 1, 1) for one in next(_inputs(spec, x))]  # no huge rows
         shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
-        learnt = [one.requires_grad_() for one in shadow.parameters()]
+        for name, parameter in list(shadow.named_parameters()):
+            setattr(shadow, name, watched(parameter.requires_grad_()))
+        learnt = list(shadow.parameters())
         gamma = (*learnt, weight)[0] if spec.weighted else None
         formula = partial(_expected, spec, gamma, _SPELLINGS[0])
         return agrees_in_gradients(partial(type(module).forward, shadow), formula, given, learnt)

@@ -122,9 +122,12 @@ def agrees_in_gradients(
         formula: what it is compared with.
         given: what both take.
         learnt: what both use besides, and have gradients of.
+
+    Raises:
+        UnrecognisedError: if ``code`` reads an attribute of what it is given that tensors do not have by themselves.
     """
     leaves = [one.clone().requires_grad_() for one in given]
-    results = [_results(one, [leaf * 1 for leaf in leaves]) for one in (code, formula)]
+    results = [_results(code, [watched(leaf * 1) for leaf in leaves]), _results(formula, [leaf * 1 for leaf in leaves])]
     if len(results[0]) != len(results[1]):
         return False
     for actual, wanted in zip(*results, strict=True):
@@ -138,6 +141,29 @@ def agrees_in_gradients(
         if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(*both, strict=True)):
             return False
     return True
+
+
+def watched(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a parameter, in the place of another, that refuses code which reads attributes it lacks.
+
+    The real tensor may have such an attribute, now or later. What is computed of the returned one is a plain tensor.
+    """
+    kind, is_parameter = type(tensor), isinstance(tensor, nn.Parameter)
+    members = {
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__getattr__": _lacks,
+        "_is_param": is_parameter,  # PyTorch asks subclasses
+    }
+    sub: type[Tensor] = type(kind.__name__, (kind,), members)
+    if is_parameter:
+        return Tensor._make_subclass(sub, tensor.detach(), tensor.requires_grad)
+    return tensor.as_subclass(sub)
+
+
+def _lacks(tensor: Tensor, name: str) -> Any:
+    if name.startswith("__"):  # PyTorch asks for some
+        raise AttributeError(name)
+    raise UnrecognisedError(f"reads `{name}` of a tensor, which tensors do not have by themselves")
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
