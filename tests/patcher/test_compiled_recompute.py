@@ -52,9 +52,15 @@ def a_wrapper_of_all(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
+def the_forward_of_all(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    return model
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("compiled", "count"), [(each_layer, 2), (a_wrapper_of_a_layer, 1), (the_decoder, 2), (a_wrapper_of_all, 2)]
+    ("compiled", "count"),
+    [(each_layer, 2), (a_wrapper_of_a_layer, 1), (the_decoder, 2), (a_wrapper_of_all, 2), (the_forward_of_all, 2)],
 )
 def test_a_layer_that_is_compiled_has_a_row_with_the_reason(
     compiled: Callable[[Any], nn.Module], count: int, level: Any, device: str, caplog: pytest.LogCaptureFixture
@@ -64,6 +70,14 @@ def test_a_layer_that_is_compiled_has_a_row_with_the_reason(
     without = [row for row in report.recompute or () if row.reason is not None]
     assert len(without) == count
     assert f"recompute={level!r} does nothing in {count} of 2 layers: it is compiled" in caplog.text
+
+
+def test_a_part_of_a_layer_that_is_compiled_is_logged(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", seed=0, device=device)
+    model.model.layers[1].mlp.compile(backend="aot_eager")
+    report = fused_norm.apply_fused_norm(model, recompute="mlp")
+    assert [row.reason for row in report.recompute or ()] == [None, None]
+    assert "recompute='mlp' does nothing in model.layers.1.mlp, a part of a layer: it is compiled" in caplog.text
 
 
 @pytest.mark.parametrize("level", [True, "attention"])
@@ -78,22 +92,31 @@ def test_a_layer_that_is_compiled_later_is_logged_when_it_is_traced(
     assert "recompute does nothing in a layer: it is compiled" in caplog.text
 
 
-def test_compiled_layers_keep_as_much_at_every_level(device: str) -> None:
+def bytes_kept_for_the_backward(model: Any, device: str) -> int:
+    """Run the model with its layers compiled, and return the bytes of the storages that are saved."""
+    held: list[torch.Tensor] = []  # alive, so that no two have one address
+
+    def pack(one: torch.Tensor) -> torch.Tensor:
+        held.append(one)
+        return one
+
+    with saved_tensors_hooks(pack, lambda one: one):
+        each_layer(model)(input_ids=tokens(device), use_cache=False)
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}.values())
+
+
+def test_compiled_layers_keep_as_much_at_every_level_and_less_under_checkpointing(device: str) -> None:
     kept = []
     for level in (False, *LEVELS):
         model = build("llama", seed=0, device=device)
         fused_norm.apply_fused_norm(model, recompute=level)
-        held: list[torch.Tensor] = []  # alive, so that no two have one address
-
-        def pack(one: torch.Tensor, held: list[torch.Tensor] = held) -> torch.Tensor:
-            held.append(one)
-            return one
-
-        with saved_tensors_hooks(pack, lambda one: one):
-            each_layer(model)(input_ids=tokens(device), use_cache=False)
-        kept.append(sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}.values()))
+        kept.append(bytes_kept_for_the_backward(model, device))
     assert kept[0] > 0
     assert len(set(kept)) == 1
+    checkpointed = build("llama", seed=0, device=device).train()
+    fused_norm.apply_fused_norm(checkpointed)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert bytes_kept_for_the_backward(checkpointed, device) < kept[0] / 2
 
 
 def by_arguments(model: Any) -> tuple[Any, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeGuard
 
 from torch import nn
@@ -43,10 +43,13 @@ def survey_layers(
     """
     planned = {id(change.module): change for change in changes}
     layers = _layers(model, sites) if recompute else {}
-    rows, compiled = [], set(_compiled(model, layers))
+    rows, wholes = [], compiled_modules(model)
+    compiled = {path for path in layers if any(_is_within(path, whole) for whole in wholes)}
     if compiled:
         numbers = repr(recompute), len(compiled), len(layers)
         logger.warning("recompute=%s does nothing in %s of %s layers: %s", *numbers, COMPILED)
+    if parts := [whole for whole in wholes if any(_is_within(whole, path) for path in layers.keys() - compiled)]:
+        logger.warning("recompute=%s does nothing in %s, a part of a layer: %s", repr(recompute), parts[0], COMPILED)
     for path, layer in layers.items():
         current = fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
         reason = foreign_forward(layer)
@@ -71,16 +74,19 @@ def survey_layers(
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    """Return the paths of the modules of a model that ``torch.compile`` has been called on."""
-    return [path for path, one in model.named_modules() if one._compiled_call_impl or "_orig_mod" in one._modules]
+    """Return the paths of the modules of a model that ``torch.compile`` has been called on, or on their forward."""
+    return [
+        path
+        for path, one in model.named_modules()
+        if one._compiled_call_impl
+        or "_orig_mod" in one._modules
+        or hasattr(vars(one).get("forward"), "_torchdynamo_orig_callable")
+    ]
 
 
-def _compiled(model: nn.Module, layers: Iterable[str]) -> Iterator[str]:
-    """The paths among those of layers that are compiled, or are part of a module that is."""
-    wholes = compiled_modules(model)
-    for path in layers:
-        if any(not whole or path == whole or path.startswith(f"{whole}.") for whole in wholes):
-            yield path
+def _is_within(path: str, whole: str) -> bool:
+    """Return whether a module is another one, or a part of it, by their paths."""
+    return not whole or path == whole or path.startswith(f"{whole}.")
 
 
 def _layers(model: nn.Module, sites: Iterable[Site]) -> dict[str, nn.Module]:

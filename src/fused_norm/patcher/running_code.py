@@ -60,10 +60,10 @@ class RunningCode:
         self._is_all = not self._others and wrapped is None  # code and positional defaults are all that there is
 
     def is_in(self, function: Any) -> bool:
-        """Return whether ``function``, which this was made of, still runs this code; asked at each call."""
+        """Return whether a function, most often the one that this was made of, runs this code; asked at each call."""
         if self._code is None:
             return True
-        code = function.__code__
+        code = getattr(function, "__code__", None)  # another one's forward may be no function
         if code is not self._code:
             if code != self._code:
                 return False
