@@ -280,8 +280,10 @@ def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeyp
         assert not fused_calls(lambda: model(input_ids=tokens(device)))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("reentrant", "dropout"),
+    [(False, 0.3), (True, 0.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 0.0), (True, 0.3)))],
+)
 def test_checkpointed_layers_have_the_bits_of_others(reentrant: bool, dropout: float, device: str) -> None:
     model, _ = fused_copy(adapted(device, lora_dropout=dropout).train())
     model.enable_input_require_grads()

@@ -39,7 +39,9 @@ HOW = {
 }
 """The dtype of a model, whether it runs under autocast, and the dropout of its adapters."""
 
-FAMILIES = ["qwen3", "llama", "gemma3_text", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "granite"))]
+FAMILIES = ["qwen3", "llama", "gemma3_text", "gemma2", "granite"]
+QUICK = {how: FAMILIES[1:2] if how in ("adapters", "adapters with dropout") else FAMILIES[:3] for how in HOW}
+"""The families that fast tests try in these ways."""
 
 
 def made(family: str, how: str, device: str) -> nn.Module:
@@ -101,8 +103,14 @@ def inputs_of_linears() -> Iterator[list[Tensor]]:
         sys.setprofile(before)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        pytest.param(family, how, marks=() if family in QUICK[how] else pytest.mark.slow)
+        for family in FAMILIES
+        for how in HOW
+    ],
+)
 def test_every_bit_is_that_of_one_output(family: str, how: str, device: str) -> None:
     without, within = pair(family, how, device)
     assert_same(step(within, how, device), step(without, how, device))

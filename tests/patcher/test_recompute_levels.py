@@ -174,8 +174,10 @@ def in_4_bits(linear: nn.Linear, *, bias: bool = False) -> Linear4bit:
     return made.to(linear.weight.device)
 
 
-@pytest.mark.parametrize("rows", [6, 1])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("rows", "dropout"),
+    [(6, 0.2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, 0.0), (1, 0.0), (1, 0.2)))],
+)
 def test_4_bit_linears_with_adapters_are_recomputed(
     dropout: float, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
