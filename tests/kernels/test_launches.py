@@ -13,12 +13,15 @@ import torch
 from fused_norm.kernels import rms_norm
 from fused_norm.kernels.fp8 import FORMATS
 from fused_norm.kernels.fp8 import kernels as fp8_kernels
-from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.operator import OPERATORS as ALL
+from fused_norm.kernels.operator import BackwardCall, by_kernels, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, Device
 from fused_norm.kernels.triton import gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch
 from fused_norm.kernels.triton.launch import Launch
+from fused_norm.kernels.triton.memory import INT32_LIMIT, is_long
 
-from .calls import every_call, launches_of
+from .calls import CALLS, Call, every_call, launches_of
 from .numerics import BF16, FP16, FP32
 
 LAUNCHERS = (fp8_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch)
@@ -102,6 +105,62 @@ def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: 
     gradients = norm_backward.NormGradients(dx, None, None)
     made = launches_of(partial(norm_backward.launch_norm_backward, LLAMA, saved, gradients))
     assert [one.grid[1] for one in made] == [1, 65_535]
+
+
+def expanded(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Rows without values that are all one row in memory, so that offsets into them stay small."""
+    return torch.empty(shape[-1], dtype=dtype, device="meta").expand(shape)
+
+
+def offsets(call: Call) -> tuple[list[bool], list[bool]]:
+    """Of the launches in both directions that have tensors of 2^31 elements: if their offsets are 64 bits wide.
+
+    What a kernel reads only once for all rows, and what it counts in 64 bits whatever it is told, is left out.
+    """
+    operator, arguments = ALL[call.name], (*call.tensors, *call.options)
+    results: list[torch.Tensor] = []
+    forward = launches_of(lambda: results.extend(operator.forward(call.spec, *arguments, training=True)))
+    saved, facts = operator.save(arguments, results)
+    outputs = results[: len(operator.outputs)]
+    incoming = [None if one is None else expanded(*one.shape, dtype=one.dtype) for one in outputs]
+    needed = [one is not None for one in call.tensors[: call.differentiated]]
+    gradients = BackwardCall(incoming, saved, facts, needed)
+    backward = launches_of(lambda: operator.gradients_by(by_kernels, call.spec, gradients))
+
+    def told(made: list[Launch]) -> list[bool]:
+        far = [one for one in made if is_long([t for t in one.tensors if t is not None])]
+        flags = [one.constants.get("LONG", getattr(one.constants.get("SHAPE"), "LONG", None)) for one in far]
+        return [bool(one) for one in flags if one is not None]
+
+    return told(forward), told(backward)
+
+
+@CALLS
+def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(index: int, on: Callable[[Device], None]) -> None:
+    on(Device())
+    call = every_call("cpu")[index]
+
+    def large(one: torch.Tensor) -> torch.Tensor:
+        if one.dim() < 4:
+            return torch.empty_like(one, device="meta")
+        return expanded(2, INT32_LIMIT // 64, 2, one.shape[-1], dtype=one.dtype)
+
+    forward, backward = offsets(call.converted(large))
+    assert forward
+    assert backward
+    assert all(forward + backward)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "rank"), [(2**20, 16, 2**11, 4), (2**20, 2**11, 16, 4), (2**23, 16, 16, 256)], ids=str
+)
+def test_offsets_into_any_product_of_an_adapter_are_64_bits_wide_if_32_do_not_reach(
+    rows: int, k: int, n: int, rank: int
+) -> None:
+    a, b = (torch.empty(shape, device="meta") for shape in ((rank, k), (n, rank)))
+    forward, backward = offsets(Call(LORA_ADD.name, None, (expanded(rows, n), expanded(rows, k), a, b), (0.7,)))
+    assert all(forward + backward)
+    assert len(forward + backward) == {4: 1, 256: 5}[rank]
 
 
 @pytest.fixture
