@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm_add import NORM_ADD
 from fused_norm.kernels.operator import calls, norm_spec
+from fused_norm.kernels.plans import PlanTable, Rule
 from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.kernels.triton.devices import use_plans
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.launch import launches as observed
 
@@ -180,6 +183,33 @@ def test_a_call_that_differs_in_one_fact_gets_another_program(other: str, device
     assert torch.equal(found, RMS_NORM._launched(spec, x, w, mode))
 
 
+def with_one_other(spec: Any, options: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The meaning of a norm and an operator's options, one of them another one."""
+    others = []
+    if spec is not None:
+        others += [(replace(spec, eps=0.1), options), (replace(spec, zero_centered=not spec.zero_centered), options)]
+    for place, value in enumerate(options):
+        other: Any = False if value is True else {"gelu": "gelu_tanh", "silu": "sigmoid", 0.5: -3.0}.get(value)
+        if other is not None:
+            others.append((spec, (*options[:place], other, *options[place + 1 :])))
+    return others
+
+
+@pytest.mark.parametrize("case", ["norm", "add scaled", "norm and add", "sandwich", "gated", "glu", "heads", "adapter"])
+def test_numbers_and_words_of_a_call_are_those_of_that_call(case: str, device: str) -> None:
+    name, spec, make, differentiable = CASES[case]
+    operator, given = OPERATORS[name], make(device)
+    tensors, options, wanted = given[: operator.tensor_count], given[operator.tensor_count :], (True,) * differentiable
+    first = step(lambda *a: operator(spec, *a), fresh(given, wanted), (True, True))
+    others = with_one_other(spec, options)
+    assert others
+    for other_spec, other_options in others:
+        call = fresh((*tensors, *other_options), wanted)
+        found = step(lambda *a, s=other_spec: operator(s, *a), call, (True, True))
+        assert_same(found, step(lambda *a, s=other_spec: operator._launched(s, *a), call, (True, True)))
+        assert any(not torch.equal(one, other) for one, other in zip(found, first, strict=True) if one is not None)
+
+
 class Subclass(Tensor):
     pass
 
@@ -326,6 +356,74 @@ def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_strai
     assert repeated == [4, 8, 12]
 
 
+def at_an_odd_address(one: Tensor) -> Tensor:
+    """A copy of the same strides, which does not begin at a multiple of 16 bytes."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
+    memory = torch.empty(1 + extent, dtype=one.dtype, device=one.device)
+    with torch.no_grad():
+        copy = memory.as_strided(one.shape, one.stride(), 1).copy_(one)
+    return copy.requires_grad_(one.requires_grad)
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Give the name of a program that a test watches, each time that it leaves the launches to Triton."""
+    found: list[str] = []
+
+    def watch(**watched: Callable[..., Any]) -> list[str]:
+        for name, function in watched.items():
+            known = function.__globals__  # type: ignore[attr-defined]
+            repeat = known["repeat"]
+            monkeypatch.setitem(known, "repeat", lambda *a, n=name, r=repeat: (found.append(n), r(*a))[1])
+        return found
+
+    return watch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
+    case: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them at a time: in a call that a program has to repeat, and in one that would be recorded."""
+    name, spec, make, differentiable = CASES[case]
+    operator, given, wanted = OPERATORS[name], make(device), (True,) * differentiable
+    if device == "cpu":
+        monkeypatch.setattr(Launch, "run", lambda launch: None)  # it is the way that counts, and no result
+
+    def step_at(odd: int | None, odd_gradient: int | None) -> list[str]:
+        """The directions that read anything at an odd address."""
+        arguments = [*fresh(given, wanted)]
+        if odd is not None:
+            arguments[odd] = at_an_odd_address(arguments[odd])
+        found = operator(spec, *arguments)
+        outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
+        incoming = [torch.randn_like(one) for one in outputs]
+        if odd_gradient is not None:
+            incoming[odd_gradient] = at_an_odd_address(incoming[odd_gradient])
+        read: list[Tensor | None] = [*incoming, *outputs[0].grad_fn.saved_tensors]
+        torch.autograd.grad(outputs, [one for one in arguments[:differentiable] if one is not None], incoming)
+        is_odd = odd is not None, any(one is not None and one.data_ptr() % 16 for one in read)
+        return [one for one, odd in zip(("forward", "backward"), is_odd, strict=True) if odd]
+
+    step_at(None, None)
+    (forward,) = programs(name)
+    (backward,) = forward.backwards
+    found = repeated(forward=forward.forward, backward=backward.call)
+    outputs = operator(spec, *fresh(given, wanted))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = [place for place, one in enumerate(outputs) if one is not None]
+    tensors = [place for place, one in enumerate(given) if isinstance(one, Tensor)]
+    ways = [(None, None), *((one, None) for one in tensors), *((None, one) for one in gradients)]
+    for way in ways:
+        found.clear()
+        assert step_at(*way) == found, way
+    for way in ways:
+        program.forget_all()
+        odd = step_at(*way)
+        assert len(programs(name)) == ("forward" not in odd), way
+        assert all(len(one.backwards) == ("backward" not in odd) for one in programs(name)), way
+
+
 def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(
     recorded: tuple[Tensor, Tensor],
 ) -> None:
@@ -381,6 +479,54 @@ def test_launch_hooks_and_observers_see_every_call(
     with observed.by(Observer()), torch.autograd.set_multithreading_enabled(False):
         torch.autograd.grad(y, x, torch.ones_like(x))
     assert ran[3:] == ["_backward_kernel"]
+
+
+@pytest.mark.parametrize("change", ["another", "a function added", "a function added and taken away"])
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_hooks_into_tritons_launches_later_gets_them(
+    hook: str, change: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, dy = rows(device).requires_grad_(), weight(device), rows(device)
+    torch.autograd.grad(rms_norm(x, w), x, dy)
+    (forward,) = programs("rms_norm")
+    (backward,) = forward.backwards
+    found = repeated(forward=forward.forward, backward=backward.call)
+    before = getattr(knobs.runtime, hook)
+    if change == "another":
+        monkeypatch.setattr(knobs.runtime, hook, type(before)())
+    else:
+        monkeypatch.setattr(before, "calls", [*before.calls, lambda metadata: None])
+    if change == "a function added and taken away":
+        before.calls.pop()
+    torch.autograd.grad(rms_norm(x, w), x, dy)
+    assert found == ([] if change == "a function added and taken away" else ["forward", "backward"])
+
+
+def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
+    """Of those too that a patched module has checked, and again when others go out of use."""
+    x, w, own = rows(device).requires_grad_(), weight(device), program.Programs()
+
+    def warps() -> list[Any]:
+        made: list[Any] = []
+        run = Launch.run
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Launch, "run", lambda one: (made.append(one.options["num_warps"]), run(one))[1])
+            torch.autograd.grad(rms_norm(x, w).sum(), x)
+        return made
+
+    def is_known() -> bool:
+        return RMS_NORM.known(own, LLAMA, x, w, None) is not None
+
+    usual = warps()
+    RMS_NORM.run_or_refuse(LLAMA, x, w, None, programs=own)
+    assert is_known()
+    rules = {section: (Rule(16, 64, 1, 1),) for section in ("forward", "norm_backward")}
+    with use_plans(PlanTable("any", "", "", rules)):
+        assert not is_known()
+        assert warps() == warps() == [1, 1]
+        RMS_NORM.run_or_refuse(LLAMA, x, w, None, programs=own)
+    assert not is_known()
+    assert warps() == usual != [1, 1]
 
 
 def test_second_derivatives_behind_a_program(device: str) -> None:
