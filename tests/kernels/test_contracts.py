@@ -182,6 +182,33 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_no_other_does(index
         torch.autograd.grad(outputs, wanted, gradients)
 
 
+@pytest.mark.parametrize("has_program", [True, False])
+@CALLS
+def test_what_a_backward_reads_must_not_change_before_a_second_one(
+    index: int, has_program: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = every_call(device)[index]
+    operator = OPERATORS[call.name]
+    if device == "cpu":
+        monkeypatch.setattr(Launch, "run", lambda launch: None)  # the values are no matter
+
+    read = 0
+    for place in range(len(call.tensors) + len(operator.outputs)):
+        leaves = call.converted(torch.clone).leaves()
+        outputs = call.outputs(leaves, None if has_program else operator._launched)
+        tensor = dict(enumerate([*leaves, *outputs])).get(place)
+        if tensor is None or not is_among(tensor, outputs[0].grad_fn.saved_tensors):
+            continue
+        read += 1
+        wanted = present(leaves[: call.differentiated])
+        torch.autograd.grad(outputs, wanted, incoming(call), retain_graph=True)
+        with torch.no_grad():
+            tensor.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(outputs, wanted, incoming(call))
+    assert read
+
+
 EACH_WAY: dict[str, tuple[str, Sequence[int], int, int]] = {
     "rms_norm": ("_{}_kernel", (0, 1), 0, 1),
     "add_rms_norm": ("_{}_kernel", (2,), 1, 1),

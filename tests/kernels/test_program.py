@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -296,6 +297,36 @@ def test_gradients_are_wanted_or_not_by_grad_mode(device: str) -> None:
         for enabled in (first, not first, first, not first):
             with torch.set_grad_enabled(enabled):
                 assert rms_norm(x, w).requires_grad == enabled
+
+
+MODES = {"trained": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(MODES, 2)], ids=" then ".join)
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(
+    has_guards: bool, order: tuple[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_guards:
+        monkeypatch.setattr(guards, "TensorGuards", None)
+    for layout in ("dense", "columns"):  # the latter is copied
+        program.forget_all()
+        x, w, dy = rows(device, layout=layout).requires_grad_(), weight(device), rows(device)
+        y = RMS_NORM._launched(LLAMA, x, w, None)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        for name in (*order, *order):
+            with MODES[name]():
+                found = rms_norm(x, w)
+            assert (found.requires_grad, found.is_inference()) == (name == "trained", name == "inference")
+            assert torch.equal(found, y)
+            if name == "trained":
+                assert torch.equal(torch.autograd.grad(found, x, dy)[0], dx)
+        with torch.inference_mode():
+            inside = x.detach().clone()
+        for one in (inside, x.detach(), inside):
+            with torch.no_grad():
+                assert torch.equal(rms_norm(one, w), y)
+        assert [straight(one) for one in programs("rms_norm")] == [layout == "dense"] * len(programs("rms_norm"))
 
 
 def test_one_gradient_for_both_outputs(device: str) -> None:

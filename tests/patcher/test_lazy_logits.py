@@ -216,6 +216,59 @@ def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> N
         torch.testing.assert_close(one, other)
 
 
+def added(logits: Tensor) -> Tensor:
+    logits += 1
+    return logits
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "an element": lambda logits: logits.__setitem__((0, 1, 2), 3.0),
+    "a sum": added,
+    "a product": lambda logits: logits.mul_(2),
+    "a copy": lambda logits: logits.copy_(torch.ones_like(logits)),
+    "a result": lambda logits: torch.add(torch.ones(*ROWS, VOCABULARY), 1, out=logits),
+    "into a view": lambda logits: logits[:, 2:].mul_(2),
+    "through data": lambda logits: logits.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> None:
+    def write(logits: Tensor) -> list[Tensor]:
+        copied, view = logits * 0.5, logits[:, 1:]
+        WRITES[name](logits)
+        return [logits + 0, copied + 0, view + 0, logits * 2 + 0]
+
+    head = Head(trained=False)
+    with torch.no_grad():
+        for one, other in zip(write(head.lazy()), write(head.real()), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_loss_is_scaled_and_added_to_in_place() -> None:
+    def total(logits: Tensor) -> Tensor:
+        loss = shifted_loss(logits, labels())
+        loss *= 3
+        loss += 1
+        return loss
+
+    head = Head()
+    found, expected = total(head.lazy()), total(head.real())
+    assert torch.equal(found, expected)
+    for one, other in zip(head.gradients(found), head.gradients(expected), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_detached_logits_or_without_gradients_needs_none(reduction: str) -> None:
+    head = Head()
+    assert not (shifted_loss(head.lazy().detach(), labels(), reduction=reduction) + 0).requires_grad
+    lazy = head.lazy()
+    with torch.no_grad():
+        assert not (shifted_loss(lazy, labels(), reduction=reduction) + 0).requires_grad
+    assert (shifted_loss(lazy, labels(), reduction=reduction) + 0).requires_grad
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_their_cross_entropy_is_the_fused_one(reduction: str) -> None:
     head, target = Head(), labels()
@@ -288,6 +341,34 @@ def test_a_loss_in_16_bits_is_pytorchs() -> None:
     assert len(head.losses) == 1
 
 
+OTHER_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
+    "fewer labels": (lambda labels: labels[:-1], {}),
+    "labels of another shape": (lambda labels: labels.view(2, -1), {}),
+    "labels in 32 bits": (lambda labels: labels.int(), {}),
+    "labels in 8 bits": (lambda labels: labels.to(torch.uint8), {}),
+    "the sum by its old name": (lambda labels: labels, {"size_average": False}),
+    "no sum by its old name": (lambda labels: labels, {"reduce": False}),
+    "a sum of no known name": (lambda labels: labels, {"reduction": "total"}),
+}
+"""By name: what is made of the labels, and arguments of a cross entropy that the operator does not take."""
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_a_loss_that_the_operator_does_not_take_is_pytorchs_or_its_error(name: str) -> None:
+    head, (change, arguments) = Head(), OTHER_LOSSES[name]
+
+    def outcome(logits: Tensor) -> tuple[Any, ...]:
+        try:
+            return Tensor, *functional.cross_entropy(
+                logits.flatten(0, 1), change(labels(ignored=0).flatten()), **arguments
+            ).flatten().tolist()
+        except (RuntimeError, ValueError) as error:
+            return type(error), str(error)
+
+    assert outcome(head.lazy()) == outcome(head.real())
+    assert head.losses == []
+
+
 def test_logits_that_were_read_have_pytorchs_loss() -> None:
     head = Head()
     lazy = head.lazy()
@@ -313,6 +394,21 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(way: str, capped: bool) 
         found += head.gradients(loss)
         assert way == "register_hook" or logits.grad is not None
         return [*found, *([logits.grad] if way == "retain_grad" else [])]
+
+    head = Head()
+    for one, other in zip(gradient(head.lazy()), gradient(head.real()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", ["retain_grad", "register_hook"])
+def test_who_asks_for_the_gradient_of_logits_that_are_read_gets_it(way: str) -> None:
+    def gradient(logits: Tensor) -> list[Tensor]:
+        logits, found = (logits * 0.5)[:, 1:], []
+        if way == "register_hook":
+            logits.register_hook(lambda one: found.append(one) or 2 * one)
+        else:
+            logits.retain_grad()
+        return [*head.gradients(logits.sin().sum()), *found, *([] if found else [logits.grad])]
 
     head = Head()
     for one, other in zip(gradient(head.lazy()), gradient(head.real()), strict=True):
