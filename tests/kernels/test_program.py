@@ -560,6 +560,39 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
     assert warps() == usual != [1, 1]
 
 
+class Noting:
+    """Notes the launches and the calls that it is told of."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def launched(self, launch: Launch) -> None:
+        self.seen.append(launch.name)
+
+    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.seen.append(operator.name)
+        return operator.results_of(spec, *arguments)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("events", [observed, calls])
+def test_an_observer_is_told_of_its_own_thread_alone(events: Any, is_known: bool, device: str) -> None:
+    x, w = rows(device), weight(device)
+    expected = rms_norm(x, w)
+    if not is_known:
+        program.forget_all()
+    found: list[Tensor] = []
+    noting = Noting()
+    with events.by(noting):
+        thread = threading.Thread(target=lambda: found.append(rms_norm(x, w)))
+        thread.start()
+        thread.join()
+        assert noting.seen == []
+        rms_norm(x, w)
+    assert noting.seen == ["rms_norm" if events is calls else "_forward_kernel"]
+    assert torch.equal(found[0], expected)
+
+
 def test_second_derivatives_behind_a_program(device: str) -> None:
     x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
     for _ in range(3):

@@ -145,6 +145,10 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "transpose": lambda one: one.transpose(1, 2),
     "permute": lambda one: one.permute(2, 0, 1),
     "to another dtype": lambda one: one.to(torch.float16),
+    "a copy in its dtype": lambda one: one.to(one.dtype, copy=True),
+    "in another order of memory": lambda one: one.view(2, 5, 1, VOCABULARY).contiguous(
+        memory_format=torch.channels_last
+    ),
     "double": lambda one: one.double(),
     "numpy": lambda one: torch.from_numpy(one.detach().numpy()),
     "tolist": lambda one: torch.tensor(one.tolist()),
@@ -245,6 +249,25 @@ def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> N
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("hooked", ["logits", "view", "neither"])
+@pytest.mark.parametrize("written", ["logits", "view"])
+def test_a_write_into_a_view_with_a_hook_is_seen_in_both_or_an_error(written: str, hooked: str) -> None:
+    def write(logits: Tensor) -> tuple[Tensor, Tensor]:
+        both = {"logits": logits, "view": logits[:, 1:]}
+        if hooked in both:
+            both[hooked].register_hook(lambda gradient: None)
+        both[written].mul_(2)
+        return both["logits"] + 0, both["view"] + 0
+
+    head = Head()
+    if hooked != "neither":
+        with pytest.raises(RuntimeError, match=r"mul_ writes into logits.*loss=False"):
+            write(head.lazy())
+        return
+    for one, other in zip(write(head.lazy()), write(head.real()), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_loss_is_scaled_and_added_to_in_place() -> None:
     def total(logits: Tensor) -> Tensor:
         loss = shifted_loss(logits, labels())
@@ -296,6 +319,29 @@ def test_a_sum_waits_for_its_number_of_items(items: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda total: total.div(7.0, rounding_mode="trunc"),
+        lambda total: total / 0,
+        lambda total: total / torch.tensor([7.0]),
+        lambda total: total / total,
+        lambda total: 7 / total,
+    ],
+)
+def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Tensor], Tensor]) -> None:
+    head = Head()
+    found, expected = (change(shifted_loss(one, labels(), reduction="sum")) for one in (head.lazy(), head.real()))
+    torch.testing.assert_close(found, expected)
+    assert [how.num_items for _, how in head.losses] == [None]
+
+
+def test_a_divisor_that_wants_a_gradient_gets_it() -> None:
+    head, items = Head(), torch.tensor(7.0, requires_grad=True)
+    loss, expected = (shifted_loss(one, labels(), reduction="sum") / items for one in (head.lazy(), head.real()))
+    torch.testing.assert_close(*(torch.autograd.grad(one, items) for one in (loss, expected)))
+
+
+@pytest.mark.parametrize(
     ("transform", "scale", "cap", "in_fp32"),
     [
         (lambda one: one, None, None, False),
@@ -318,7 +364,11 @@ def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, i
     "transform",
     [
         lambda one: torch.tanh(one / 30.0) * 20.0,
+        lambda one: torch.tanh(one / -30.0) * -30.0,
+        lambda one: torch.tanh((one / 30.0).float()) * 30.0,
         lambda one: torch.tanh(one),
+        lambda one: one * 0.0,
+        lambda one: torch.div(one, 0.5, rounding_mode="floor"),
         lambda one: one * 2.0 * 3.0,
         lambda one: (one * 2.0).float() * 3.0,
         lambda one: one[:, torch.tensor([1, 0, 2, 3, 4])],
@@ -366,6 +416,17 @@ def test_a_loss_that_the_operator_does_not_take_is_pytorchs_or_its_error(name: s
             return type(error), str(error)
 
     assert outcome(head.lazy()) == outcome(head.real())
+    assert head.losses == []
+
+
+def test_rows_of_logits_that_were_written_into_have_the_loss_of_what_was_written() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        rows = logits.view(-1, VOCABULARY)
+        rows.mul_(2)
+        return functional.cross_entropy(rows, labels().flatten())
+
+    head = Head()
+    assert torch.equal(loss(head.lazy()), loss(head.real()))
     assert head.losses == []
 
 

@@ -66,11 +66,12 @@ class Family:
     Attributes:
         members: those that somebody still has.
         is_watched: somebody has asked for a gradient at one of them, by a hook or otherwise.
+        is_copied: a view that is watched was read as a copy, so that a write into it would not reach the others.
     """
 
     def __init__(self) -> None:
         self.members: WeakSet[LazyLogits] = WeakSet()
-        self.is_watched = False
+        self.is_watched = self.is_copied = False
 
 
 @dataclass(eq=False)
@@ -369,7 +370,10 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Any:
         found = lazy._computed("a read")
-        return found.clone() if found._is_view() else found
+        if not found._is_view():
+            return found
+        lazy._family.is_copied = True
+        return found.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -497,12 +501,21 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _read_families(tree: Any, reader: str) -> None:
-    """Read all that is made of the lazy logits in a tree, which are about to be written to."""
+    """Read all that is made of the lazy logits in a tree, which are about to be written to.
+
+    Raises:
+        RuntimeError: if the write would be seen in other logits of a model that is not patched, and not in these.
+    """
 
     def read(value: Any) -> Any:
         if isinstance(value, LazyLogits):
             for one in list(value._family.members):
                 one.read(reader)
+            if value._family.is_copied:
+                raise RuntimeError(
+                    f"{reader} writes into logits, a view of which a hook or autograd.grad has asked a gradient of: "
+                    "write before, or patch the model with apply_fused_norm(model, loss=False)"
+                )
         return value
 
     tree_map(read, tree)
