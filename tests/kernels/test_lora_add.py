@@ -318,6 +318,22 @@ def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: 
     assert not launches
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("strides", [None, (2**31, 1), (1, 2**31)], ids=str)
+def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
+    name: str, strides: tuple[int, int] | None
+) -> None:
+    size = 2**27 if strides is None else 3
+    k, n = (size, 3) if name == "a" else (3, size)
+    a, b = (torch.empty(shape, device="meta") for shape in ((16, k), (n, 16)))
+    if strides is not None:
+        a, b = (one.as_strided(one.shape, strides) if name == of else one for of, one in (("a", a), ("b", b)))
+    base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
+    refusal = LORA_ADD.refuses(None, base, x, a, b, 1.0)
+    assert refusal is not None
+    assert refusal.reason == "a or b has more elements than 32 bits count"
+
+
 def test_the_highest_rank_is_for_kernels(launches: list[Launch], device: str) -> None:
     given = integers(inputs(device, (3,), 20, 17, lora_kernels.HIGHEST_RANK))
     assert_equal(run(by(lora_add, 2), given), formula(given, 2))

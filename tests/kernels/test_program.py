@@ -724,3 +724,15 @@ def test_a_compiled_kernel_gets_its_arguments_as_its_triton_wants_them(
         ),
     }  # fmt: skip
     assert compiled.launched == [expected[release]]
+
+
+@pytest.mark.parametrize(("number", "is_recorded"), [(2**31 - 1, True), (2**31, False), (2.0**31, True)])
+def test_a_kernel_that_counts_in_64_bits_is_launched_by_triton(number: float, is_recorded: bool, device: str) -> None:
+    kernel = type("Kernel", (), {"arg_names": ["x_ptr", "stride"], "__name__": "kernel"})()
+    launch = Launch(kernel, (3, 1), (rows(device),), (number,), {}, {})
+    entry = straight_lines.Interpreter.entry(launch, None)
+    if is_recorded:
+        assert straight_lines._launch_line(0, launch, entry, ["px"])[1]["n0_0"] == number
+        return
+    with pytest.raises(straight_lines.NotRecordableError, match="compiled anew"):
+        straight_lines._launch_line(0, launch, entry, ["px"])
