@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -238,6 +239,11 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Seeing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def wrapper(*args: Any, **named: Any) -> Any:
     return sdpa_attention_forward(*args, **named)
 
@@ -274,8 +280,9 @@ def test_it_is_asked_under_16_bit_autocast_alone(device: str) -> None:
             assert asked(device) is None
         with fused_norm.disabled():
             assert asked(device) is None
-        with Watching():
-            assert asked(device) is None
+        for mode in (Watching, Seeing):
+            with mode():
+                assert asked(device) is None
 
 
 def test_a_compiled_layer_is_as_it_was(device: str) -> None:
@@ -315,6 +322,14 @@ def test_functions_whose_code_others_swap_are_seen(name: str, monkeypatch: pytes
             patch.setattr(function, "__code__", other.__code__)
             assert asked("cpu") is None
         assert asked("cpu") == BF16
+
+
+def test_it_is_not_asked_of_a_release_without_a_function_that_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sdpa_attention, "use_gqa_in_sdpa")
+    attention_functions._reader_of.cache_clear()
+    with torch.autocast("cpu", BF16):
+        assert asked("cpu") is None
+    attention_functions._reader_of.cache_clear()
 
 
 def on_cuda(dtype: torch.dtype) -> Any:

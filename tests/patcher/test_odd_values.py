@@ -69,6 +69,38 @@ def test_inputs_made_in_inference_mode_train_as_in_stock(model_type: str, device
         assert mine.grad is None or relative(mine.grad, theirs.grad) < 1e-4
 
 
+class Doubling(Tensor):
+    """A weight that doubles its products, and what it is cast to."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(Tensor) * 2 if func.__name__ in ("mul", "__mul__", "__rmul__", "float") else found
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_a_norms_weight_of_another_class_computes_as_in_stock(model_type: str, device: str) -> None:
+    """Each norm of a layer in turn, after calls in which its weight was plain."""
+    stock, fused = twins(model_type, device)
+    ids = tokens(device, batch=1, length=3)
+    layers = [model.model.layers[0] for model in (stock, fused)]
+    names = [name for name, one in layers[0].named_modules() if name.endswith("norm")]
+    with torch.no_grad():
+        expected = stock(ids).logits
+        assert relative(fused(ids).logits, expected) < 1e-5
+        assert len(names) == 4
+        for name in names:
+            norms = [layer.get_submodule(name) for layer in layers]
+            weights = [norm.weight for norm in norms]
+            for norm, weight in zip(norms, weights, strict=True):
+                norm.weight = nn.Parameter(weight.detach().as_subclass(Doubling), requires_grad=False)
+            found, other = (model(ids).logits for model in (fused, stock))
+            assert relative(found, other) < 1e-5, name
+            assert relative(other, expected) > 1e-3, name
+            for norm, weight in zip(norms, weights, strict=True):
+                norm.weight = weight
+
+
 def test_frozen_keys_beside_trained_queries_want_no_gradient(device: str) -> None:
     stock, fused = twins("qwen3", device)
     for model in (stock, fused):
