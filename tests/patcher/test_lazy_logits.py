@@ -134,6 +134,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "a part of the vocabulary": lambda one: one[..., :3],
     "rows by their numbers": lambda one: one[:, torch.tensor([0, 0, 2])],
     "a mask of elements": lambda one: one[torch.ones(*ROWS, VOCABULARY, dtype=torch.bool)],
+    "a flag": lambda one: one[torch.tensor(True)],
     "plus": lambda one: one + 1,
     "minus": lambda one: 1 - one,
     "times a tensor": lambda one: one * torch.tensor(2.0),
@@ -339,6 +340,7 @@ def test_a_divisor_that_wants_a_gradient_gets_it() -> None:
     head, items = Head(), torch.tensor(7.0, requires_grad=True)
     loss, expected = (shifted_loss(one, labels(), reduction="sum") / items for one in (head.lazy(), head.real()))
     torch.testing.assert_close(*(torch.autograd.grad(one, items) for one in (loss, expected)))
+    assert [how.num_items for _, how in head.losses] == [None]
 
 
 @pytest.mark.parametrize(
@@ -490,6 +492,21 @@ def test_second_derivatives_go_through_a_read() -> None:
 
     def second(logits: Tensor) -> list[Tensor]:
         loss = torch.tanh(logits / 2.0).square().sum()
+        first = torch.autograd.grad(loss, [head.x, head.weight], create_graph=True)
+        return head.gradients(sum(one.square().sum() for one in first))
+
+    for one, other in zip(second(head.lazy()), second(head.real()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_second_derivatives_go_through_a_loss_whose_logits_have_a_hook(reduction: str) -> None:
+    head = Head(bias=True)
+
+    def second(logits: Tensor) -> list[Tensor]:
+        logits = torch.tanh(logits / 2.0) * 2.0
+        logits.register_hook(lambda gradient: None)
+        loss = shifted_loss(logits, labels(), reduction=reduction) / 7
         first = torch.autograd.grad(loss, [head.x, head.weight], create_graph=True)
         return head.gradients(sum(one.square().sum() for one in first))
 
