@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fused_norm.patcher import lazy_logits
 from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
+from fused_norm.patcher.losses import _with_real_sums
 
 ROWS, WIDTH, VOCABULARY = (2, 5), 6, 9
 
@@ -334,6 +335,19 @@ def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Te
     found, expected = (change(shifted_loss(one, labels(), reduction="sum")) for one in (head.lazy(), head.real()))
     torch.testing.assert_close(found, expected)
     assert [how.num_items for _, how in head.losses] == [None]
+
+
+def test_a_sum_that_a_model_returns_is_a_number() -> None:
+    head = Head()
+    expected = shifted_loss(head.real(), labels(), reduction="sum")
+    for output in ((shifted_loss(head.lazy(), labels(), reduction="sum"), 3), {"loss": None, "logits": 3}):
+        if isinstance(output, dict):
+            output["loss"] = shifted_loss(head.lazy(), labels(), reduction="sum")
+        found = _with_real_sums(output)
+        loss, other = found.values() if isinstance(found, dict) else found
+        assert type(loss) is Tensor
+        assert torch.equal(loss, expected)
+        assert other == 3
 
 
 def test_a_divisor_that_wants_a_gradient_gets_it() -> None:

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import pickle
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -33,8 +34,8 @@ from fused_norm import FusedNormError
 from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
-from fused_norm.patcher.lazy_logits import LazyLogits, Projection
-from fused_norm.patcher.losses import FusedHead, FusedLoss
+from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, Projection
+from fused_norm.patcher.losses import CountedLabels, FusedHead, FusedLoss
 
 from .models import relative, tokens
 from .ranks import called_operators, on_two_ranks
@@ -392,6 +393,97 @@ def test_an_auxiliary_loss_that_is_added_to_it_stays(device: str, reads: list[st
         assert relative(found.loss, expected.loss) < 1e-6
     assert reads == []
     assert_gradients_are_near(fused, own)
+
+
+def test_a_head_that_is_called_by_another_model_or_thread_meanwhile_has_real_logits(device: str) -> None:
+    _, fused = pair(device)
+    other, labels, found = copy.deepcopy(fused), some_ignored(device), {}
+
+    def call(name: str, head: nn.Module, x: Tensor) -> None:
+        found[name] = type(head(x))
+
+    def meanwhile(model: nn.Module, inputs: Any, output: Any) -> None:
+        x = output.last_hidden_state.detach()
+        call("its own", fused.lm_head, x)
+        call("another one", other.lm_head, x)
+        thread = threading.Thread(target=call, args=("in another thread", fused.lm_head, x))
+        thread.start()
+        thread.join()
+
+    fused.model.register_forward_hook(meanwhile)
+    run(fused, labels)
+    assert found == {"its own": LazyLogits, "another one": Tensor, "in another thread": Tensor}
+
+
+def test_a_weight_written_into_through_data_before_the_read_is_an_error(device: str) -> None:
+    _, fused = pair(device)
+    logits = fused(input_ids=tokens(device), labels=tokens(device)).logits
+    fused.lm_head.weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match="written to or freed"):
+        logits.sum()
+
+
+SELECTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "padded with no label": (lambda one: functional.pad(one, (0, 1), value=-100), True),
+    "padded with a label": (lambda one: functional.pad(one, (0, 1), value=3), False),
+    "padded with zeros": (lambda one: functional.pad(one, (0, 1)), False),
+    "shifted": (lambda one: one[..., 1:].contiguous().view(-1), True),
+    "of a mask": (lambda one: one[one > 0], True),
+    "of numbers": (lambda one: one[:, torch.tensor([5, 5, 6])], False),
+    "of a list": (lambda one: one[:, [5, 5, 6]], False),
+    "repeated": (lambda one: one.repeat(2, 1), False),
+    "filled": (lambda one: one.masked_fill(one == -100, 3), False),
+}
+"""By name: what is made of labels, and whether no more of them can be labels than before."""
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_labels_are_counted_as_long_as_their_number_is_a_limit(name: str) -> None:
+    select, is_counted = SELECTIONS[name]
+    labels = some_ignored("cpu")
+    found, expected = select(CountedLabels.of(labels)), select(labels)
+    assert isinstance(found, CountedLabels) == is_counted
+    assert torch.equal(found.as_subclass(Tensor), expected)
+    assert not is_counted or found.count() >= (expected != -100).sum()
+
+
+def test_labels_of_another_class_have_real_logits(device: str) -> None:
+    class Own(Tensor):
+        pass
+
+    own, fused = pair(device)
+    losses = []
+    for model in (own, fused):
+        with called_operators() as called:
+            output = model(input_ids=tokens(device), labels=tokens(device).as_subclass(Own))
+        losses.append((type(output.loss), float(output.loss)))
+        assert type(output.logits) is not LazyLogits
+        assert "linear_cross_entropy" not in called
+    assert losses[0][0] is losses[1][0]
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-5)
+
+
+def test_a_loss_that_is_switched_off_on_its_way_has_the_same_roundings(device: str) -> None:
+    _, fused = pair(device, dtype=torch.bfloat16)
+    x = torch.randn(7, fused.config.hidden_size, device=device).bfloat16()
+    target = torch.arange(7, device=device)
+    for in_fp32 in (False, True):
+        logits = fused.lm_head(x)
+        logits = (logits.float() if in_fp32 else logits) * 0.7
+        expected = functional.cross_entropy((torch.tanh(logits / 3) * 3).float(), target)
+        with fused_norm.disabled():
+            how = CrossEntropy(target, "mean", -100, 0.0, scale=0.7, cap=3.0, in_fp32=in_fp32)
+            assert torch.equal(fused.lm_head.fused_norm_cross_entropy(x, how), expected)
+
+
+def test_a_head_in_another_dtype_than_its_model_raises_as_in_stock(device: str) -> None:
+    errors = []
+    for model in pair(device, dtype=torch.bfloat16):
+        model.lm_head.float()
+        with pytest.raises(RuntimeError) as raised:
+            model(input_ids=tokens(device), labels=tokens(device))
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
 
 
 def test_only_the_model_that_is_asked_for_has_it(device: str) -> None:
