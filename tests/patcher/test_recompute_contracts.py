@@ -100,6 +100,26 @@ def test_what_is_written_into_between_two_backwards_is_noticed(name: str, level:
             gradients(result, inputs)
 
 
+@pytest.mark.parametrize("name", ["a norm's output", "a linear's output"])
+@pytest.mark.parametrize("level", [True, "mlp"])
+def test_an_output_that_is_written_into_between_two_backwards_is_noticed(name: str, level: Any, device: str) -> None:
+    def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = RMS_NORM(SPEC, x, norm, None)
+        gate = nn.functional.linear(y, first)
+        made.append(y if name == "a norm's output" else gate)
+        return GLU(None, gate, nn.functional.linear(y, second), "silu")
+
+    for recomputes in (False, level):
+        made: list[Tensor] = []
+        x, *rest = inputs_of(device)[:4]
+        result = call_recomputing(forward, x, tuple(rest), {}, recomputes)
+        gradients(result, [x, *rest], retain_graph=True)
+        with torch.no_grad():
+            made[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(result, [x, *rest])
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_weight_that_only_the_recomputation_reads_is_noticed_too(twice: bool, device: str) -> None:
     """The gradient of one linear's weight needs the other linear's output, and so its weight where it is recomputed."""
