@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 import fused_norm
+from fused_norm.kernels.triton.norm_backward import MOST_READERS
 from fused_norm.patcher import fused_norm_module
 
 from .models import relative
-from .test_consumer_contracts import BF16, FP32, WIDTH, assert_near, fused_copy, made, own_inputs, step
+from .test_consumer_contracts import BF16, BLOCK, FP32, WIDTH, assert_near, fused_copy, made, own_inputs, step
 
 FP16 = torch.float16
 
 
-def adapted(*names: str, dtype: torch.dtype = FP32, **config: Any) -> nn.Module:
+def adapted(*names: str, dtype: torch.dtype = FP32, block: str = BLOCK, **config: Any) -> nn.Module:
     """A model, the linears of these names in its block with LoRA adapters."""
-    model = made(dtype=dtype)
+    model = made(dtype=dtype, block=block)
     lora = peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, **config)
     peft.inject_adapter_in_model(lora, model)
     for name, one in model.named_parameters():
@@ -259,6 +260,18 @@ def test_what_an_adapter_reads_is_asked_at_each_call(name: str, device: str) -> 
     assert own_inputs(found[0][0]) == expected
     assert_near(found[0], found[2])
     assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+
+
+def test_outputs_are_counted_at_each_call(device: str) -> None:
+    """A LoRA layer in the place of a linear reads twice what that has read."""
+    stock = adapted("q", "k", block="return self.q(x) - self.k(x) * self.v(x) + self.v(x)")
+    found = []
+    for model in (fused_copy(stock), stock):
+        assert model is stock or own_inputs(step(model, device)[0]) == MOST_READERS
+        block_of(model).v = copy.deepcopy(block_of(model).q)
+        found.append(step(model, device))
+    assert own_inputs(found[0][0]) == 0
+    assert_near(*found)
 
 
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv", "qv", "qkv"])
