@@ -137,25 +137,6 @@ def test_a_weight_that_only_the_recomputation_reads_is_noticed_too(twice: bool, 
         gradients(result, inputs[3:4])
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_linear_whose_weight_is_written_into_before_its_output_is_read_is_not_recomputed(
-    place: int, device: str
-) -> None:
-    def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm, None)
-        written, other = nn.functional.linear(y, first), nn.functional.linear(y, second)
-        with torch.no_grad():
-            first.mul_(2)
-        return GLU(None, *((written, other) if place == 0 else (other, written)), "silu")
-
-    found = []
-    for level in (False, "mlp"):
-        x, *rest = inputs_of(device)[:4]
-        result = call_recomputing(forward, x, tuple(rest), {}, level)
-        found.append(gradients(result, rest[2:]))
-    assert_same(*found)
-
-
 def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_is_noticed(device: str) -> None:
     def forward(x: Tensor, norm: Tensor, factor: Tensor) -> Tensor:
         return (RMS_NORM(SPEC, x, norm, None) + factor.sin()) * (y := factor.exp()) + y
