@@ -736,6 +736,15 @@ def test_only_layers_with_something_fused_recompute(device: str) -> None:
     assert layers_of(model) == [True, False]
 
 
+def test_a_layer_that_stands_in_two_places_is_one_and_a_norm_in_a_list_is_none(device: str) -> None:
+    model = build("qwen3", seed=0, device=device)
+    model.model.layers[1] = model.model.layers[0]
+    model.norms = nn.ModuleList([copy.deepcopy(model.model.norm)])
+    report = fused_norm.apply_fused_norm(model, recompute=True, strict=False)
+    assert "norms.0" in [site.path for site in report.fused]
+    assert [row.path for row in report.recompute] == ["model.layers.0"]
+
+
 def test_a_layer_with_a_forward_of_its_own_keeps_its_outputs(device: str) -> None:
     model = build("qwen3", seed=0, device=device)
     model.model.layers[0].forward = partial(type(model.model.layers[0]).forward, model.model.layers[0])
