@@ -37,7 +37,7 @@ FAMILIES = {
     "olmo2": ({}, {**POST_NORM, "rope": 2}),
     "exaone4": (
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-        {**POST_NORM, "rope": 2},
+        {**POST_NORM, "rope": 1},  # its layers without a window do not rotate
     ),
     "granite": ({"residual_multiplier": 0.22}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
     "glm4_moe": (
@@ -46,7 +46,7 @@ FAMILIES = {
     ),
     "hunyuan_v1_dense": ({}, counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2)),
     "phi3": ({"partial_rotary_factor": 0.5}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
-    "smollm3": ({"no_rope_layers": [1, 0]}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
+    "smollm3": ({"no_rope_layers": [1, 0]}, counts(loss=1, norm=5, rope=1, residual=2, mlp=2)),
     # Its angles are those of one half.
     "gpt_oss": (
         {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},

@@ -83,7 +83,7 @@ SITES: dict[str, dict[Kind, int]] = {
     # Four norms of layers and four of attentions in each, and one at the end.
     "longcat_flash": {"norm": 17, "residual": 6, "sandwich": 0},
     # Three of its norms have a gate.
-    "zamba2": {"norm": 9, "residual": 3, "sandwich": 0},
+    "zamba2": {"norm": 9, "residual": 3, "sandwich": 0, "rope": 0},  # by its default settings nothing rotates
     # Four norms in the layer of the encoder and six in that of the decoder; dropout stands behind those of branches.
     "t5gemma": {"norm": 12, "residual": 3, "sandwich": 5},
 }

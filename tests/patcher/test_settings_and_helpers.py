@@ -38,6 +38,33 @@ def deepseek(device: str, **settings: Any) -> DeepseekV3ForCausalLM:
     return model.to(device).train()
 
 
+INTERLEAVED = "apply_rotary_pos_emb_interleave does not compute the half rotation of q and k"
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_rotation_that_a_config_chooses_has_the_row(interleaved: bool, device: str) -> None:
+    report = fused_norm.apply_fused_norm(deepseek(device, rope_interleave=interleaved))
+    assert rows(report, "rope") == {("DeepseekV3Attention", INTERLEAVED if interleaved else None): 2}
+    assert report.counts["rope"] == (0 if interleaved else 2)
+
+
+def test_a_rotation_that_is_chosen_after_the_patch_is_fused_and_its_row_comes_with_the_next_report(
+    device: str, launches: list[str]
+) -> None:
+    model = deepseek(device, rope_interleave=True)
+    fused_norm.apply_fused_norm(model)
+    model.config.rope_interleave = False
+    launches.clear()
+    logits, gradients = step(model, tokens(device))
+    assert any("rope" in kernel for kernel in launches)
+    assert rows(fused_norm.apply_fused_norm(model), "rope") == {("DeepseekV3Attention", None): 2}
+    with fused_norm.disabled():
+        stock_logits, stock_gradients = step(model, tokens(device))
+    torch.testing.assert_close(logits, stock_logits, rtol=1e-5, atol=1e-5)
+    for name, gradient in stock_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
 @pytest.mark.parametrize("q_lora_rank", [28, None])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_linears_of_another_config_do_not_keep_those_that_are_there_from_reading_a_norm(

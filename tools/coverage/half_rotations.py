@@ -1,9 +1,11 @@
-"""Which classes rotate queries and keys by halves: told by the functions that a forward calls, and their results."""
+"""Which modules rotate queries and keys by halves: told by the functions that a forward calls, and their results."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -14,31 +16,70 @@ from torch import Tensor, nn
 
 _DEPTH = 3
 
+_Tests = tuple[tuple[ast.expr, bool], ...]
+"""The tests of ``if`` that code is under, each with how it has to come out for the code to run."""
+
 
 def rotates(module: nn.Module) -> bool:
-    """Return whether the forward of a module, or a method that it calls, calls a function that is a half rotation."""
+    """Return whether the forward of a module, or a method that it calls, calls a function that is a half rotation.
+
+    A call that the module's settings never reach does not count.
+    """
     cls: Any = type(module)
-    return _rotates(cls)
+    return _may_rotate(cls) and any(map(_is_half_rotation, _called(cls, module)))
 
 
 @cache
-def _rotates(cls: Any) -> bool:
+def _may_rotate(cls: Any) -> bool:
+    """Return whether a module of a class rotates by halves under any settings."""
+    return not cls.__module__.startswith("torch.") and any(map(_is_half_rotation, _called(cls, None)))
+
+
+def _called(cls: Any, module: nn.Module | None) -> Iterator[FunctionType]:
+    """The functions that a forward, and methods that it calls, may call by name; of ``None`` under any settings."""
     forward = inspect.unwrap(cls.forward)
-    return not cls.__module__.startswith("torch.") and any(map(_is_half_rotation, _called(cls, forward, set())))
+    methods = [forward] if isinstance(forward, FunctionType) else []
+    for method in methods:  # grows meanwhile
+        for name, tests in _names_under_tests(method):
+            if module is not None and not all(_may_come_out(*one, method, module) for one in tests):
+                continue
+            held, called = method.__globals__.get(name), inspect.getattr_static(cls, name, None)
+            if isinstance(held, FunctionType):
+                yield held
+            if isinstance(called, FunctionType) and called not in methods and not hasattr(nn.Module, name):
+                methods.append(called)
 
 
-def _called(cls: type[nn.Module], function: Any, seen: set[Any]) -> Iterator[FunctionType]:
-    """The functions that a function of a class, and methods of the class that it calls, may call by name."""
-    if not isinstance(function, FunctionType) or function in seen:
+@cache
+def _names_under_tests(method: FunctionType) -> dict[tuple[str, _Tests], None]:
+    """The names of globals and attributes that a method uses, each with the tests that it is under."""
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return dict.fromkeys((name, ()) for name in _names(method.__code__))
+    return dict.fromkeys(_used(definition, ()))
+
+
+def _used(node: ast.AST, tests: _Tests) -> Iterator[tuple[str, _Tests]]:
+    if isinstance(node, (ast.If, ast.IfExp)):
+        yield from _used(node.test, tests)
+        for arm, truth in ((node.body, True), (node.orelse, False)):
+            for part in arm if isinstance(arm, list) else [arm]:
+                yield from _used(part, (*tests, (node.test, truth)))
         return
-    seen.add(function)
-    for name in _names(function.__code__):
-        held = function.__globals__.get(name)
-        if isinstance(held, FunctionType):
-            yield held
-        method = inspect.getattr_static(cls, name, None)
-        if name != "forward" and not hasattr(nn.Module, name):
-            yield from _called(cls, method, seen)
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        yield node.id if isinstance(node, ast.Name) else node.attr, tests
+    for child in ast.iter_child_nodes(node):
+        yield from _used(child, tests)
+
+
+def _may_come_out(test: ast.expr, truth: bool, method: FunctionType, module: nn.Module) -> bool:
+    """Return whether a test comes out like this for a module; a test of more than its settings may."""
+    own = {method.__code__.co_varnames[0]: module}
+    try:
+        return bool(eval(compile(ast.Expression(test), "<test>", "eval"), method.__globals__, own)) is truth
+    except Exception:  # a local variable that is not known here, or whatever a property raises
+        return True
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -85,7 +85,7 @@ class RotationCall:
 def decide_rotations(
     rotations: Sequence[RotationCall], with_norms: Sequence[Site | None], block: Block
 ) -> Iterator[Site]:
-    """The rows of rotations.
+    """The rows of rotations, but for those that the module's settings never run.
 
     ``with_norms``: the rows of norms of queries and keys that are fused with a rotation after them.
     """
@@ -95,7 +95,8 @@ def decide_rotations(
             row = block.own_row("rope", block.done("rotations", index) is not None)
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
             block.rewrites += [Rewrite("rotations", index)] if row.reason is None else []
-        yield row
+        if come_out_so(rotation.conditions, block.module):
+            yield row
 
 
 def decide_missed_rotations(
