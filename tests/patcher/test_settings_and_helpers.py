@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import fused_norm
 from fused_norm.patcher.patch_report import PatchReport
+from fused_norm.patcher.source import helpers_of
 
 from .models import step, tokens
 
@@ -185,6 +186,10 @@ def test_what_methods_and_functions_compute_that_a_forward_calls_has_a_row_with_
     }
     off = fused_norm.apply_fused_norm(WithHelpers(), mlp=False, strict=False)
     assert {site.cause for site in off.kept if site.kind == "mlp"} == {"option"}
+
+
+def test_rows_of_helpers_come_in_the_same_order_in_every_process() -> None:
+    assert list(helpers_of(WithHelpers)) == ["_apply_gate", "_turn", "_written_out", "gated", "_inner"]
 
 
 def test_experts_that_gate_in_a_method_have_a_row(device: str) -> None:

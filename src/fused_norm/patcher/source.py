@@ -252,11 +252,14 @@ class Helper:
 
 
 def helpers_of(layer: Any) -> dict[str, Helper]:
-    """What a forward uses by name: methods of its class, functions of their file, and what these use in turn."""
+    """What a forward uses by name: methods of its class, functions of their file, and what these use in turn.
+
+    They come in the same order in every process, and so do rows of the report.
+    """
     found: dict[str, Helper] = {}
     used: list[Any] = [layer]
     for user in used:  # grows meanwhile
-        for name in names_in(user):
+        for name in sorted(names_in(user)):
             if name in found or hasattr(nn.Module, name):
                 continue
             method, function = getattr(layer, name, None), global_of(user, name)
