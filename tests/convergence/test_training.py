@@ -72,7 +72,7 @@ def test_masked_labels_have_a_mean_over_the_step_in_any_micro_batches(fused):
             apply_fused_norm(model)
         # A rate of next to nothing, so that the second step has the weights of the first.
         options = TrainingOptions(steps=2, batch_size=4, accumulation=accumulation, learning_rate=1e-12)
-        results.append(train(model, tokens, options, masked=True))
+        results.append(train(model, tokens, options, labels=masked_labels(tokens, 4)))
     model = build("llama", seed=0)
     loss = model(input_ids=tokens[4:], labels=labels).loss
     loss.backward()

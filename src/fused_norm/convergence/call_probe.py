@@ -68,6 +68,7 @@ class CallRecord:
             a second time in the backward, each linear that reads a norm has an output of that of its own, or logits are
             computed when they are read.
         not_seen: sites, with their kinds, that did not run fused, and layers that were to recompute and did not.
+        not_done: places by what the report or an option says of them, and a step did not do, in words.
     """
 
     outputs: dict[str, float] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class CallRecord:
     changes: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
     not_seen: tuple[str, ...] = ()
+    not_done: dict[str, list[str]] = field(default_factory=dict)
 
 
 def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> list[FusedCall]:
@@ -99,10 +101,13 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
         labels[0, 2], without[0, 1], without[:, -1] = IGNORED, True, True
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
             output = model(input_ids=tokens, labels=labels, use_cache=False)
+            in_forward = len(calls)
             others = nn.functional.cross_entropy(output.logits[without].float(), following[without])
         # About as much for each position, by a power of two.
         share = 2.0 ** round(math.log2(int(without.sum()) / int((~without).sum())))
         (_LOSS_SCALE * (output.loss + share * others)).backward()
+    for call in calls[in_forward:]:
+        call.is_behind = True
     model.zero_grad(set_to_none=True)
     return calls
 

@@ -51,14 +51,27 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 )
 """The kinds of sites that are fused."""
 
-EXECUTIONS = ("eager", "compile", "checkpointing", "recompute", "loss", "lora", "lora-alone", "lora-dropout")
-"""The ways a step runs. ``recompute`` is a way of the fused model alone: its stock model and controls run eagerly.
-``loss`` leaves out labels, those of whole sequences too, so that micro-batches have unequal numbers of them, and gives
-the model the number of labels in a step, as trainers do. ``lora`` trains adapters on every linear layer, and the norms
-beside them; ``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout."""
+EXECUTIONS = (
+    "eager",
+    "compile",
+    "checkpointing",
+    "recompute",
+    "loss",
+    "lora",
+    "lora-alone",
+    "lora-dropout",
+    "lora-recompute",
+)
+"""The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
+controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones, where
+the others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
+freezes the norms, and so does ``lora-dropout``, whose adapters have dropout."""
 
-LORA = ("lora", "lora-alone", "lora-dropout")
+LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute")
 """The executions that train adapters, which are peft's."""
+
+RECOMPUTE: Mapping[str, str] = MappingProxyType({"recompute": "eager", "lora-recompute": "lora"})
+"""The executions that recompute what others keep, by the way that their stock models run."""
 
 FROZEN_NORMS = ("lora-alone", "lora-dropout")
 """The executions that train no norm."""
@@ -66,13 +79,14 @@ FROZEN_NORMS = ("lora-alone", "lora-dropout")
 _WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
 _WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms alone", "norms+qk": "norms+QK"}
 _WORDS |= {
+    "lora-recompute": "LoRA+recompute",
     "loss": "masked labels",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",
     "norms+mlp": "norms+MLPs",
 }
 
-SECOND_RUNS = ("checkpointing", "recompute")
+SECOND_RUNS = ("checkpointing", *RECOMPUTE)
 """The executions that compute values of the forward a second time in the backward."""
 
 
@@ -110,7 +124,7 @@ class Comparison:
     @property
     def baseline(self) -> Comparison:
         """The comparison whose stock and control runs this one shares with others."""
-        return replace(self, feature="all", execution="eager" if self.execution == "recompute" else self.execution)
+        return replace(self, feature="all", execution=RECOMPUTE.get(self.execution, self.execution))
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:

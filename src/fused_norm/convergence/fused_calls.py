@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,6 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator
-from ..kernels.operator import calls as operator_calls
 from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
@@ -71,6 +71,9 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
 }
 """The operators that make a site of each kind fused."""
 
+_SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
+"""How many sites of a kind one call of an operator makes fused, if several."""
+
 
 @dataclass
 class FusedCall:
@@ -85,6 +88,8 @@ class FusedCall:
         changed: share of the numbers among its arguments that it changed.
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
         dtypes: of these tensors.
+        is_one_node: the first two tensors that it returned are outputs of one node of the graph.
+        is_behind: the model's forward had returned before it.
     """
 
     path: str
@@ -95,6 +100,8 @@ class FusedCall:
     changed: float = 0.0
     gradients: list[Tensor | None] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
+    is_one_node: bool = False
+    is_behind: bool = False
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -113,19 +120,40 @@ def paths_of(model: nn.Module) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def watched_calls(paths: Mapping[int, str], *, with_tensors: bool = True) -> Iterator[list[FusedCall]]:
+def watched_calls(
+    paths: Mapping[int, str], calls: list[FusedCall] | None = None, *, with_tensors: bool = True
+) -> Iterator[list[FusedCall]]:
     """Keep every fused call of modules in ``paths`` inside the ``with``, in order; inner calls are part of outer ones.
 
-    ``with_tensors``: their arguments and gradients, too.
+    Calls of all threads are kept: a GPU's backward, which runs checkpointed layers again, has one of its own. Nothing
+    observes operators meanwhile, so that layers recompute what they would recompute otherwise; but no model can be
+    patched then, because classes have other methods.
+
+    Args:
+        paths: of a model's modules, by their ids.
+        calls: a list that gets the calls; a new one when None.
+        with_tensors: keep their arguments and gradients, too.
     """
-    watch = _Watch(paths, with_tensors)
+    watch = _Watch(paths, with_tensors, [] if calls is None else calls)
     methods: list[tuple[type, str]] = [(one, "forward") for one in (FusedNorm, FusedGatedNorm, FusedAdapter)]
     methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
     methods += [(FusedHead, name) for name in _METHODS_OF["loss"]]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(operator_calls.by(watch))
         for owner, name in methods:
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
+        known, called = Operator.known, Operator.__call__
+
+        def noted_known(operator: Operator, among: Any, spec: Any, *arguments: Any) -> Any:
+            outputs = known(operator, among, spec, *arguments)
+            if outputs is not None:
+                watch.ran(operator, arguments)
+            return outputs
+
+        def noted_call(operator: Operator, spec: Any, *arguments: Any) -> Any:
+            watch.ran(operator, arguments)
+            return called(operator, spec, *arguments)
+
+        stack.enter_context(mock.patch.multiple(Operator, known=noted_known, __call__=noted_call))
         yield watch.calls
 
 
@@ -144,11 +172,10 @@ def watch_next_forward(model: nn.Module, paths: Mapping[int, str]) -> list[Fused
 
 
 class _Watch:
-    """Keeps the calls of methods of modules in ``paths``, by id, and observes the operators that they run."""
+    """Keeps the calls of methods of modules in ``paths``, by id, and the operators that they run."""
 
-    def __init__(self, paths: Mapping[int, str], with_tensors: bool) -> None:
-        self._paths, self._with_tensors = paths, with_tensors
-        self.calls: list[FusedCall] = []
+    def __init__(self, paths: Mapping[int, str], with_tensors: bool, calls: list[FusedCall]) -> None:
+        self._paths, self._with_tensors, self.calls = paths, with_tensors, calls
         self._outermost: FusedCall | None = None
 
     def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +200,8 @@ class _Watch:
                 call.operators.append(_OWN_INPUTS)
             if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(*positional[:2]):
                 call.operators.append(_IN_FLOAT32)
+            call.dtypes = [output.dtype for output in returned(outputs)]
+            call.is_one_node = _are_of_one_node(outputs)
             if self._with_tensors:
                 call.changed = share_changed(given, kept)
                 _keep_gradients(call, returned(outputs))
@@ -180,10 +209,10 @@ class _Watch:
 
         return watch
 
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def ran(self, operator: Operator, arguments: tuple[Any, ...]) -> None:
+        """Note that the call which is running now has run an operator."""
         if self._outermost is not None:
             self._outermost.operators.append(operator.public_name(*arguments))
-        return operator.results_of(spec, *arguments)
 
 
 def sites_not_seen(
@@ -191,29 +220,43 @@ def sites_not_seen(
 ) -> tuple[str, ...]:
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind.
 
-    Those without a call are among them; where they ``may_be_idle``, as experts are without tokens, only if no site of
-    their kind has one.
+    Those without a call in the model's forward are among them; where they ``may_be_idle``, as experts are without
+    tokens, only if no site of their kind has one.
     """
-
-    def called(site: AnySite, call: FusedCall) -> bool:
-        methods = _METHODS_OF.get(site.kind)
-        return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
-
-    calls_of = [(site, [c for c in calls if called(site, c)]) for site in sites]
+    calls_of = [(site, [c for c in calls if is_call_of(site, c)]) for site in sites]
     idle_kinds = {site.kind for site, mine in calls_of if mine} if may_be_idle else set()
     return tuple(
         f"{site.path} ({site.kind})"
         for site, mine in calls_of
         if any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine)
-        or (not mine and site.kind not in idle_kinds)
+        or (all(call.is_behind for call in mine) and site.kind not in idle_kinds)
     )
 
 
+def is_call_of(site: AnySite, call: FusedCall) -> bool:
+    """Return whether a call is one of a site's."""
+    methods = _METHODS_OF.get(site.kind)
+    return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
+
+
 def sites_not_compiled(sites: Iterable[AnySite], called: Sequence[str]) -> tuple[str, ...]:
-    """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls."""
-    names = {name.removeprefix("fused_norm.").removesuffix("_forward.default") for name in called}
-    names |= {"qk_norm_rope"} if "qk_norm" in names else set()  # one operator, with and without
-    return tuple(f"{site.path} ({site.kind})" for site in sites if _OPERATORS_OF[site.kind].isdisjoint(names))
+    """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls.
+
+    Compiled code does not say which call is of which site: if there are fewer calls than sites of a kind, the last
+    sites of that kind are those without one.
+    """
+    numbers: Counter[str] = Counter()
+    for name in called:
+        operator = name.removeprefix("fused_norm.").removesuffix("_forward.default")
+        for kind, operators in _OPERATORS_OF.items():
+            if operator in operators or (operator == "qk_norm" and kind == "rope"):  # with a rotation and without
+                numbers[kind] += _SITES_OF_CALL.get((kind, operator), 1)
+    missing = []
+    for site in sites:
+        numbers[site.kind] -= 1
+        if numbers[site.kind] < 0:
+            missing.append(f"{site.path} ({site.kind})")
+    return tuple(missing)
 
 
 def computes(call: FusedCall) -> bool:
@@ -239,6 +282,13 @@ def returned(found: Any) -> list[Tensor]:
 def copied(tensor: Tensor) -> Tensor:
     """A copy that is a leaf of autograd, and wants a gradient where the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _are_of_one_node(found: Any) -> bool:
+    """Return whether the first two tensors that a call returned are outputs of one node of the graph."""
+    if not isinstance(found, tuple) or len(found) < 2 or not all(map(is_tensor, found[:2])):
+        return False
+    return found[0].grad_fn is not None and found[0].grad_fn is found[1].grad_fn
 
 
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
@@ -274,7 +324,7 @@ def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments)
 
 
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
-    call.gradients, call.dtypes = [None] * len(outputs), [output.dtype for output in outputs]
+    call.gradients = [None] * len(outputs)
 
     def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no reader has read
         call.gradients[index] = None if gradient is None else gradient.detach().clone()

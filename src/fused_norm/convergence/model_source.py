@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import model_configs
 from ..patcher import apply_fused_norm
-from .comparison import FROZEN_NORMS, PRECISIONS, Comparison, options_for_feature
+from .comparison import FROZEN_NORMS, PRECISIONS, RECOMPUTE, Comparison, options_for_feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -64,8 +64,8 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 def set_up_execution(
     model: Any, comparison: Comparison, compile_backend: str, compiled_calls: list[str] | None = None
 ) -> nn.Module:
-    """The model set up for the comparison's execution; patched or not, it is the same call, but for ``recompute``,
-    which no stock model is compared in.
+    """The model set up for the comparison's execution; patched or not, it is the same call, but for those that
+    recompute, which no stock model is compared in.
 
     Names of operators that compiled code calls are appended to ``compiled_calls`` when it is compiled.
     """
@@ -73,7 +73,7 @@ def set_up_execution(
         # The name since transformers 5.23, which warns of the old one.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    elif comparison.execution == "recompute":
+    elif comparison.execution in RECOMPUTE:
         apply_fused_norm(model, recompute="attention", **options_for_feature(comparison.feature))
     elif comparison.execution == "compile":
         torch._dynamo.reset()

@@ -6,7 +6,7 @@ A loss tells late that something is wrong; they tell where.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.operator import Recompute
 from ..kernels.plans import PlanTable, Rule
+from ..options import RecomputeLevel
+from ..patcher.patch_report import PatchReport
 from .distances import share_different
+from .fused_calls import FusedCall, paths_of, watched_calls
+from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
 from .model_source import layers_of
 from .run_record import snapshot
 
@@ -71,6 +75,7 @@ def probe_bits(
     *,
     mixed: bool = False,
     loss_of: Callable[[Any, Tensor], Tensor] = own_loss,
+    calls: list[FusedCall] | None = None,
 ) -> dict[str, float]:
     """Hold the step of a model that is changed to the bits of its step before.
 
@@ -82,30 +87,108 @@ def probe_bits(
         change: changes how the model's steps run.
         mixed: under bf16 autocast.
         loss_of: computes the loss that is differentiated, of the model and the tokens.
+        calls: gets the fused calls of the changed step.
 
     Returns:
         The share of the numbers in each parameter's gradient that are others.
     """
 
     def gradients() -> dict[str, Tensor]:
-        # The backwards of PyTorch's other kernels for attention sum in any order on a GPU.
-        with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
-            torch.manual_seed(0)  # dropout drops the same in all
+        with _repeatable(tokens):
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
                 loss = loss_of(model, tokens)
             if loss.requires_grad:  # one that has lost its graph leaves no gradients
                 loss.backward()
-        found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-        model.zero_grad(set_to_none=True)
-        return found
+        return _taken_gradients(model)
 
     kept, again = gradients(), gradients()
     change(model)
-    found = gradients()
+    with _watched(model, calls):
+        found = gradients()
+    return _shares_of_others(kept, again, found)
+
+
+def _watched(model: nn.Module, calls: list[FusedCall] | None) -> contextlib.AbstractContextManager[Any]:
+    """Append the fused calls inside the ``with`` to ``calls``, without their tensors, if there is such a list."""
+    if calls is None:
+        return contextlib.nullcontext()
+    return watched_calls(paths_of(model), calls, with_tensors=False)
+
+
+@contextlib.contextmanager
+def _repeatable(tokens: Tensor) -> Iterator[None]:
+    """A step inside the ``with`` computes the same numbers each time, as far as PyTorch can."""
+    # The backwards of PyTorch's other kernels for attention sum in any order on a GPU.
+    with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
+        torch.manual_seed(0)  # dropout drops the same in all
+        yield
+
+
+def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a model's parameters, which are left without."""
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _shares_of_others(
+    kept: Mapping[str, Tensor], again: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The share of the numbers in each gradient that are not those ``kept``, if those are the same ``again``."""
     return {
         name: 0.0 if share_different(one, again[name]) else share_different(found.get(name, torch.zeros_like(one)), one)
         for name, one in kept.items()
     }
+
+
+def probe_levels(
+    model: nn.Module,
+    tokens: Tensor,
+    change: Callable[[nn.Module, RecomputeLevel], PatchReport],
+    *,
+    calls: list[FusedCall],
+    mixed: bool = False,
+) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Hold a step at each level of ``recompute`` to the bits of one that keeps all, and to fewer bytes at each level.
+
+    Args:
+        model: patched, without ``recompute``; left without gradients, and at the last level.
+        tokens: [batch, sequence] of token ids, on the model's device.
+        change: sets a level, and returns the report.
+        calls: gets the fused calls of the steps that recompute.
+        mixed: under bf16 autocast.
+
+    Returns:
+        The share of the numbers in each parameter's gradient that are others, by parameter and level; and the layers
+        that a level changes nothing in, by what is wrong.
+    """
+    reports: dict[RecomputeLevel, PatchReport] = {}
+    held: dict[RecomputeLevel, HeldMemory] = {}
+
+    def loss() -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+            return own_loss(model, tokens)
+
+    def gradients(level: RecomputeLevel) -> dict[str, Tensor]:
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
+            torch.manual_seed(0)  # dropout drops the same in all
+            held[level] = held_memory(loss, layers_of(model), tokens.device)
+        found = _taken_gradients(model)
+        if tokens.is_cuda:  # the attention that repeats its sums there keeps copies of queries and keys
+            with _repeatable(tokens):
+                loss().backward()
+            found = _taken_gradients(model)
+        return found
+
+    kept, again = gradients(False), gradients(False)  # what a first call keeps for later ones does not count
+    bits: dict[str, float] = {}
+    for level in LEVELS[1:]:
+        reports[level] = change(model, level)
+        with _watched(model, calls):
+            found = gradients(level)
+        shares = _shares_of_others(kept, again, found)
+        bits |= {f"{name}, recompute={level!r}": share for name, share in shares.items()}
+    return bits, levels_not_kept(model, reports, held)
 
 
 def loss_of_read_logits(model: Any, tokens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import statistics
@@ -66,26 +67,27 @@ def train(
     sequences: Tensor,
     options: TrainingOptions,
     *,
+    labels: Tensor | None = None,
     accelerator: Accelerator | None = None,
     cut_last: bool = False,
-    masked: bool = False,
     on_step: Callable[[int, float], object] | None = None,
     on_gradients: Callable[[int, nn.Module], object] | None = None,
     on_end: Callable[[nn.Module], object] | None = None,
 ) -> TrainingResult:
     """Train a causal language model in place, on the device that ``accelerator`` picks.
 
-    Training ends early at a loss or gradient norm that is not finite, which is recorded.
+    A model whose forward takes it is given the number of labels in a step, by which it divides the sum of its losses,
+    as transformers' Trainer does; of other models each micro-batch has its mean. Training ends early at a loss or
+    gradient norm that is not finite, which is recorded.
 
     Args:
         model: trained in the dtype it has.
         sequences: token ids in training order, (steps * batch_size * processes or more, length), int64; nothing is
             shuffled here.
         options: how to train.
+        labels: of the sequences, ``IGNORED`` for tokens without one; all tokens are labels when None.
         accelerator: made for ``options.accumulation`` when None: a GPU if there is one, else the CPU.
         cut_last: the sequences of the last of several steps lose a third, so that a second shape is seen.
-        masked: labels are ``masked_labels``, and the model is given the number of them in a step, by which it divides
-            the sum of its losses, as trainers do. Otherwise all tokens are labels, and each micro-batch has its mean.
         on_step: called after each step with its index and loss, the mean over all processes.
         on_gradients: called in each step, with its index and the prepared model, before gradients are clipped.
         on_end: called with the prepared model after the last step.
@@ -95,13 +97,14 @@ def train(
     """
     accelerator = accelerator or accelerator_for(accumulation=options.accumulation)
     step_size = options.batch_size * accelerator.num_processes
-    labels = masked_labels(sequences, step_size) if masked else sequences
+    labels = sequences if labels is None else labels
+    is_counted = takes_number_of_labels(model)
     prepared = _prepare(model.train(), sequences, labels, options, accelerator)
 
     def cut(batch: Tensor, step: int) -> Tensor:
         return batch[:, : -(batch.shape[1] // 3)] if cut_last and 0 < step == options.steps - 1 else batch
 
-    steps_labels = enumerate(labels.split(step_size)) if masked else ()
+    steps_labels = enumerate(labels.split(step_size)) if is_counted else ()
     counts = [int((cut(one, step)[:, 1:] != IGNORED).sum()) for step, one in steps_labels]
     on_gpu = accelerator.device.type == "cuda"
     meter = _GpuPeak(accelerator.device) if on_gpu else SavedForBackward(prepared.model)
@@ -129,7 +132,15 @@ def train(
     )
 
 
-def masked_labels(sequences: Tensor, step_size: int) -> Tensor:
+def takes_number_of_labels(model: nn.Module) -> bool:
+    """Return whether a model's forward takes ``num_items_in_batch``, as transformers' Trainer asks."""
+    asked = getattr(model, "accepts_loss_kwargs", None)
+    if asked is not None:
+        return bool(asked)
+    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+
+
+def masked_labels(sequences: Tensor, step_size: int, *, few: bool = False) -> Tensor:
     """Labels of sequences, none for a beginning of each, up to a half, and none for one sequence of every other step.
 
     Which ones goes by their tokens: a step has the same labels in any order and grouping of its sequences.
@@ -137,10 +148,11 @@ def masked_labels(sequences: Tensor, step_size: int) -> Tensor:
     Args:
         sequences: token ids in training order, (sequences, length).
         step_size: sequences in a step, of all processes.
+        few: of each sequence up to an eighth has no label, and of none all.
     """
     sums = sequences.sum(1)
-    beginnings = sums % (1 + sequences.shape[1] // 2)
-    for start in range(step_size, len(sums), 2 * step_size) if step_size > 1 else ():
+    beginnings = sums % (1 + sequences.shape[1] // (8 if few else 2))
+    for start in range(step_size, len(sums), 2 * step_size) if step_size > 1 and not few else ():
         beginnings[start + int(sums[start : start + step_size].argmin())] = sequences.shape[1]
     places = torch.arange(sequences.shape[1])
     return sequences.masked_fill(places < beginnings[:, None], IGNORED)

@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import in_all_graphs
 from ..kernels.triton.devices import use_plans
+from ..options import RecomputeLevel
 from ..patcher import Site, apply_fused_norm
-from ..patcher.patch_report import ReadingBlock
+from ..patcher.patch_report import PatchReport, ReadingBlock
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_probe import CallRecord, calls_of_step, compare
-from .comparison import LORA, PRECISIONS, SECOND_RUNS, Comparison, options_for_feature
+from .comparison import LORA, PRECISIONS, RECOMPUTE, SECOND_RUNS, Comparison, options_for_feature
 from .control_perturbations import regroup
-from .fused_calls import AnySite, paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
+from .fused_calls import AnySite, FusedCall, paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
+from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import loss_of_read_logits, probe_bits, probe_step, recomputed_operators, same_plans
+from .step_probe import loss_of_read_logits, probe_bits, probe_levels, probe_step, recomputed_operators, same_plans
 from .tiers import Settings, TrainingOptions
-from .training import accelerator_for, train
+from .training import accelerator_for, masked_labels, train
 
 OnStep = Callable[[int, float], object]
 MakeTwin = Callable[[nn.Module], AbstractContextManager[Sequence[AnySite]]]
@@ -89,20 +91,24 @@ class TwinTrainer:
 
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
         one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. Where
-        an execution computes values a second time, the step is held to one that keeps them. None for compiled code,
-        which has no calls.
+        an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
+        level, which has to hold fewer bytes than the one below. None for compiled code, which has no calls.
 
         Args:
             fused: makes the model.
             in_half: a model in bf16 is probed in fp16 as well, in which it is not trained.
         """
         model, tokens, mixed = self.probed_model()
+        not_done: dict[str, list[str]] = {}
         if self.comparison.execution in SECOND_RUNS:
-            set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
-            with fused(model), recomputed_operators() as recomputed:
-                bits = probe_bits(model, tokens[:1], set_up, mixed=mixed)
-            kept = self.comparison.execution == "recompute" and not recomputed
-            return CallRecord(bits=bits, not_seen=tuple(f"{path} (recompute)" for path in layers_of(model) if kept))
+            calls: list[FusedCall] = []
+            with fused(model) as sites:
+                if self.comparison.execution in RECOMPUTE:
+                    bits, not_done = probe_levels(model, tokens[:1], self._recompute, calls=calls, mixed=mixed)
+                else:
+                    set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
+                    bits = probe_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
+            return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True), not_done=not_done)
         if self.comparison.execution == "compile":
             return None
         bits = self.probe_readers(fused)
@@ -115,7 +121,12 @@ class TwinTrainer:
                 calls = calls_of_step(model.half() if where else model, tokens, mixed=mixed)
                 compare(record, model, calls, mixed=mixed, where=where)
                 not_seen += sites_not_seen(sites, calls)
-        return replace(record, not_seen=tuple(dict.fromkeys(not_seen)))
+                not_done |= claims_not_kept(model, sites, calls, tokens, mixed=mixed)
+        return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
+
+    def _recompute(self, model: nn.Module, level: RecomputeLevel) -> PatchReport:
+        """Have a model recompute at a level, and return the report."""
+        return apply_fused_norm(model, recompute=level, **options_for_feature(self.comparison.feature))
 
     def probe_readers(self, fused: MakeTwin) -> dict[str, float]:
         """Hold a step in which linears read a norm by outputs of their own to one in which they read the same output.
@@ -186,7 +197,15 @@ class TwinTrainer:
         model = self._build(accelerator.device)
         # A control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(accelerator.device)
-        with make_twin(model) as changed, in_all_graphs():
+        compiled = 0
+        with make_twin(model) as changed, in_all_graphs(), recomputed_operators() as recomputed:
+
+            def noted_gradients(step: int, trained: nn.Module) -> None:
+                nonlocal compiled
+                if not step:
+                    compiled = len(called)
+                    gradients.update(_gradients(trained))
+
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
             called: list[str] = []
@@ -194,24 +213,28 @@ class TwinTrainer:
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
             initial = _snapshots(model)
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
-            # A compiled forward makes no calls, and nothing is recomputed where operators are watched.
-            watched = self.comparison.execution not in ("compile", "recompute")
+            watched = self.comparison.execution != "compile"  # which makes no calls
             calls = watch_next_forward(model, paths) if watched else []
+            step_size = options.batch_size * accelerator.num_processes
             result = train(
                 model,
                 sequences,
                 options,
+                labels=masked_labels(sequences, step_size, few=self.comparison.execution != "loss"),
                 accelerator=accelerator,
                 cut_last=self.comparison.execution != "compile",  # it would be compiled twice
-                masked=self.comparison.execution == "loss",
                 on_step=on_step,
-                on_gradients=lambda step, trained: None if step else gradients.update(_gradients(trained)),
+                on_gradients=noted_gradients,
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
-        not_seen: tuple[str, ...] = ()
-        if self.comparison.execution == "compile":  # linears read what a stock norm returns, and the head is stock
+        if watched:
+            not_seen = sites_not_seen(changed, calls, may_be_idle=True)
+        else:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in (ReadingBlock.kind, "loss")]
-            not_seen = sites_not_compiled(changed, called)
+            # What is compiled later, for another shape or without gradients, calls all of them once more.
+            not_seen = sites_not_compiled(changed, called[:compiled])
+        if changed and self.comparison.execution in RECOMPUTE and not recomputed:
+            not_seen += tuple(f"{path} (recompute)" for path in layers_of(model))
         return RunTensors(
             **vars(result),
             outputs=outputs,
@@ -222,7 +245,7 @@ class TwinTrainer:
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
             sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, ReadingBlock.kind)},
-            not_seen=sites_not_seen(changed, calls, may_be_idle=True) if watched else not_seen,
+            not_seen=not_seen,
         )
 
 

@@ -261,6 +261,8 @@ def _invalid(
         yield f"{_some(still)} never moved: take more steps or a higher learning rate"
     if calls is not None and calls.not_seen:
         yield f"{_some(calls.not_seen, 'sites')} ran as stock code does, and the report says otherwise"
+    for what, places in calls.not_done.items() if calls is not None else ():
+        yield f"{_some(places, 'places')}: {what}"
     for measure, cap in caps.items():
         values = [_values(measure, control, stock) for control in controls]
         floors = noise_floor(values).values() if values else ()

@@ -1,0 +1,168 @@
+"""The bytes that a step holds at each of its moments, and what the levels of ``recompute`` take off them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ..options import RecomputeLevel
+from ..patcher.fused_block import FusedBlock
+from ..patcher.patch_report import PatchReport, ReadingBlock
+
+LEVELS: tuple[RecomputeLevel, ...] = (False, True, "mlp", "attention")
+"""The levels of ``recompute``, each of which holds less than the one before it."""
+
+_MOMENT = "fused_norm moment"
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """The bytes that a step holds for its backward.
+
+    Attributes:
+        layers: what each layer's forward has allocated and leaves allocated, by path.
+        after_backward: what the graph holds after a backward that keeps it.
+    """
+
+    layers: Mapping[str, int]
+    after_backward: int
+
+
+class Allocations:
+    """Counts the bytes that tensors on a device have come to hold, and not given back, inside a ``with``.
+
+    On a CPU the events of ``torch.profiler`` are added up at the end; on a GPU PyTorch's allocator is asked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: list[int] = []
+        self._profile: Any = None
+        self._before = 0
+
+    def __enter__(self) -> Allocations:
+        gc.collect()
+        gc.freeze()  # collecting what comes from now on is quick
+        if self._device.type == "cpu":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write two lines for each use
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+        else:
+            self._before = self._allocated()
+        return self
+
+    def moment(self) -> int:
+        """Note how many bytes are held now, and return the number of this note."""
+        gc.collect()  # Triton's interpreter leaves cycles with tensors in them
+        if self._profile is None:
+            self._held.append(self._allocated() - self._before)
+            return len(self._held) - 1
+        with record_function(_MOMENT):
+            self._held.append(0)
+        return len(self._held) - 1
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self._profile is None:
+            return
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()
+        held, moment = 0, 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+            elif event.name() == _MOMENT:
+                self._held[moment] = held
+                moment += 1
+
+    def at(self, moment: int) -> int:
+        """The bytes that were held at a moment, when the ``with`` has ended."""
+        return self._held[moment]
+
+    def _allocated(self) -> int:
+        # What is allocated is rounded up.
+        return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
+
+
+def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device) -> HeldMemory:
+    """Run a step, forward and backward, and measure what it holds.
+
+    Args:
+        loss_of: computes the loss.
+        layers: modules that the forward calls once each, by path.
+        device: where they compute.
+    """
+    begins: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    with contextlib.ExitStack() as hooks, Allocations(device) as allocations:
+
+        def noting(path: str, moments: dict[str, int]) -> Callable[..., None]:
+            return lambda *_: moments.__setitem__(path, allocations.moment())
+
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(noting(path, begins)).remove)
+            hooks.callback(layer.register_forward_hook(noting(path, ends)).remove)
+        loss = loss_of()
+        loss.backward(retain_graph=True)
+        kept = allocations.moment()
+        del loss
+        gone = allocations.moment()
+    return HeldMemory(
+        {path: allocations.at(ends[path]) - allocations.at(begins[path]) for path in ends},
+        allocations.at(kept) - allocations.at(gone),
+    )
+
+
+def levels_not_kept(
+    model: nn.Module,
+    reports: Mapping[RecomputeLevel, PatchReport],
+    held: Mapping[RecomputeLevel, HeldMemory],
+) -> dict[str, list[str]]:
+    """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
+
+    Args:
+        model: patched; its modules are looked up by path.
+        reports: of each level but the first.
+        held: by a step at each of ``LEVELS``.
+    """
+    found: dict[str, list[str]] = {}
+    for below, level in pairwise(LEVELS):
+        named = f"recompute={level!r}"
+        before, after = held[below], held[level]
+        for path in _layers_with_less(model, reports[level], level):
+            if after.layers.get(path, 0) >= before.layers.get(path, 0):
+                message = f"with {named} it holds as many bytes for its backward as with recompute={below!r}"
+                found.setdefault(message, []).append(path)
+        saved = sum(before.layers.values()) - sum(after.layers.values())
+        if saved > 0 and before.after_backward - after.after_backward < saved / 2:
+            what = f"what {named} has computed again is never freed"
+            found.setdefault(what, []).append(type(model).__name__)
+    return found
+
+
+def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
+    """The layers that are to hold less at a level than at the one below, by the rows of the report."""
+    gates = {site.path for site in report.fused if site.kind == "mlp"}
+    blocks = [row for row in report.readers if row.reason is None and _may_be_recomputed(model, row)]
+    for layer in report.recompute or ():
+        inside = [row for row in blocks if row.path.startswith(f"{layer.path}.")]
+        if layer.reason is None and (level is True or any((row.path in gates) == (level == "mlp") for row in inside)):
+            yield layer.path
+
+
+def _may_be_recomputed(model: nn.Module, row: ReadingBlock) -> bool:
+    """Return whether the outputs of a block's linears can be recomputed: no node of the graph keeps a frozen bias."""
+    block = model.get_submodule(row.path)
+    assert isinstance(block, FusedBlock)
+    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
+    biases = [getattr(getattr(one, "base_layer", one), "bias", None) for one in linears]
+    return all(bias is None or bias.requires_grad for bias in biases)

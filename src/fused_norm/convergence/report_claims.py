@@ -1,0 +1,121 @@
+"""What rows of a report and options promise beyond the numbers, held to what a step has done.
+
+A norm that writes float32 for linears which read 16 bits, a residual connection whose gradient does not join that of
+the norm, queries that attention has to cast: none of them changes a number, and each of them costs what it was to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..model_configs import FAMILIES
+from ..patcher import disabled
+from ..patcher.adapters import FusedAdapter, may_drop
+from ..patcher.fused_block import FusedBlock
+from ..patcher.patch_report import ReadingBlock
+from .fused_calls import AnySite, FusedCall, is_call_of
+from .model_source import layers_of
+
+_WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"
+_WIDE_QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
+_NOT_JOINED = "the gradient of its residual connection did not join in the backward of the norm"
+
+
+def claims_not_kept(
+    model: nn.Module, sites: Iterable[AnySite], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
+) -> dict[str, list[str]]:
+    """The places where a step has not done what rows of the report stand for, by what it did instead.
+
+    Args:
+        model: patched.
+        sites: the rows of its report that were fused.
+        calls: those of the step, with their gradients.
+        tokens: that the step was of.
+        mixed: under bf16 autocast.
+    """
+    found: dict[str, list[str]] = {}
+
+    def add(what: str, path: str) -> None:
+        places = found.setdefault(what, [])
+        if path not in places:
+            places.append(path)
+
+    calls_of = [(site, [call for call in calls if is_call_of(site, call)]) for site in sites]
+    is_family = getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+    casting = _attentions_that_cast(model, [site.path for site, _ in calls_of if site.kind == "rope"], tokens, mixed)
+    for site, mine in calls_of:
+        if not mixed or not any(torch.float32 in call.dtypes for call in mine):
+            continue
+        if isinstance(site, ReadingBlock) and not _drops(model, site):
+            add(_WIDE_OUTPUT, site.path)
+        elif site.path in casting and (is_family or _asks_attention(model, site.path)):
+            add(_WIDE_QUERIES, site.path)
+    for path, layer in layers_of(model).items():
+        if not isinstance(layer, FusedBlock):
+            continue
+        parts = {part for one in layer.fused_norm_rewrites if one.pattern == "readings" for part in one.parts}
+        if is_family or "input" in parts:
+            mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_read"]
+            if not mine or not all(map(_joins, mine)):
+                add(_NOT_JOINED, path)
+    return found
+
+
+def _joins(call: FusedCall) -> bool:
+    """Return whether the gradient of a norm's input, which the norm hands on, has flowed into the norm's backward."""
+    if not call.arguments.arguments["x"].requires_grad:
+        return True
+    return call.is_one_node and call.gradients[-1] is not None
+
+
+def _drops(model: nn.Module, row: ReadingBlock) -> bool:
+    """Return whether a LoRA layer of a block may drop some of its input, which it then reads in float32."""
+    block = model.get_submodule(row.path)
+    assert isinstance(block, FusedBlock)
+    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
+    adapters = [cast(Any, one) for one in linears if isinstance(one, FusedAdapter)]
+    return any(may_drop(dropout) for one in adapters for dropout in one.lora_dropout.values())
+
+
+def _asks_attention(model: nn.Module, path: str) -> bool:
+    """Return whether the rewritten forward of an attention asks for the dtype that its attention function reads."""
+    forward: Any = getattr(type(model.get_submodule(path)), "fused_norm_forward", None)
+    return "fused_norm_read_dtype" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor, mixed: bool) -> set[str]:
+    """The modules at ``paths`` in whose stock forward PyTorch's attention casts float32 queries and keys to 16 bits.
+
+    Keys that are repeated before are not among them: their gradients are summed in the dtype that they have.
+    """
+    if not mixed:
+        return set()
+    found: set[str] = set()
+    running: list[str] = []
+    attend = functional.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if running and query.dtype == key.dtype == torch.float32:
+            groups = getattr(model.get_submodule(running[-1]), "num_key_value_groups", 1)
+            if groups == 1 or named.get("enable_gqa"):
+                found.add(running[-1])
+        return attend(query, key, *arguments, **named)
+
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            module = model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
+            stack.callback(module.register_forward_hook(lambda *_: running.clear()).remove)
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", noted))
+        stack.enter_context(torch.autocast(tokens.device.type, torch.bfloat16))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(disabled())
+        model(input_ids=tokens, use_cache=False)
+    return found
