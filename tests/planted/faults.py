@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fused_norm.kernels import reference
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
@@ -34,11 +35,13 @@ from fused_norm.kernels.qk_norm import QK_NORM
 from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
-from fused_norm.patcher import fused_block, linear_inputs, losses
+from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses
 from fused_norm.patcher.adapters import FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.patcher.lazy_logits import LazyLogits
+from fused_norm.patcher.losses import LossCall
+from fused_norm.patcher.recompute import _Recomputed
 from fused_norm.spec import Casting
 
 from .planting import (
@@ -47,6 +50,7 @@ from .planting import (
     Forward,
     Losses,
     Planting,
+    adapters_not_recomputed,
     falls_back,
     in_backward,
     in_compiled_backward,
@@ -59,6 +63,7 @@ from .planting import (
     logits_of_the_latest_batch,
     never_recomputes,
     recomputed_wrong,
+    recomputes_as,
     replaced_by,
 )
 
@@ -503,6 +508,14 @@ def _none_is_wanted(*_: Any) -> None:
     return None
 
 
+def _not_joined(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, reader: Any = None) -> Any:
+    return norm(x), x
+
+
+def _handed_on_past_the_norm(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, *reader: Any) -> Any:
+    return right(block, norm, x, *reader)[0], x
+
+
 def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> Any:
     y, x = right(*arguments, **named)
     return y, x.detach()
@@ -621,6 +634,35 @@ def _cut_from_the_graph(right: Any, memory: Any, lazy: LazyLogits, reader: str) 
     return found
 
 
+def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, how: Any) -> Tensor:
+    """The loss in a model's own forward is that of real logits; later losses are those of the operator."""
+    if not call._projections:
+        found: Tensor = right(call, x, how)
+        return found
+    head, target = call.head, how.target.as_subclass(Tensor)
+    given = x, head.weight, head.bias, target, how.num_items, how.reduction, how.ignore_index
+    return reference.linear_cross_entropy(*given, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+
+
+# ---- Faults of recomputation ----
+
+
+def _not_in_the_first_layer(right: Any, memory: dict[str, Any], forward: Any, layer: Any, *others: Any) -> Any:
+    first = memory.setdefault("first", layer)
+    return forward(layer, *others[0], **others[1]) if layer is first else right(forward, layer, *others)
+
+
+def _held_for_ever(right: Any, memory: dict[str, list[Any]], *arguments: Any) -> Any:
+    memory.setdefault("held", []).append(arguments[-1])
+    return right(*arguments)
+
+
+def _never_freed(right: Any, memory: Any, recomputed: Any, wanted: Any) -> Tensor:
+    found: Tensor = right(recomputed, wanted)
+    recomputed._made[wanted] = found
+    return found
+
+
 # ---- Faults of adapters ----
 
 
@@ -648,6 +690,13 @@ def _dropped_as_in_the_first(right: Any, memory: dict[str, Tensor], dropout: nn.
         state = memory.setdefault("state", torch.get_rng_state())
         torch.set_rng_state(state)
         return right(dropout, x)
+
+
+_num_items_unheeded = in_head(lambda how: replace(how, num_items=(how.target != how.ignore_index).sum().clamp(min=1)))
+
+
+def _replaced_reading(wrong: Callable[..., Any]) -> Planting:
+    return replaced_by(FusedBlock, "fused_norm_read", wrong)
 
 
 _ROWS_OF_CHUNK = 16
@@ -680,13 +729,19 @@ _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
         "no logits are capped",
     ),
     ("unshifted", "labels are not shifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),
-    (
-        "num-items",
-        "the number of labels that a step has is not heeded",
-        in_head(lambda how: replace(how, num_items=(how.target != how.ignore_index).sum().clamp(min=1))),
-    ),
+    ("num-items", "the number of labels that a step has is not heeded", _num_items_unheeded),
 )
 """Faults of heads with their losses: the name, what is wrong, the fault, and why it may be hidden."""
+
+_IN_RECOMPUTATION: tuple[tuple[str, str, Planting], ...] = (
+    ("attention", "attention keeps what its linears make, in silence", recomputes_as({"attention": "mlp"})),
+    ("no-linears", "outputs of no linear are recomputed", recomputes_as({"mlp": True, "attention": True})),
+    ("one-layer", "one layer keeps all", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),
+    ("held", "outputs that are recomputed are held as well", replaced_by(_Recomputed, "saved_as", _held_for_ever)),
+    ("freed", "what was recomputed is never freed", replaced_by(_Recomputed, "take", _never_freed)),
+    ("head", "logits are real in silence", replaced_by(losses, "_why_real", lambda *_: "")),
+)
+"""Faults in what a level of ``recompute`` saves, which changes no number: the name, what is wrong, and the fault."""
 
 _IN_LAZY_LOGITS: tuple[tuple[Any, ...], ...] = (
     ("batch", "logits that are read are those of the latest batch", logits_of_the_latest_batch, ROUNDINGS),
@@ -841,6 +896,10 @@ def _faults() -> Iterator[Fault]:
     what = "outputs of linears are .3 % too large where they are recomputed"
     yield Fault("recomputed-linears", what, linears_recomputed_wrong, where="recompute")
     yield Fault("recomputed-never", "nothing is recomputed, in silence", never_recomputes, where="recompute")
+    for name, what, planted in _IN_RECOMPUTATION:
+        yield Fault(f"recomputed-{name}", what, planted, where="recompute")
+    what = "outputs of LoRA layers are kept, in silence"
+    yield Fault("recomputed-adapters", what, adapters_not_recomputed, where="lora-recompute")
     one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
     for name, what, planted in (
         ("fallback-rotated", "runs its parts in silence", falls_back(QK_NORM, ROPE, GLU)),
@@ -849,9 +908,23 @@ def _faults() -> Iterator[Fault]:
         ("fallback-head", "logits are real in silence", replaced_by(losses, "_why_real", lambda *_: "")),
         ("fallback-one-row", "runs stock code for one sequence with gradients", one_row),
         ("readers-none", "linears read one tensor in silence", replaced_by(fused_block, "wanted_by", _none_is_wanted)),
+        ("readers-unjoined", "a residual's gradient is added by autograd", _replaced_reading(_not_joined)),
+        ("readers-past", "the residual connection reads past the norm", _replaced_reading(_handed_on_past_the_norm)),
+        (
+            "fallback-own-loss",
+            "the model's own loss reads logits",
+            replaced_by(LossCall, "_loss", _loss_of_real_logits),
+        ),
+        ("num-items-unheeded", "the number of labels in a step is not heeded", _num_items_unheeded),
         ("left-stock", "one block has its stock class, and the report says fused", left_stock),
     ):
         yield Fault(name, what, planted, where="sites")
+    for name, what, owner, function in (
+        ("readers-wide", "norms write float32 for linears that read 16 bits", linear_inputs, "_are_cast"),
+        ("attention-wide", "queries are written in float32", FusedBlock, "fused_norm_read_dtype"),
+    ):
+        planted = replaced_by(owner, function, _none_is_wanted)
+        yield Fault(name, what, planted, "nothing here is cast", where="sites")
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _faults()})

@@ -22,7 +22,7 @@ from fused_norm.convergence.distances import share_different
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all
-from fused_norm.patcher import adapters, fused_block, fused_norm_module, recompute_linears
+from fused_norm.patcher import adapters, fused_block, fused_norm_module, recompute, recompute_linears
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
@@ -330,6 +330,32 @@ def never_recomputes(model: nn.Module) -> Iterator[PlantedFault]:
         return False
 
     with mock.patch("fused_norm.patcher.recompute._is_possible", declines):
+        yield state
+
+
+def recomputes_as(levels: dict[Any, Any]) -> Planting:
+    """Plant levels of ``recompute`` that do what other levels do: each key what its value does."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        right = recompute._READERS_OF_LINEARS
+        wrong = {level: right[levels.get(level, level)] for level in right}
+        with mock.patch.object(recompute, "_READERS_OF_LINEARS", wrong):
+            yield PlantedFault(calls=1, share=1.0)
+
+    return planted
+
+
+@contextlib.contextmanager
+def adapters_not_recomputed(model: nn.Module) -> Iterator[PlantedFault]:
+    """Plant outputs of LoRA layers that are kept, and not recomputed."""
+    state = PlantedFault()
+
+    def declines(*_: Any) -> None:
+        state.calls, state.share = state.calls + 1, 1.0
+
+    nodes = recompute_linears.LinearOutputs._READ | {"LoraAddBackward": declines}
+    with mock.patch.object(recompute_linears.LinearOutputs, "_READ", nodes):
         yield state
 
 

@@ -16,6 +16,7 @@ from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison
 from fused_norm.convergence.fused_calls import AnySite, FusedCall, sites_not_seen
 from fused_norm.convergence.plan import Plan
+from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, Unwatched, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
@@ -112,7 +113,9 @@ class _Probes:
         elif fault.where in ("sites", "compile"):
             model, tokens, mixed = self._trainer.probed_model()
             with self._fused(model) as sites, fault.planted(model) as planted:
-                record = CallRecord(not_seen=sites_not_seen(sites, calls_of_step(model, tokens, mixed=mixed)))
+                calls = calls_of_step(model, tokens, mixed=mixed)
+                not_done = claims_not_kept(model, sites, calls, tokens, mixed=mixed)
+                record = CallRecord(not_seen=sites_not_seen(sites, calls), not_done=not_done)
             state.add(planted)
             yield record
         elif fault.where == "readers":
@@ -161,8 +164,9 @@ def _run_fault(baseline: Baseline, comparison: Comparison, probes: _Probes, faul
 
 
 def _is_caught(result: ComparisonResult) -> bool:
-    """Return whether the verdict is red, or sites ran stock code, which makes it invalid."""
-    return result.verdict.status == "red" or bool(result.calls and result.calls.not_seen)
+    """Return whether the verdict is red, or sites did not do what the report says, which makes it invalid."""
+    calls = result.calls
+    return result.verdict.status == "red" or bool(calls and (calls.not_seen or calls.not_done))
 
 
 def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:

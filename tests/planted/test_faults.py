@@ -14,6 +14,7 @@ from fused_norm.model_configs import build
 from fused_norm.patcher import (
     adapters,
     fused_block,
+    fused_classes,
     fused_norm_module,
     linear_inputs,
     losses,
@@ -66,8 +67,9 @@ def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault,
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
-    modules = adapters, fused_block, fused_norm_module, linear_inputs, losses, recompute, recompute_linears
+    modules = adapters, fused_block, fused_classes, fused_norm_module, linear_inputs, losses, recompute
     classes = FusedAdapter, FusedBlock, FusedHead, LazyLogits, Projection, Recompute, torch.nn.Dropout
+    classes += recompute_linears, recompute_linears.LinearOutputs, recompute._Recomputed, losses.LossCall
     owners = (*OPERATORS.values(), *modules, linear_cross_entropy, *classes)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):

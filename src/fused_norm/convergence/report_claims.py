@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from ..model_configs import FAMILIES
 from ..patcher import disabled
-from ..patcher.adapters import FusedAdapter, may_drop
+from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
+from ..patcher.hooks import is_idle_dropout
 from ..patcher.patch_report import ReadingBlock
 from .fused_calls import AnySite, FusedCall, is_call_of
 from .model_source import layers_of
@@ -81,7 +82,7 @@ def _drops(model: nn.Module, row: ReadingBlock) -> bool:
     assert isinstance(block, FusedBlock)
     linears = [block.get_submodule(name) for name in block.fused_norm_linears]
     adapters = [cast(Any, one) for one in linears if isinstance(one, FusedAdapter)]
-    return any(may_drop(dropout) for one in adapters for dropout in one.lora_dropout.values())
+    return not all(is_idle_dropout(dropout) for one in adapters for dropout in one.lora_dropout.values())
 
 
 def _asks_attention(model: nn.Module, path: str) -> bool:
