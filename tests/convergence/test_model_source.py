@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from fused_norm.convergence.comparison import EXECUTIONS, LORA, Comparison
+from fused_norm.convergence.comparison import EXECUTIONS, FROZEN_NORMS, LORA, Comparison
 from fused_norm.convergence.model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from fused_norm.model_configs import build, tiny_config
 
@@ -56,7 +56,7 @@ def test_adapters_are_trained_on_every_linear_and_what_is_frozen_has_a_dtype_of_
     frozen = [one for one in model.parameters() if not one.requires_grad]
     norms = [name for name in trained if "lora_" not in name]
     assert len(trained) - len(norms) == 2 * 14
-    assert len(norms) == (5 if execution == "lora" else 0)
+    assert len(norms) == (0 if execution in FROZEN_NORMS else 5)
     assert [{one.dtype for one in some} for some in (trained.values(), frozen)] == [{one} for one in DTYPES[precision]]
     assert not [name for name, one in trained.items() if not one.any()]
     layer = model.model.layers[0].mlp.up_proj

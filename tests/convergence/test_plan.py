@@ -63,5 +63,8 @@ def test_comparisons_that_share_their_stock_run_form_a_group():
 
 
 def test_what_the_fused_model_alone_does_is_compared_with_the_runs_of_the_eager_one():
-    eager, alone, masked = (Comparison("llama", "bf16", execution) for execution in ("eager", "recompute", "loss"))
+    eager, alone, masked, lora, lora_alone = (
+        Comparison("llama", "bf16", execution) for execution in ("eager", "recompute", "loss", "lora", "lora-recompute")
+    )
     assert by_baseline([eager, alone, masked]) == {eager: [eager, alone], masked: [masked]}
+    assert by_baseline([lora, lora_alone]) == {lora: [lora, lora_alone]}

@@ -9,7 +9,13 @@ from torch import nn
 from fused_norm import apply_fused_norm
 from fused_norm.convergence import training
 from fused_norm.convergence.tiers import TrainingOptions
-from fused_norm.convergence.training import SavedForBackward, accelerator_for, masked_labels, train
+from fused_norm.convergence.training import (
+    SavedForBackward,
+    accelerator_for,
+    masked_labels,
+    takes_number_of_labels,
+    train,
+)
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import build
 
@@ -60,6 +66,30 @@ def test_masked_labels_are_the_same_in_any_order_of_a_step_and_some_leave_out_a_
     assert len(set(counts[:4].tolist())) > 1
     turned = masked_labels(tokens.view(2, 4, -1).flip(1).flatten(0, 1), 4)
     assert torch.equal(turned.view(2, 4, -1).flip(1).flatten(0, 1), labels)
+
+
+def test_few_labels_are_left_out_in_unequal_numbers_and_of_no_sequence_all():
+    tokens = sequences(8, length=33)
+    counts = (masked_labels(tokens, 4, few=True)[:, 1:] != IGNORED).sum(1)
+    assert 28 < int(counts.min()) < int(counts.max()) <= 32
+
+
+def test_a_model_is_given_the_number_of_labels_if_its_forward_takes_it():
+    tokens = sequences(4)
+    labels = masked_labels(tokens, 4, few=False)
+    model, given = build("llama", seed=0), []
+    assert takes_number_of_labels(model)
+    model.register_forward_pre_hook(lambda _, args, named: given.append(named), with_kwargs=True)
+    train(model, tokens, TrainingOptions(steps=1, batch_size=4, accumulation=2), labels=labels)
+    counts = [int(one["num_items_in_batch"]) for one in given[:2]]
+    assert counts == [int((labels[:, 1:] != IGNORED).sum())] * 2
+    model.accepts_loss_kwargs = False
+    assert not takes_number_of_labels(model)
+    given.clear()
+    train(model, tokens, TrainingOptions(steps=1, batch_size=4, accumulation=2), labels=labels)
+    assert given
+    assert not any("num_items_in_batch" in one for one in given)
+    assert not takes_number_of_labels(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -107,7 +107,7 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
         share = 2.0 ** round(math.log2(int(without.sum()) / int((~without).sum())))
         (_LOSS_SCALE * (output.loss + share * others)).backward()
     for call in calls[in_forward:]:
-        call.is_behind = True
+        call.is_after_forward = True
     model.zero_grad(set_to_none=True)
     return calls
 

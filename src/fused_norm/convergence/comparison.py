@@ -79,7 +79,7 @@ FROZEN_NORMS = ("lora-alone", "lora-dropout")
 _WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
 _WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms alone", "norms+qk": "norms+QK"}
 _WORDS |= {
-    "lora-recompute": "LoRA+recompute",
+    "lora-recompute": "LoRA+recomp.",
     "loss": "masked labels",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",

@@ -89,7 +89,7 @@ class FusedCall:
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
         dtypes: of these tensors.
         is_one_node: the first two tensors that it returned are outputs of one node of the graph.
-        is_behind: the model's forward had returned before it.
+        is_after_forward: the model's forward had returned before it.
     """
 
     path: str
@@ -101,7 +101,7 @@ class FusedCall:
     gradients: list[Tensor | None] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     is_one_node: bool = False
-    is_behind: bool = False
+    is_after_forward: bool = False
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ def sites_not_seen(
         f"{site.path} ({site.kind})"
         for site, mine in calls_of
         if any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine)
-        or (all(call.is_behind for call in mine) and site.kind not in idle_kinds)
+        or (all(call.is_after_forward for call in mine) and site.kind not in idle_kinds)
     )
 
 

@@ -1,13 +1,13 @@
-"""What rows of a report and options promise beyond the numbers, held to what a step has done.
+"""Checks that a step has done what the rows of a report promise, if that changes no number.
 
-A norm that writes float32 for linears which read 16 bits, a residual connection whose gradient does not join that of
-the norm, queries that attention has to cast: none of them changes a number, and each of them costs what it was to save.
+A norm may write float32 for linears that read 16 bits, the gradient of a residual connection may be added outside of
+the norm's backward, attention may have to cast queries: the numbers are the same, and what fusing saves is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -30,7 +30,7 @@ _NOT_JOINED = "the gradient of its residual connection did not join in the backw
 
 
 def claims_not_kept(
-    model: nn.Module, sites: Iterable[AnySite], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
+    model: nn.Module, sites: Sequence[AnySite], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
 ) -> dict[str, list[str]]:
     """The places where a step has not done what rows of the report stand for, by what it did instead.
 
@@ -48,15 +48,19 @@ def claims_not_kept(
         if path not in places:
             places.append(path)
 
-    calls_of = [(site, [call for call in calls if is_call_of(site, call)]) for site in sites]
     is_family = getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
-    casting = _attentions_that_cast(model, [site.path for site, _ in calls_of if site.kind == "rope"], tokens, mixed)
-    for site, mine in calls_of:
-        if not mixed or not any(torch.float32 in call.dtypes for call in mine):
+    rotated = [site.path for site in sites if site.kind == "rope"]
+    casting = [
+        path
+        for path in (_attentions_that_cast(model, rotated, tokens) if mixed else ())
+        if is_family or _asks_attention(model, path)
+    ]
+    for site in sites if mixed else ():
+        if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
             continue
         if isinstance(site, ReadingBlock) and not _drops(model, site):
             add(_WIDE_OUTPUT, site.path)
-        elif site.path in casting and (is_family or _asks_attention(model, site.path)):
+        elif site.kind == "rope" and site.path in casting:
             add(_WIDE_QUERIES, site.path)
     for path, layer in layers_of(model).items():
         if not isinstance(layer, FusedBlock):
@@ -91,13 +95,11 @@ def _asks_attention(model: nn.Module, path: str) -> bool:
     return "fused_norm_read_dtype" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
-def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor, mixed: bool) -> set[str]:
+def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor) -> set[str]:
     """The modules at ``paths`` in whose stock forward PyTorch's attention casts float32 queries and keys to 16 bits.
 
     Keys that are repeated before are not among them: their gradients are summed in the dtype that they have.
     """
-    if not mixed:
-        return set()
     found: set[str] = set()
     running: list[str] = []
     attend = functional.scaled_dot_product_attention

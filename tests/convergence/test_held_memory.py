@@ -1,0 +1,80 @@
+"""A step is measured by the bytes that it holds, and a level of recomputation that saves none is named."""
+
+import pytest
+import torch
+from torch import nn
+
+from fused_norm import apply_fused_norm
+from fused_norm.convergence.held_memory import Allocations, held_memory
+from fused_norm.convergence.step_probe import probe_levels
+from fused_norm.model_configs import build as build_on_cpu
+from fused_norm.model_configs import tiny_config
+
+from ..planted.faults import FAULTS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOKENS = torch.arange(33, device=DEVICE)[None]
+LAYER = "model.layers.0"
+
+
+def test_bytes_are_counted_as_they_are_at_each_moment():
+    before = torch.ones(7, 3, device=DEVICE)
+    with Allocations(DEVICE) as allocations:
+        kept = before + 1
+        first = allocations.moment()
+        more = kept.exp()
+        second = allocations.moment()
+        del kept
+        third = allocations.moment()
+    assert [allocations.at(one) for one in (first, second, third)] == [84, 168, 84]
+    assert more.shape == (7, 3)
+
+
+def test_a_step_holds_in_each_layer_what_autograd_keeps_of_it():
+    layers = {"a": nn.Linear(5, 5, bias=False).to(DEVICE), "b": nn.Tanh()}
+    x = torch.randn(11, 5, device=DEVICE, requires_grad=True)
+    held = held_memory(lambda: layers["b"](layers["a"](x) * x.exp()).sum(), layers, DEVICE)
+    assert held.layers == {"a": 220, "b": 220}
+    # The output of the linear, the exponential, and the output of the tanh; and the loss's own bytes at most.
+    assert 3 * 220 <= held.after_backward <= 3 * 220 + 64
+
+
+def levels(fault=None, *, layers=1):
+    model = build_on_cpu(tiny_config("llama", num_hidden_layers=layers), seed=0, dtype=torch.bfloat16).to(DEVICE)
+    apply_fused_norm(model)
+
+    def change(model, level):
+        return apply_fused_norm(model, recompute=level)
+
+    if fault is None:
+        return probe_levels(model, TOKENS, change, calls=[])
+    with FAULTS[fault].planted(model):
+        return probe_levels(model, TOKENS, change, calls=[])
+
+
+@pytest.mark.slow
+def test_each_level_of_recomputation_holds_less_with_the_same_bits():
+    bits, not_kept = levels()
+    assert set(bits.values()) == {0.0}
+    assert {name.rpartition("=")[2] for name in bits} == {"True", "'mlp'", "'attention'"}
+    assert not_kept == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("recomputed-attention", "with recompute='attention' it holds as many bytes for its backward as with"),
+        ("recomputed-no-linears", "with recompute='mlp' it holds as many bytes for its backward as with"),
+        ("recomputed-one-layer", "with recompute=True it holds as many bytes for its backward as with"),
+        ("recomputed-held", "with recompute=True it holds as many bytes for its backward as with"),
+        ("recomputed-freed", "is never freed"),
+    ],
+)
+def test_a_level_that_is_lost_or_never_frees_is_named_though_every_bit_is_right(fault, what):
+    bits, not_kept = levels(fault)
+    assert set(bits.values()) == {0.0}
+    assert [places for message, places in not_kept.items() if what in message] in (
+        [[LAYER]],
+        [["LlamaForCausalLM"]] * 3,
+    )

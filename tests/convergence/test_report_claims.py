@@ -1,0 +1,104 @@
+"""What rows of a report promise beyond numbers is seen missing in a step, with the place that lacks it."""
+
+import pytest
+import torch
+
+from fused_norm import apply_fused_norm
+from fused_norm.convergence.call_probe import CallRecord, calls_of_step
+from fused_norm.convergence.comparison import Comparison
+from fused_norm.convergence.fused_calls import paths_of, sites_not_compiled, sites_not_seen, watched_calls
+from fused_norm.convergence.model_source import add_adapters
+from fused_norm.convergence.report_claims import claims_not_kept
+from fused_norm.convergence.verdict import judge
+from fused_norm.model_configs import build as build_on_cpu
+from fused_norm.model_configs import tiny_config
+from fused_norm.patcher import Site
+
+from ..planted.faults import FAULTS
+from .test_verdict import CONTROL, CONTROLS, STOCK
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = torch.arange(33, device=DEVICE)[None]
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+READERS = "a norm wrote float32 for its linears, which read 16 bits under autocast"
+QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
+JOINED = "the gradient of its residual connection did not join in the backward of the norm"
+
+
+def missing(model, sites, *, mixed):
+    """What a step of the model lacks, and the sites that it did not run fused."""
+    calls = calls_of_step(model, TOKENS, mixed=mixed)
+    return claims_not_kept(model, sites, calls, TOKENS, mixed=mixed), sites_not_seen(sites, calls)
+
+
+@pytest.fixture(scope="module")
+def fused():
+    model = build_on_cpu(tiny_config("llama", num_hidden_layers=1), seed=0).to(DEVICE)
+    report = apply_fused_norm(model)
+    return model, [*report.fused, *(row for row in report.readers if row.reason is None)]
+
+
+def test_a_step_that_does_what_the_report_says_lacks_nothing(fused):
+    assert missing(*fused, mixed=True) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("fault", "lacks"),
+    [
+        ("readers-wide", {READERS: [MLP, ATTENTION]}),
+        ("attention-wide", {QUERIES: [ATTENTION]}),
+        ("readers-unjoined", {JOINED: ["model.layers.0"], READERS: [ATTENTION]}),
+        ("readers-past", {JOINED: ["model.layers.0"]}),
+    ],
+)
+def test_what_changes_no_number_is_seen_with_its_place(fault, lacks, fused):
+    model, sites = fused
+    with FAULTS[fault].planted(model):
+        found, _ = missing(model, sites, mixed=True)
+    assert {what: sorted(places) for what, places in found.items()} == lacks
+    verdict = judge("mixed", STOCK, CONTROLS, CONTROL, CallRecord(not_done=found))
+    assert verdict.status == "invalid"
+    assert all(places[0] in " ".join(verdict.reasons) for places in lacks.values())
+
+
+def test_linears_behind_a_lora_dropout_may_read_float32():
+    model = build_on_cpu(tiny_config("llama", num_hidden_layers=1), seed=0).to(DEVICE)
+    add_adapters(model, Comparison("llama", "mixed", "lora-dropout"))
+    for one in model.parameters():
+        one.data = one.data.float()
+    report = apply_fused_norm(model)
+    sites = [*report.fused, *(row for row in report.readers if row.reason is None)]
+    assert any(site.kind == "readers" for site in sites)
+    assert missing(model, sites, mixed=True)[0] == {}
+
+
+def test_a_model_whose_own_loss_reads_logits_has_no_fused_head_though_a_later_loss_has(fused):
+    model, sites = fused
+    with FAULTS["fallback-own-loss"].planted(model) as planted:
+        _, not_seen = missing(model, sites, mixed=False)
+    assert planted.calls
+    assert not_seen == ("lm_head (loss)",)
+
+
+def test_calls_of_layers_that_recompute_are_seen(fused):
+    model, sites = fused
+    apply_fused_norm(model, recompute="attention")
+    try:
+        with watched_calls(paths_of(model), with_tensors=False) as calls:
+            model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        assert sites_not_seen(sites, calls) == ()
+    finally:
+        model.zero_grad(set_to_none=True)
+        apply_fused_norm(model)
+
+
+def test_compiled_code_needs_a_call_for_every_site():
+    sites = [Site(path, "norm", "Norm") for path in "abc"] + [Site("d", "residual", "Layer"), Site("e", "rope", "A")]
+    add, norm, rope = (f"fused_norm.{name}_forward.default" for name in ("add_rms_norm", "rms_norm", "rope"))
+    assert sites_not_compiled(sites, [norm, add, norm, rope]) == ()
+    assert sites_not_compiled(sites, [norm, add, rope]) == ("c (norm)",)
+    assert sites_not_compiled(sites, [norm, norm, norm]) == ("d (residual)", "e (rope)")
+    both = "fused_norm.norm_add_norm_forward.default"
+    assert sites_not_compiled(sites[:3], [both, both]) == ()
+    heads = [Site(path, "qk", "Norm") for path in "ab"] + [Site("c", "rope", "A")]
+    assert sites_not_compiled(heads, ["fused_norm.qk_norm_forward.default"]) == ()
