@@ -61,6 +61,7 @@ from .planting import (
     linear_cross_entropy,
     linears_recomputed_wrong,
     logits_of_the_latest_batch,
+    never_answers,
     never_recomputes,
     recomputed_wrong,
     recomputes_as,
@@ -915,16 +916,16 @@ def _faults() -> Iterator[Fault]:
             "the model's own loss reads logits",
             replaced_by(LossCall, "_loss", _loss_of_real_logits),
         ),
+        (
+            "readers-wide",
+            "norms write float32 for linears that read 16 bits",
+            never_answers(linear_inputs, "_are_cast"),
+        ),
+        ("attention-wide", "queries are written in float32", never_answers(FusedBlock, "fused_norm_read_dtype")),
         ("num-items-unheeded", "the number of labels in a step is not heeded", _num_items_unheeded),
         ("left-stock", "one block has its stock class, and the report says fused", left_stock),
     ):
         yield Fault(name, what, planted, where="sites")
-    for name, what, owner, function in (
-        ("readers-wide", "norms write float32 for linears that read 16 bits", linear_inputs, "_are_cast"),
-        ("attention-wide", "queries are written in float32", FusedBlock, "fused_norm_read_dtype"),
-    ):
-        planted = replaced_by(owner, function, _none_is_wanted)
-        yield Fault(name, what, planted, "nothing here is cast", where="sites")
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _faults()})

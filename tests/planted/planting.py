@@ -396,6 +396,23 @@ def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
     return planted
 
 
+def never_answers(owner: Any, name: str) -> Planting:
+    """Plant a function that returns None; a call counts if it would have returned something else."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        state, right = PlantedFault(), getattr(owner, name)
+
+        def called(*arguments: Any, **named: Any) -> None:
+            if right(*arguments, **named):
+                state.calls, state.share = state.calls + 1, 1.0
+
+        with mock.patch.object(owner, name, called):
+            yield state
+
+    return planted
+
+
 @contextlib.contextmanager
 def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[None]:
     """Replace methods of an operator for the length of a ``with``; it repeats no earlier call's launches meanwhile."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_norm.convergence.comparison import Comparison
+from fused_norm.convergence.comparison import RECOMPUTE, Comparison
 from fused_norm.model_configs import FAMILIES
 
 from ..convergence.plans import tiny_plan
@@ -52,9 +52,6 @@ def test_no_fault_is_missed(family, precision):
         ("llama", "rms_norm-compiled-dw", "caught"),
         ("gemma3_text", "add_rms_norm-compiled-dw", "hidden"),
         ("llama", "glu-checkpointed", "caught"),
-        ("llama", "recomputed-size", "caught"),
-        ("llama", "recomputed-linears", "caught"),
-        ("llama", "recomputed-never", "caught"),
         ("llama", "adapter-shared", "caught"),
         ("llama", "adapter-fallback", "caught"),
         ("llama", "adapter-dropout-cast", "caught"),
@@ -81,6 +78,33 @@ def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_
     everywhere = {"dropped", "doubled", "ds", "ds-twice", "readers-input", "readers-neighbour", "readers-detached"}
     assert caught - everywhere == ({"early", "copy"} if precision == "mixed" else {"order", "late", "ds-joined"})
     assert caught >= everywhere
+
+
+IN_SITES = ["readers-wide", "attention-wide", "readers-unjoined", "readers-past", "fallback-own-loss"]
+IN_SITES += ["num-items-unheeded"]
+
+
+@pytest.mark.slow
+def test_outputs_that_nothing_casts_cannot_be_written_too_wide():
+    comparison = Comparison("llama", "bf16")
+    sound, *results = run_faults(tiny_plan([comparison]), comparison, ["readers-wide", "attention-wide"])
+    assert (sound.outcome, *(result.outcome for result in results)) == ("sound", "hidden", "hidden")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "execution", "names"),
+    [
+        ("mixed", "eager", IN_SITES),
+        *((precision_of(Comparison("llama", "bf16", execution)), execution, None) for execution in RECOMPUTE),
+    ],
+)
+def test_no_step_that_does_less_than_the_report_says_is_missed(precision, execution, names):
+    names = names or [name for name, fault in FAULTS.items() if fault.where == execution]
+    comparison = Comparison("llama", precision, execution)
+    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
+    assert sound.outcome == "sound"
+    assert {result.fault: result.outcome for result in results} == dict.fromkeys(names, "caught")
 
 
 HEADS = [name for name, fault in FAULTS.items() if fault.where == "loss"]
