@@ -72,12 +72,11 @@ def test_linears_behind_a_lora_dropout_may_read_float32():
     assert missing(model, sites, mixed=True)[0] == {}
 
 
-def test_a_model_whose_own_loss_reads_logits_has_no_fused_head_though_a_later_loss_has(fused):
+def test_a_loss_that_falls_back_if_its_labels_are_counted_is_seen(fused):
     model, sites = fused
-    with FAULTS["fallback-own-loss"].planted(model) as planted:
-        _, not_seen = missing(model, sites, mixed=False)
-    assert planted.calls
-    assert not_seen == ("lm_head (loss)",)
+    with FAULTS["fallback-counted"].planted(model), watched_calls(paths_of(model), with_tensors=False) as calls:
+        model(input_ids=TOKENS, labels=TOKENS, use_cache=False, num_items_in_batch=torch.tensor(32, device=DEVICE))
+    assert sites_not_seen(sites, calls) == ("lm_head (loss)",)
 
 
 def test_calls_of_layers_that_recompute_are_seen(fused):

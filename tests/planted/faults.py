@@ -636,12 +636,12 @@ def _cut_from_the_graph(right: Any, memory: Any, lazy: LazyLogits, reader: str) 
 
 
 def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, how: Any) -> Tensor:
-    """The loss in a model's own forward is that of real logits; later losses are those of the operator."""
-    if not call._projections:
+    """The loss of real logits if the model is given the number of labels in a step."""
+    if how.num_items is None:
         found: Tensor = right(call, x, how)
         return found
     head, target = call.head, how.target.as_subclass(Tensor)
-    given = x, head.weight, head.bias, target, how.num_items, how.reduction, how.ignore_index
+    given = x, head.weight, head.bias, target, torch.as_tensor(how.num_items), how.reduction, how.ignore_index
     return reference.linear_cross_entropy(*given, how.label_smoothing, how.scale, how.cap, how.in_fp32)
 
 
@@ -912,8 +912,8 @@ def _faults() -> Iterator[Fault]:
         ("readers-unjoined", "a residual's gradient is added by autograd", _replaced_reading(_not_joined)),
         ("readers-past", "the residual connection reads past the norm", _replaced_reading(_handed_on_past_the_norm)),
         (
-            "fallback-own-loss",
-            "the model's own loss reads logits",
+            "fallback-counted",
+            "the loss of a step whose labels are counted reads logits",
             replaced_by(LossCall, "_loss", _loss_of_real_logits),
         ),
         (

@@ -80,7 +80,7 @@ def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_
     assert caught >= everywhere
 
 
-IN_SITES = ["readers-wide", "attention-wide", "readers-unjoined", "readers-past", "fallback-own-loss"]
+IN_SITES = ["readers-wide", "attention-wide", "readers-unjoined", "readers-past", "fallback-counted"]
 IN_SITES += ["num-items-unheeded"]
 
 

@@ -101,13 +101,10 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
         labels[0, 2], without[0, 1], without[:, -1] = IGNORED, True, True
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
             output = model(input_ids=tokens, labels=labels, use_cache=False)
-            in_forward = len(calls)
             others = nn.functional.cross_entropy(output.logits[without].float(), following[without])
         # About as much for each position, by a power of two.
         share = 2.0 ** round(math.log2(int(without.sum()) / int((~without).sum())))
         (_LOSS_SCALE * (output.loss + share * others)).backward()
-    for call in calls[in_forward:]:
-        call.is_after_forward = True
     model.zero_grad(set_to_none=True)
     return calls
 

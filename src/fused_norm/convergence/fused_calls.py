@@ -89,7 +89,6 @@ class FusedCall:
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
         dtypes: of these tensors.
         is_one_node: the first two tensors that it returned are outputs of one node of the graph.
-        is_after_forward: the model's forward had returned before it.
     """
 
     path: str
@@ -101,7 +100,6 @@ class FusedCall:
     gradients: list[Tensor | None] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     is_one_node: bool = False
-    is_after_forward: bool = False
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -220,8 +218,8 @@ def sites_not_seen(
 ) -> tuple[str, ...]:
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind.
 
-    Those without a call in the model's forward are among them; where they ``may_be_idle``, as experts are without
-    tokens, only if no site of their kind has one.
+    Those without a call are among them; where they ``may_be_idle``, as experts are without tokens, only if no site of
+    their kind has one.
     """
     calls_of = [(site, [c for c in calls if is_call_of(site, c)]) for site in sites]
     idle_kinds = {site.kind for site, mine in calls_of if mine} if may_be_idle else set()
@@ -229,7 +227,7 @@ def sites_not_seen(
         f"{site.path} ({site.kind})"
         for site, mine in calls_of
         if any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine)
-        or (all(call.is_after_forward for call in mine) and site.kind not in idle_kinds)
+        or (not mine and site.kind not in idle_kinds)
     )
 
 
