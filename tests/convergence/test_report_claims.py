@@ -94,10 +94,17 @@ def test_calls_of_layers_that_recompute_are_seen(fused):
 def test_compiled_code_needs_a_call_for_every_site():
     sites = [Site(path, "norm", "Norm") for path in "abc"] + [Site("d", "residual", "Layer"), Site("e", "rope", "A")]
     add, norm, rope = (f"fused_norm.{name}_forward.default" for name in ("add_rms_norm", "rms_norm", "rope"))
-    assert sites_not_compiled(sites, [norm, add, norm, rope]) == ()
-    assert sites_not_compiled(sites, [norm, add, rope]) == ("c (norm)",)
-    assert sites_not_compiled(sites, [norm, norm, norm]) == ("d (residual)", "e (rope)")
+    assert sites_not_compiled(sites, [[norm, add, norm, rope]]) == ()
+    assert sites_not_compiled(sites, [[norm, add, rope]]) == ("c (norm)",)
+    assert sites_not_compiled(sites, [[norm, norm, norm]]) == ("d (residual)", "e (rope)")
     both = "fused_norm.norm_add_norm_forward.default"
-    assert sites_not_compiled(sites[:3], [both, both]) == ()
+    assert sites_not_compiled(sites[:3], [[both, both]]) == ()
     heads = [Site(path, "qk", "Norm") for path in "ab"] + [Site("c", "rope", "A")]
-    assert sites_not_compiled(heads, ["fused_norm.qk_norm_forward.default"]) == ()
+    assert sites_not_compiled(heads, [["fused_norm.qk_norm_forward.default"]]) == ()
+
+
+def test_one_of_several_graphs_may_run_for_many_layers():
+    sites = [Site(path, "norm", "Norm") for path in "abc"] + [Site("d", "rope", "A")]
+    norm = "fused_norm.rms_norm_forward.default"
+    assert sites_not_compiled(sites, [[norm], []]) == ("d (rope)",)
+    assert sites_not_compiled(sites, [[], []]) == ("a (norm)", "b (norm)", "c (norm)", "d (rope)")

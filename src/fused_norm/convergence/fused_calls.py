@@ -237,23 +237,24 @@ def is_call_of(site: AnySite, call: FusedCall) -> bool:
     return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
 
 
-def sites_not_compiled(sites: Iterable[AnySite], called: Sequence[str]) -> tuple[str, ...]:
-    """The sites, with their kinds, for which compiled code has no operator, from the names of what it calls.
+def sites_not_compiled(sites: Iterable[AnySite], graphs: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The sites, with their kinds, for which compiled code has no operator, from the names of what its graphs call.
 
-    Compiled code does not say which call is of which site: if there are fewer calls than sites of a kind, the last
-    sites of that kind are those without one.
+    A single graph has a call for each site. One of several graphs may run for many layers, so then one call is enough
+    for all sites of a kind. Graphs do not say which call is of which site: the last sites of a kind are named.
     """
     numbers: Counter[str] = Counter()
-    for name in called:
+    for name in (name for graph in graphs for name in graph):
         operator = name.removeprefix("fused_norm.").removesuffix("_forward.default")
         for kind, operators in _OPERATORS_OF.items():
             if operator in operators or (operator == "qk_norm" and kind == "rope"):  # with a rotation and without
                 numbers[kind] += _SITES_OF_CALL.get((kind, operator), 1)
     missing = []
     for site in sites:
-        numbers[site.kind] -= 1
-        if numbers[site.kind] < 0:
+        if numbers[site.kind] <= 0:
             missing.append(f"{site.path} ({site.kind})")
+        if len(graphs) == 1:
+            numbers[site.kind] -= 1
     return tuple(missing)
 
 

@@ -62,12 +62,12 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 
 def set_up_execution(
-    model: Any, comparison: Comparison, compile_backend: str, compiled_calls: list[str] | None = None
+    model: Any, comparison: Comparison, compile_backend: str, graphs: list[list[str]] | None = None
 ) -> nn.Module:
     """The model set up for the comparison's execution; patched or not, it is the same call, but for those that
     recompute, which no stock model is compared in.
 
-    Names of operators that compiled code calls are appended to ``compiled_calls`` when it is compiled.
+    When code is compiled, ``graphs`` gets the names of the operators that each graph calls.
     """
     if comparison.execution == "checkpointing":
         # The name since transformers 5.23, which warns of the old one.
@@ -80,9 +80,9 @@ def set_up_execution(
         backend = torch._dynamo.lookup_backend(compile_backend)
 
         def noting(graph: torch.fx.GraphModule, inputs: list[Any], **named: Any) -> Any:
-            for part in graph.modules():
-                if isinstance(part, torch.fx.GraphModule) and compiled_calls is not None:
-                    compiled_calls.extend(str(node.target) for node in part.graph.nodes)
+            parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+            if graphs is not None:
+                graphs.append([str(node.target) for part in parts for node in part.graph.nodes])
             return backend(graph, inputs, **named)
 
         model.compile(backend=noting)

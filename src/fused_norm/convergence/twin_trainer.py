@@ -197,20 +197,18 @@ class TwinTrainer:
         model = self._build(accelerator.device)
         # A control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(accelerator.device)
-        compiled = 0
         with make_twin(model) as changed, in_all_graphs(), recomputed_operators() as recomputed:
 
             def noted_gradients(step: int, trained: nn.Module) -> None:
-                nonlocal compiled
                 if not step:
-                    compiled = len(called)
+                    first_graphs.extend(graphs)
                     gradients.update(_gradients(trained))
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
-            called: list[str] = []
+            graphs, first_graphs = list[list[str]](), list[list[str]]()
             paths = paths_of(model)
-            model = set_up_execution(model, self.comparison, self.settings.compile_backend, called)
+            model = set_up_execution(model, self.comparison, self.settings.compile_backend, graphs)
             initial = _snapshots(model)
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
             watched = self.comparison.execution != "compile"  # which makes no calls
@@ -232,7 +230,7 @@ class TwinTrainer:
         else:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in (ReadingBlock.kind, "loss")]
             # What is compiled later, for another shape or without gradients, calls all of them once more.
-            not_seen = sites_not_compiled(changed, called[:compiled])
+            not_seen = sites_not_compiled(changed, first_graphs)
         if changed and self.comparison.execution in RECOMPUTE and not recomputed:
             not_seen += tuple(f"{path} (recompute)" for path in layers_of(model))
         return RunTensors(
