@@ -1,4 +1,4 @@
-"""The bytes that a step holds at each of its moments, and what the levels of ``recompute`` take off them."""
+"""Measures the bytes that a step holds, and names the layers in which a level of ``recompute`` saves none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeldMemory:
     """The bytes that a step holds for its backward.
 
     Attributes:
-        layers: what each layer's forward has allocated and leaves allocated, by path.
+        layers: what is still allocated after each layer's forward and was not before it, by path.
         after_backward: what the graph holds after a backward that keeps it.
     """
 
@@ -38,9 +38,9 @@ class HeldMemory:
 
 
 class Allocations:
-    """Counts the bytes that tensors on a device have come to hold, and not given back, inside a ``with``.
+    """Counts the bytes that were allocated on a device inside a ``with`` and are not freed yet.
 
-    On a CPU the events of ``torch.profiler`` are added up at the end; on a GPU PyTorch's allocator is asked.
+    On a CPU it adds up the events of ``torch.profiler`` at the end; on a GPU it asks PyTorch's allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class Allocations:
 
     def __enter__(self) -> Allocations:
         gc.collect()
-        gc.freeze()  # collecting what comes from now on is quick
+        gc.freeze()  # so that each later collection is quick
         if self._device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write two lines for each use
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -61,7 +61,7 @@ class Allocations:
         return self
 
     def moment(self) -> int:
-        """Note how many bytes are held now, and return the number of this note."""
+        """Note how many bytes are allocated now, and return a number for ``at``."""
         gc.collect()  # Triton's interpreter leaves cycles with tensors in them
         if self._profile is None:
             self._held.append(self._allocated() - self._before)
@@ -85,11 +85,11 @@ class Allocations:
                 moment += 1
 
     def at(self, moment: int) -> int:
-        """The bytes that were held at a moment, when the ``with`` has ended."""
+        """Return the bytes that were allocated at a moment; they are known after the ``with``."""
         return self._held[moment]
 
     def _allocated(self) -> int:
-        # What is allocated is rounded up.
+        # Allocated bytes are rounded up, requested ones are not.
         return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
 
 
@@ -150,7 +150,7 @@ def levels_not_kept(
 
 
 def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
-    """The layers that are to hold less at a level than at the one below, by the rows of the report."""
+    """The layers that hold less at a level than at the one below if they do what the rows of the report say."""
     gates = {site.path for site in report.fused if site.kind == "mlp"}
     blocks = [row for row in report.readers if row.reason is None and _may_be_recomputed(model, row)]
     for layer in report.recompute or ():
@@ -160,7 +160,7 @@ def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLev
 
 
 def _may_be_recomputed(model: nn.Module, row: ReadingBlock) -> bool:
-    """Return whether the outputs of a block's linears can be recomputed: no node of the graph keeps a frozen bias."""
+    """Return whether the outputs of a block's linears can be recomputed: the graph does not keep a frozen bias."""
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)
     linears = [block.get_submodule(name) for name in block.fused_norm_linears]
