@@ -16,6 +16,7 @@ from matplotlib.colors import to_hex
 
 import fused_norm
 from fused_norm.cli import main
+from fused_norm.convergence import twin_trainer
 from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison
 from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
@@ -33,6 +34,7 @@ from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.convergence.twin_trainer import TwinTrainer
 from fused_norm.convergence.verdict import Verdict
+from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import FAMILIES
 
 from ..planted.faults import FAULTS
@@ -148,6 +150,31 @@ def test_a_model_with_adapters_is_green_and_all_of_them_are_fused(execution, pre
     assert result.verdict.status == "green"
     assert result.fused.sites["adapter"] == 7
     assert result.fused.sites["readers"] == 2
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monkeypatch):
+    given = []
+
+    def noted(model, sequences, options, *, labels, **named):
+        given.append(labels)
+        raise InterruptedError
+
+    class Source(ModelSource):
+        def build(self, **named):
+            model = super().build(**named)
+            model.accepts_loss_kwargs = is_counted
+            return model
+
+    monkeypatch.setattr(twin_trainer, "train", noted)
+    comparison = Comparison("llama", "fp32")
+    plan = tiny_plan([comparison])
+    source = Source.of_family("llama", {"num_hidden_layers": 1})
+    tokens = plan.sequences(comparison)
+    with pytest.raises(InterruptedError):
+        TwinTrainer(source, comparison, plan.settings, plan.options(comparison), tokens, plan.cpu).train()
+    (labels,) = given
+    assert (labels is not None and bool((labels == IGNORED).any())) == is_counted
 
 
 @pytest.mark.slow

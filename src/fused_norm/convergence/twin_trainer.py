@@ -27,7 +27,7 @@ from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_probe import loss_of_read_logits, probe_bits, probe_levels, probe_step, recomputed_operators, same_plans
 from .tiers import Settings, TrainingOptions
-from .training import accelerator_for, masked_labels, train
+from .training import accelerator_for, masked_labels, takes_number_of_labels, train
 
 OnStep = Callable[[int, float], object]
 MakeTwin = Callable[[nn.Module], AbstractContextManager[Sequence[AnySite]]]
@@ -213,12 +213,16 @@ class TwinTrainer:
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
             watched = self.comparison.execution != "compile"  # which makes no calls
             calls = watch_next_forward(model, paths) if watched else []
-            step_size = options.batch_size * accelerator.num_processes
+            labels, leaves_out_many = None, self.comparison.execution == "loss"
+            # Means over unequal numbers of labels would depend on how a step is split into micro-batches.
+            if leaves_out_many or takes_number_of_labels(model):
+                step_size = options.batch_size * accelerator.num_processes
+                labels = masked_labels(sequences, step_size, few=not leaves_out_many)
             result = train(
                 model,
                 sequences,
                 options,
-                labels=masked_labels(sequences, step_size, few=self.comparison.execution != "loss"),
+                labels=labels,
                 accelerator=accelerator,
                 cut_last=self.comparison.execution != "compile",  # it would be compiled twice
                 on_step=on_step,
