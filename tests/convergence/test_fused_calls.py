@@ -91,6 +91,7 @@ def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_reader
     assert max(wrong.gradients.values()) > 10
 
 
+@pytest.mark.slow
 def test_products_of_an_input_that_a_norm_has_left_in_float32_differ_by_roundings_alone():
     model = build(tiny_config("qwen3", num_hidden_layers=1), seed=0)
     add_adapters(model, Comparison("qwen3", "mixed", "lora"))
@@ -111,6 +112,7 @@ def test_rows_that_one_rounding_may_have_turned_do_not_count_and_more_of_them_do
     assert share_apart(many, right, rows_left_out=TURNED_ROWS) > 0.01
 
 
+@pytest.mark.slow
 def test_an_adapter_that_drops_and_does_not_cast_is_seen(adapted):
     model, _ = adapted
     layer = model.model.layers[0].mlp.down_proj
@@ -214,6 +216,7 @@ def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed
     assert "lm_head (loss)" in sites_not_seen([Site("lm_head", "loss", "Model")], unfused)
 
 
+@pytest.mark.slow
 def test_a_head_that_takes_several_chunks_is_held_to_the_stock_formula(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "MOST_ROWS", 16)
     monkeypatch.setattr(linear_cross_entropy, "_MULTIPLE", 8)
@@ -236,6 +239,7 @@ def test_the_gradient_of_a_heads_bias_is_held_to_stock():
     assert record.gradients[place] > 100
 
 
+@pytest.mark.slow
 def test_a_divisor_that_comes_after_a_rounding_is_seen_in_what_is_rounded():
     model = with_bias()
     calls = head_of(model)[:1]
@@ -268,7 +272,7 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
 
 @pytest.mark.parametrize(
     "execution",
-    ["eager", "lora-alone", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "lora-dropout"))],
+    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora-alone", "lora", "lora-dropout"))],
 )
 def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     model = build(tiny_config("llama", num_hidden_layers=2), seed=0)

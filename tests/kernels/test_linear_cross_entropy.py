@@ -332,6 +332,7 @@ def test_compiled_it_is_one_graph_with_the_same_results(dtype: torch.dtype, devi
         assert error(one, other) < (1e-6 if dtype == FP32 else 2e-2)
 
 
+@pytest.mark.slow
 def test_the_registered_operator_is_what_pytorch_asks_of_one(device: str) -> None:
     case = made(device)
     options = ("mean", IGNORED, 0.0, None, 5.0, False, 40, [True, True, False])

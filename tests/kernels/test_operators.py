@@ -269,7 +269,8 @@ def test_inductor_gives_the_same_results(device: str) -> None:
     block.assert_compiled_right(x, torch.compile(block, fullgraph=True), 1e-3)  # Inductor's sin and sums are its own
 
 
-@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [True, False])
 def test_exports(trained: bool, device: str) -> None:
     block, x = Block(list(STEPS), device).requires_grad_(trained), torch.randn(2, 6, 16, device=device)
     tokens = torch.export.Dim("tokens", min=2, max=4096)

@@ -382,6 +382,7 @@ def test_angles_of_the_other_16_bits_than_those_of_autocast_are_doubled_too(devi
         assert all(map(torch.equal, actual, gpt_oss_rotation(q, k, cos, sin)))
 
 
+@pytest.mark.slow
 def test_a_rotation_by_sections_compiles_in_one_graph(device: str) -> None:
     attention = fused_attention("llama", device)
     q, k = (torch.randn(2, heads, 5, 18, device=device) for heads in (4, 2))

@@ -800,6 +800,7 @@ def test_the_trainer_trains_as_without_and_reads_no_logits(
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if name == "bf16" else 1e-4)
 
 
+@pytest.mark.slow
 def test_the_trainer_reads_them_for_metrics_and_label_smoothing(device: str, tmp_path: Path, reads: list[str]) -> None:
     found = []
     for model in pair(device):

@@ -133,7 +133,7 @@ def test_adapters_of_the_other_16_bits_round_their_input_to_these_first(device: 
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("how", ["autocast", "adapters"])
+@pytest.mark.parametrize("how", ["autocast", pytest.param("adapters", marks=pytest.mark.slow)])
 def test_what_is_recomputed_has_the_same_bits(how: str, device: str) -> None:
     without, within = pair("qwen3", how, device, recompute=True)
     assert_same(step(within, how, device), step(without, how, device))

@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora with dropout": {"dtype": BF16, "autocast": True, "lora": DROPOUT},
     "lora without autocast": {"dtype": BF16, "lora": DROPOUT, "adapter_dtype": BF16},
 }
-QUICK = ("bfloat16", "autocast", "lora with dropout")
+QUICK = ("bfloat16", "autocast")
 
 
 def stock_qwen2(dtype: torch.dtype, device: str) -> nn.Module:

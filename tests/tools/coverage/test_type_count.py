@@ -39,6 +39,7 @@ def test_a_type_has_what_the_stored_summary_says(model_type: str, stored: Summar
     assert (model_type in stored.without) == (model_type in found.without)
 
 
+@pytest.mark.slow
 def test_what_the_patcher_leaves_out_is_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "looks_like_norm", lambda module: False)
     result = count("llama")
