@@ -153,6 +153,22 @@ def test_inspect_prints_json_of_a_directory_or_a_file(checkpoint, name, capsys):
     assert {kind: sum(site["kind"] == kind for site in report["fused"]) for kind in SITES} == SITES
 
 
+def test_inspect_prints_the_forwards_that_run(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--source"]) == 0
+    said = capsys.readouterr().out
+    assert SUMMARY in said
+    heads = [line for line in said.splitlines() if line.startswith("# ")]
+    assert heads == [f"# model.layers.0{part} and 1 more" for part in ("", ".self_attn", ".mlp")]
+    assert "self.fused_norm_add(self.post_attention_layernorm, residual, hidden_states" in said
+    assert "attn_output = self.o_proj(attn_output)" in said, "what is not rewritten stands there too"
+
+
+def test_inspect_prints_no_forwards_into_json(checkpoint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(checkpoint), "--source", "--json"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_inspect_takes_a_model_type(capsys):
     assert main(["inspect", "llama", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

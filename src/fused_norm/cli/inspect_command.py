@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from .common import (
@@ -19,7 +20,9 @@ from .common import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_CONFIG", help=MODEL_HELP)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--source", action="store_true", help="print the rewritten forwards too, as they run")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add_fuse_options(parser)
 
@@ -31,13 +34,30 @@ def run(args: argparse.Namespace) -> int:
     from ..patcher import apply_fused_norm
 
     source = find_model(args.model, trust_remote_code=args.trust_remote_code)
-    report = apply_fused_norm(_build_empty(source, args.trust_remote_code), **vars(options))
+    model = _build_empty(source, args.trust_remote_code)
+    report = apply_fused_norm(model, **vars(options))
     if args.json:
         print(report.to_json())
     else:
         print(f"{source.description}, built without weights\n")
         print(report)
+        if args.source:
+            print(*_rewritten_forwards(model), sep="\n")
     return 0 if report.fused else 1
+
+
+def _rewritten_forwards(model: Any) -> Iterator[str]:
+    """The source of each rewritten forward, below a comment with the modules that have it."""
+    from ..patcher.fused_block import FusedBlock
+    from ..patcher.source import source_of_rewritten
+
+    paths: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        source = source_of_rewritten(type(module)) if isinstance(module, FusedBlock) else None
+        if source is not None:
+            paths.setdefault(source, []).append(path)
+    for source, (first, *others) in paths.items():
+        yield f"\n# {first}{f' and {len(others)} more' if others else ''}\n{source}"
 
 
 def _build_empty(source: Source, trust_remote_code: bool) -> Any:

@@ -162,6 +162,12 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     return forward
 
 
+def source_of_rewritten(layer: type[nn.Module]) -> str | None:
+    """Return the source of a class's forward if that is one that ``compiled`` has made; None for any other."""
+    filename = _unwrap(layer.forward)[0].__code__.co_filename
+    return "".join(linecache.getlines(filename)) if filename.startswith("<fused_norm ") else None
+
+
 def _blank_defaults(arguments: ast.arguments) -> None:
     """Put None in the place of defaults that would be evaluated again, and might be something else by now."""
     arguments.defaults = [one if _is_literal(one) else ast.Constant(None) for one in arguments.defaults]
