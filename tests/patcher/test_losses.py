@@ -620,6 +620,9 @@ REPLACED: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
     "the code of that": lambda patch, model: patch.setattr(
         functional.cross_entropy, "__code__", cross_entropy_doubled.__code__
     ),
+    "the defaults of that": lambda patch, model: patch.setattr(
+        functional.cross_entropy, "__defaults__", (*functional.cross_entropy.__defaults__[:-1], 0.5)
+    ),
     "the linear of PyTorch": lambda patch, model: patch.setattr(functional, "linear", doubled(functional.linear)),
     "the forward of linears": lambda patch, model: patch.setattr(nn.Linear, "forward", doubled(nn.Linear.forward)),
     "the forward of the model": lambda patch, model: patch.setattr(
@@ -628,8 +631,10 @@ REPLACED: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
     "a hook on the head": lambda patch, model: (
         model.lm_head.register_forward_hook(lambda _, given, out: out * 2) and None
     ),
-    "a hook on all modules": lambda patch, model: patch.setattr(
-        nn.modules.module, "_global_forward_hooks", {0: lambda module, given, out: None}
+    "a hook on all modules": lambda patch, model: patch.setitem(
+        nn.modules.module._global_forward_hooks,
+        0,
+        lambda module, given, out: out * 2 if getattr(module, "out_features", 0) == model.config.vocab_size else None,
     ),
     "a forward on the head": lambda patch, model: setattr(
         model.lm_head, "forward", types.MethodType(doubled(nn.Linear.forward), model.lm_head)

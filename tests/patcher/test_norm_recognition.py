@@ -215,6 +215,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "otherwise on CUDA": (norm_by(otherwise_on_cuda), "asks whether it runs on CUDA"),
     "an attribute of its weight": (norm_by(offset_by_flag_of_weight), "reads `plus_one` of a tensor"),
     "an attribute of its weight, if there is one": (norm_by(offset_if_weight_has_a_flag), "reads `plus_one`"),
+    "an attribute of its buffer": (norm_by(offset_by_flag_of_weight, BufferAsWeight), "reads `plus_one` of a tensor"),
     "an attribute of its input": (norm_by(scaled_by_input), "reads `scale` of a tensor"),
     "a bias": (with_member("bias", nn.Parameter(torch.zeros(24))), "parameters besides a weight: bias"),
     "a tuple": (norm_by(lambda self, x: (Norm.forward(self, x), None)), "returns tuple"),

@@ -53,9 +53,8 @@ def _rewritten_forwards(model: Any) -> Iterator[str]:
 
     paths: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        source = source_of_rewritten(type(module)) if isinstance(module, FusedBlock) else None
-        if source is not None:
-            paths.setdefault(source, []).append(path)
+        if isinstance(module, FusedBlock) and module.fused_norm_rewrites:
+            paths.setdefault(source_of_rewritten(type(module)), []).append(path)
     for source, (first, *others) in paths.items():
         yield f"\n# {first}{f' and {len(others)} more' if others else ''}\n{source}"
 

@@ -72,7 +72,7 @@ _OPERATORS_OF: Mapping[str, frozenset[str]] = {
 """The operators that make a site of each kind fused."""
 
 _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
-"""How many sites of a kind one call of an operator makes fused, if several."""
+"""The number of sites of a kind that one call of an operator fuses, if it is more than one."""
 
 
 @dataclass

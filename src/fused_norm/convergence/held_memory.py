@@ -99,7 +99,7 @@ def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], 
     Args:
         loss_of: computes the loss.
         layers: modules that the forward calls once each, by path.
-        device: where they compute.
+        device: of the model.
     """
     begins: dict[str, int] = {}
     ends: dict[str, int] = {}

@@ -32,7 +32,7 @@ _NOT_JOINED = "the gradient of its residual connection did not join in the backw
 def claims_not_kept(
     model: nn.Module, sites: Sequence[AnySite], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
 ) -> dict[str, list[str]]:
-    """The places where a step has not done what rows of the report stand for, by what it did instead.
+    """Return the places in which a step has not done what rows of the report promise, by what it did instead.
 
     Args:
         model: patched.

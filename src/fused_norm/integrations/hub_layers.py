@@ -19,7 +19,7 @@ from ..patcher.probe import UnrecognisedError
 from ..patcher.running_code import RunningCode
 
 _meanings: WeakKeyDictionary[nn.Module, tuple[type, RunningCode, Recognised | None]] = WeakKeyDictionary()
-"""What a module computes, with the class and the code that this was found out of."""
+"""The class, the code and the formula of each module; the formula is None if it is not known."""
 
 
 class RMSNorm(nn.Module):

@@ -35,8 +35,8 @@ class _Reader(NamedTuple):
 
     Attributes:
         unless: names of further arguments with which it does something else first.
-        calls: what does it in its stead: where it looks that up, by which name, what it has to find there, and the code
-            of that.
+        calls: functions that it leaves the cast to: the namespace it looks each up in, the name, the function, and the
+            code of the function.
         use_gqa: of PyTorch's attention, what decides that keys are not repeated for the heads that share them; None for
             flash attention, which never repeats them.
     """

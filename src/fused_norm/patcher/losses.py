@@ -27,8 +27,9 @@ from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import explain, has_origin_forward, is_disabled
 from .hooks import has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
+from .running_code import RunningCode
 
-_CODE = {name: function.__code__ for name, function in GENUINE.items() if hasattr(function, "__code__")}
+_CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -295,7 +296,8 @@ def _why_not_now(labels: Any) -> str | None:
 def replaced_function() -> str | None:
     """The reason, for a report, that a function which heads and losses are made of was replaced; None if none was."""
     for name in ("cross_entropy", *REPLACED_BEFORE):
-        genuine = GENUINE.get(name)
-        if vars(functional)[name] is not genuine or genuine.__code__ is not _CODE[name]:
+        function = vars(functional)[name]
+        # None of those that were replaced before is genuine, so the code that is asked for is that of cross_entropy.
+        if function is not GENUINE.get(name) or not _CROSS_ENTROPY.is_in(function):
             return f"torch.nn.functional.{name} was replaced"
     return replaced_linear()

@@ -204,6 +204,8 @@ def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
         shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
         for name, parameter in list(shadow.named_parameters()):
             setattr(shadow, name, watched(parameter.requires_grad_()))
+        for name, buffer in list(shadow.named_buffers()):
+            shadow._buffers[name] = watched(buffer)
         learnt = list(shadow.parameters())
         gamma = (*learnt, weight)[0] if spec.weighted else None
         formula = partial(_expected, spec, gamma, _SPELLINGS[0])

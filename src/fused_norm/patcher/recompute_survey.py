@@ -43,13 +43,14 @@ def survey_layers(
     """
     planned = {id(change.module): change for change in changes}
     layers = _layers(model, sites) if recompute else {}
-    rows, wholes = [], compiled_modules(model)
+    rows, wholes = [], compiled_modules(model) if layers else []
     compiled = {path for path in layers if any(_is_within(path, whole) for whole in wholes)}
     if compiled:
         numbers = repr(recompute), len(compiled), len(layers)
         logger.warning("recompute=%s does nothing in %s of %s layers: %s", *numbers, COMPILED)
     if parts := [whole for whole in wholes if any(_is_within(whole, path) for path in layers.keys() - compiled)]:
-        logger.warning("recompute=%s does nothing in %s, a part of a layer: %s", repr(recompute), parts[0], COMPILED)
+        several = repr(recompute), len(parts), parts[0]
+        logger.warning("recompute=%s does nothing in %s parts of layers, %s the first: %s", *several, COMPILED)
     for path, layer in layers.items():
         current = fused_class(layer) if isinstance(layer, FusedBlock) else type(layer)
         reason = foreign_forward(layer)

@@ -162,10 +162,9 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     return forward
 
 
-def source_of_rewritten(layer: type[nn.Module]) -> str | None:
-    """Return the source of a class's forward if that is one that ``compiled`` has made; None for any other."""
-    filename = _unwrap(layer.forward)[0].__code__.co_filename
-    return "".join(linecache.getlines(filename)) if filename.startswith("<fused_norm ") else None
+def source_of_rewritten(layer: type[nn.Module]) -> str:
+    """Return the source of a class's forward, which ``compiled`` has made."""
+    return "".join(linecache.getlines(_unwrap(layer.forward)[0].__code__.co_filename))
 
 
 def _blank_defaults(arguments: ast.arguments) -> None:
@@ -258,7 +257,7 @@ class Helper:
 
 
 def helpers_of(layer: Any) -> dict[str, Helper]:
-    """What a forward uses by name: methods of its class, functions of their file, and what these use in turn.
+    """Return what a forward uses by name: methods of its class, functions of their file, and what these use in turn.
 
     They come in the same order in every process, and so do rows of the report.
     """
