@@ -17,7 +17,7 @@ import fused_norm
 from fused_norm.kernels.triton.norm_backward import MOST_READERS
 from fused_norm.patcher import fused_norm_module
 
-from .models import relative
+from .models import equal_in_fp32, relative
 from .test_consumer_contracts import BF16, BLOCK, FP32, WIDTH, assert_near, fused_copy, made, own_inputs, step
 
 FP16 = torch.float16
@@ -92,8 +92,8 @@ def test_who_sees_a_call_sees_what_it_would_see_of_stock(place: str, how: str, d
     for mine, without, theirs in zip(*seen, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or (mine.dtype == theirs.dtype and relative(mine, theirs) < 2e-2)
-        assert mine is None or torch.equal(mine, without)
-    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+        assert mine is None or equal_in_fp32(mine, without)
+    assert [equal_in_fp32(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
 
 
 @pytest.mark.parametrize("register", ["register_module_forward_pre_hook", "register_module_full_backward_hook"])
@@ -259,7 +259,7 @@ def test_what_an_adapter_reads_is_asked_at_each_call(name: str, device: str) -> 
         found.append(step(model, device))
     assert own_inputs(found[0][0]) == expected
     assert_near(found[0], found[2])
-    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+    assert [equal_in_fp32(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
 
 
 def test_outputs_are_counted_at_each_call(device: str) -> None:
@@ -281,7 +281,7 @@ def test_every_linear_and_every_adapter_gets_the_output_that_is_its_own(names: s
     found = [step(model, device) for model in (fused_copy(stock), fused_copy(stock, readers=False), stock)]
     assert own_inputs(found[0][0]) == 3 + len(names)
     assert_near(found[0], found[2])
-    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+    assert [equal_in_fp32(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
 
 
 def test_adapters_that_came_after_the_patch_are_named_where_they_run_and_not_inside_disabled(
@@ -322,7 +322,7 @@ def test_a_norm_is_written_in_autocasts_dtype_if_it_would_be_float32(
         step(model, device, autocast=autocast) for model in (fused_copy(stock), fused_copy(stock, readers=False), stock)
     ]
     assert_near(found[0], found[2])
-    assert [torch.equal(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
+    assert [equal_in_fp32(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
     written = autocast if FP32 in (dtype, norm) else torch.promote_types(dtype, norm)
     assert own_inputs(found[0][0], written) == 3
 

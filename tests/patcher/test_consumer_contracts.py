@@ -19,7 +19,7 @@ import fused_norm
 from fused_norm.kernels.triton.norm_backward import MOST_READERS
 
 from .forwards import layer_of
-from .models import relative
+from .models import equal_in_fp32, relative
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTH = 12
@@ -124,7 +124,7 @@ def compare(model: nn.Module, expected: int, device: str) -> None:
     assert count == expected
     assert_near(found, stock)
     assert [one.dtype for one in found] == [one.dtype for one in shared]
-    assert [torch.equal(*both) for both in zip(found, shared, strict=True)] == [True] * len(found)
+    assert [equal_in_fp32(*both) for both in zip(found, shared, strict=True)] == [True] * len(found)
 
 
 # ---- Forwards of blocks ----

@@ -23,7 +23,7 @@ from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.rotation_recognition import recognise_rotation
 
-from .models import assert_trains_as_stock, relative, sites, step, tokens, twins
+from .models import assert_near, assert_trains_as_stock, relative, sites, step, tokens, twins
 from .rotary import of_a_table, of_sections, with_positions
 
 
@@ -263,7 +263,7 @@ def test_norms_that_became_different_are_called_apart(device: str, launches: lis
         for layer in model.model.layers:
             layer.self_attn.q_norm.eps = 0.5
             layer.pre_feedforward_layernorm.eps = 0.25
-    assert_trains_as_stock(stock, fused, tokens(device))
+    assert_near(step(fused, tokens(device)), step(stock, tokens(device)), gradients=3e-5)  # eps is large
     assert "qk_norm_rope" not in launches
     assert "norm_add_norm" not in launches
 

@@ -52,11 +52,12 @@ def step(model: nn.Module, *, flag: bool, mixed: bool) -> Step:
             module.flag = flag
     torch.manual_seed(3)
     model.zero_grad()
-    given = [torch.randn(2, TOKENS, WIDTH, requires_grad=True) for _ in range(4)]
+    device = next(model.parameters()).device
+    given = [torch.randn(2, TOKENS, WIDTH, device=device, requires_grad=True) for _ in range(4)]
     try:
-        with torch.autocast("cpu", BF16, enabled=mixed):
+        with torch.autocast(device.type, BF16, enabled=mixed):
             values = model(*(one * 1 for one in given))
-        sum((one * torch.randn(one.shape)).sum() for one in values if one.requires_grad).backward()
+        sum((one * torch.randn_like(one)).sum() for one in values if one.requires_grad).backward()
     except (RuntimeError, NameError) as error:  # an edit that autograd refuses, a name without a value
         return Step([], {}, f"{type(error).__name__}: {error}")
     found = {**dict(zip("abcd", given, strict=True)), **dict(model.named_parameters())}
@@ -82,10 +83,10 @@ def difference(fused: Step, stock: Step, *, mixed: bool) -> str | None:
     return None
 
 
-def compare(layer: type[Layer], seed: int, counted: Counter[str]) -> list[str]:
+def compare(layer: type[Layer], seed: int, counted: Counter[str], device: str) -> list[str]:
     """What a layer of this class computes fused otherwise than stock."""
     torch.manual_seed(seed)
-    model = Model(layer())
+    model = Model(layer()).to(device)
     modes = [(True, seed % 2 == 0), (False, seed % 2 == 1)]
     stock = [step(model, flag=flag, mixed=mixed) for flag, mixed in modes]
     try:
@@ -110,10 +111,10 @@ def compare(layer: type[Layer], seed: int, counted: Counter[str]) -> list[str]:
     return found
 
 
-def compare_random(seeds: Iterable[int]) -> Counter[str]:
+def compare_random(seeds: Iterable[int], device: str) -> Counter[str]:
     """Check the random forwards that are drawn by these seeds, and count what is done in them."""
     counted: Counter[str] = Counter()
-    found = {seed: compare(Writer(seed).layer(), seed, counted) for seed in seeds}
+    found = {seed: compare(Writer(seed).layer(), seed, counted, device) for seed in seeds}
     assert not any(found.values()), "\n".join(f"{seed}: {one}" for seed, reasons in found.items() for one in reasons)
     return counted
 
@@ -150,8 +151,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(80), *(pytest.param(range(i, i + 250), marks=pytest.mark.slow) for i in range(80, 3080, 250))]
 )
-def test_random_forwards_compute_what_they_compute_in_stock(seeds: range) -> None:
-    counted = compare_random(seeds)
+def test_random_forwards_compute_what_they_compute_in_stock(seeds: range, device: str) -> None:
+    counted = compare_random(seeds, device)
     scarce = {kind: counted[kind] for kind, count in SEEN_IN_TEN.items() if counted[kind] < count * len(seeds) / 10}
     assert not scarce
 
@@ -199,9 +200,9 @@ TOGETHER: dict[str, tuple[str, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_rewrites_of_one_statement_go_together_or_exclude_each_other(name: str) -> None:
+def test_rewrites_of_one_statement_go_together_or_exclude_each_other(name: str, device: str) -> None:
     body, expected = TOGETHER[name]
     counted: Counter[str] = Counter()
     layer = layer_with(f"{body}\nreturn a, b, c, d", PLAIN, PLAIN)
-    assert compare(layer, 0, counted) == []
+    assert compare(layer, 0, counted, device) == []
     assert {kind: counted[kind] for kind in expected} == expected

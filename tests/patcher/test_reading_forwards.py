@@ -76,8 +76,8 @@ def with_forward(block: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [with_pre_hook, with_forward, None])
-def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any) -> None:
-    model = Model(layer_with("c = self.norm(b)\nd = self.attention(c)\nreturn a, b, d", PLAIN, PLAIN)())
+def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any, device: str) -> None:
+    model = Model(layer_with("c = self.norm(b)\nd = self.attention(c)\nreturn a, b, d", PLAIN, PLAIN)()).to(device)
     fused_norm.apply_fused_norm(model)
     block: Any = model.layers[0].attention
     if change is not None:
@@ -91,8 +91,8 @@ def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any) -> None
         return found
 
     type(model.layers[0]).fused_norm_read = noted
-    given = [torch.randn(1, TOKENS, WIDTH) for _ in range(4)]
-    with torch.autocast("cpu", torch.bfloat16):
+    given = [torch.randn(1, TOKENS, WIDTH, device=device) for _ in range(4)]
+    with torch.autocast(device, torch.bfloat16):
         model(*given)
         with fused_norm.disabled():
             model(*given)
