@@ -51,6 +51,15 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _in_full_precision():
+    """Products of fp32 after a test are those of before it: the Trainer's ``torch_compile`` turns on TF32 for all."""
+    before = getattr(torch.backends, "fp32_precision", None)
+    yield
+    if before is not None and torch.backends.fp32_precision != before:
+        torch.backends.fp32_precision = before
+
+
 @pytest.fixture
 def large_graphs():
     """Compiled graphs keep operators, however small the tensors of a test are, and under autocast too."""

@@ -23,6 +23,7 @@ from fused_norm.spec import CASTINGS, NormSpec
 from .numerics import BF16, FP16, FP32, slow
 
 Function = Callable[..., Any]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDED = {"all": lambda name: True, "weights": lambda name: name in WEIGHTS, "others": lambda name: name not in WEIGHTS}
 WEIGHTS = ("weight", "inner_weight", "q_weight", "k_weight", "a", "b")
 
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def drawn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(*shape).to(dtype)
+    return torch.randn(*shape).to(DEVICE, dtype)
 
 
 def uncast_gemma(spec: NormSpec, x: Tensor, weight: Tensor) -> Tensor:
@@ -53,17 +54,17 @@ def by(name: str, spec: NormSpec | None, *options: Any) -> Function:
     return lambda *tensors: OPERATORS[name](spec, *tensors, *options)
 
 
-def rms(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+def rms(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     tensors = {"x": drawn(5, 24, dtype=x), "weight": drawn(24, dtype=w)}
     return Pair(by("rms_norm", spec, None), norm_of(spec), tensors)
 
 
-def rms_of_one_dimension(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
-    pair = rms(device, spec, x, w)
+def rms_of_one_dimension(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+    pair = rms(spec, x, w)
     return pair._replace(tensors=pair.tensors | {"x": drawn(24, dtype=x)})
 
 
-def add(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+def add(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     def stock(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + x * 0.5
         return norm_of(spec)(total, weight), total
@@ -72,12 +73,12 @@ def add(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     return Pair(by("add_rms_norm", spec, None, 0.5), stock, tensors)
 
 
-def then_add(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
-    tensors = add(device, spec, x, w).tensors
+def then_add(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+    tensors = add(spec, x, w).tensors
     return Pair(by("norm_add", spec), lambda x, residual, weight: residual + norm_of(spec)(x, weight), tensors)
 
 
-def sandwich(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+def sandwich(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     def stock(x: Tensor, residual: Tensor, inner_weight: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + norm_of(spec)(x, inner_weight)
         return norm_of(spec)(total, weight), total
@@ -88,15 +89,15 @@ def sandwich(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pai
     )
 
 
-def three_readers(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+def three_readers(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     def stock(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y = norm_of(spec)(x, weight)
         return y, y, y, x * 1
 
-    return Pair(by(norms_for_readers.RMS_NORM_FOR_READERS.name, spec, 3, None), stock, rms(device, spec, x, w).tensors)
+    return Pair(by(norms_for_readers.RMS_NORM_FOR_READERS.name, spec, 3, None), stock, rms(spec, x, w).tensors)
 
 
-def heads(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+def heads(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     def stock(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
         return norm_of(spec)(q, q_weight), norm_of(spec)(k, k_weight)
 
@@ -105,8 +106,8 @@ def heads(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     return Pair(lambda *given: OPERATORS["qk_norm"](spec, *given, None, None, 1, None), stock, tensors)
 
 
-def rotated(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype, *, rotary: int = 16) -> Pair:
-    heads_alone = heads(device, spec, x, w)
+def rotated(spec: NormSpec, x: torch.dtype, w: torch.dtype, *, rotary: int = 16) -> Pair:
+    heads_alone = heads(spec, x, w)
     cos, sin = (drawn(1, 3, rotary, dtype=x)[:, None] for _ in range(2))
 
     def stock(*given: Tensor) -> list[Tensor]:
@@ -116,16 +117,14 @@ def rotated(device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype, *, rota
     return heads_alone._replace(fused=fused, stock=stock)
 
 
-def gated(
-    device: str, spec: NormSpec, x: torch.dtype, w: torch.dtype, *, norm_first: bool = True, groups: int = 2
-) -> Pair:
+def gated(spec: NormSpec, x: torch.dtype, w: torch.dtype, *, norm_first: bool = True, groups: int = 2) -> Pair:
     options = "silu", norm_first, groups
     tensors = {"x": drawn(5, 24, dtype=x), "gate": drawn(5, 24, dtype=x), "weight": drawn(24, dtype=w)}
     stock = lambda *given: reference.gated_rms_norm(spec, *given, *options)  # noqa: E731
     return Pair(by("gated_rms_norm", spec, *options), stock, tensors)
 
 
-def adapter(device: str, spec: None, x: torch.dtype, w: torch.dtype) -> Pair:
+def adapter(spec: None, x: torch.dtype, w: torch.dtype) -> Pair:
     tensors = {"base": drawn(3, 14, dtype=x), "x": drawn(3, 20, dtype=x)}
     tensors |= {"a": drawn(4, 20, dtype=w), "b": drawn(14, 4, dtype=w)}
     return Pair(by("lora_add", None, 0.7), lambda *given: reference.lora_add(*given, 0.7), tensors)
@@ -167,7 +166,7 @@ def outcome(function: Function, given: dict[str, Tensor], needed: str, write: Ca
     for name, one in leaves.items():
         if name in WEIGHTS:
             write(one)
-    dys = [torch.linspace(-1, 2, one.numel()).view_as(one).to(one.dtype) for one in outputs]
+    dys = [torch.linspace(-1, 2, one.numel()).view_as(one).to(one) for one in outputs]
     wanted = [one for one in leaves.values() if one.requires_grad]
     try:
         return torch.autograd.grad(outputs, wanted, dys, allow_unused=True)
@@ -195,9 +194,9 @@ def check(pair: Pair, needed: Sequence[str] = ("all",)) -> None:
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec}, {spec.casts_weight}")
 def test_with_any_rounding_a_norms_backward_reads_what_stocks_does(
-    spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype], device: str
+    spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    check(rms(device, spec, *dtypes), tuple(NEEDED))
+    check(rms(spec, *dtypes), tuple(NEEDED))
 
 
 CENTERED, PLAIN = NormSpec("gemma", True), NormSpec("llama")
@@ -207,20 +206,20 @@ CENTERED, PLAIN = NormSpec("gemma", True), NormSpec("llama")
 @pytest.mark.parametrize("spec", [CENTERED, PLAIN, *slow(NormSpec("gemma"), NormSpec("llama", True))], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_operators_backward_reads_what_stocks_does(
-    kind: str, spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype], device: str
+    kind: str, spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    check(KINDS[kind](device, spec, *dtypes))
+    check(KINDS[kind](spec, *dtypes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [CENTERED, PLAIN], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_that_no_gradient_needs_is_not_missed(kind: str, spec: NormSpec, device: str) -> None:
-    check(KINDS[kind](device, spec, BF16, BF16), ("weights", "others"))
+def test_a_weight_that_no_gradient_needs_is_not_missed(kind: str, spec: NormSpec) -> None:
+    check(KINDS[kind](spec, BF16, BF16), ("weights", "others"))
 
 
 @pytest.mark.parametrize("weights", [FP32, BF16])
 @pytest.mark.parametrize("x", [BF16, *slow(FP16)])
-def test_an_adapters_backward_reads_what_stocks_does(x: torch.dtype, weights: torch.dtype, device: str) -> None:
+def test_an_adapters_backward_reads_what_stocks_does(x: torch.dtype, weights: torch.dtype) -> None:
     if {x, weights} != {BF16, FP16}:
-        check(adapter(device, None, x, weights), tuple(NEEDED))
+        check(adapter(None, x, weights), tuple(NEEDED))

@@ -83,6 +83,7 @@ class Model(nn.Module):
 def angles() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     angle = torch.rand(1, TOKENS, WIDTH // HEADS // 2, generator=generator).repeat(1, 1, 2)
+    angle = angle.to("cuda" if torch.cuda.is_available() else "cpu")
     return angle.cos(), angle.sin()
 
 

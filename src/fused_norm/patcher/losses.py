@@ -159,7 +159,7 @@ class CountedLabels(Tensor):
         counted._event = None
         if labels.device.type != "cpu":
             device = torch.get_device_module(labels.device)
-            number = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(number, non_blocking=True)
+            number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
             counted._event = device.Event()
             counted._event.record(device.current_stream(labels.device))
         counted._number = number
