@@ -18,8 +18,8 @@ from transformers import activations
 from transformers.models.llama import modeling_llama as llama
 
 import fused_norm
-from fused_norm.integrations import hub_layers
 from fused_norm.model_configs import build
+from tools.hub_export import layers
 
 from .models import relative, tokens
 
@@ -122,7 +122,7 @@ def test_a_layer_of_the_kernels_hub_computes_what_its_class_computes_now(change:
     norm: Any = llama.LlamaRMSNorm(24).to(device)
     norm.weight.data.uniform_(0.5, 2)
     stock = copy.deepcopy(norm)
-    norm.forward = MethodType(hub_layers.RMSNorm.forward, norm)
+    norm.forward = MethodType(layers.RMSNorm.forward, norm)
     x = torch.randn(3, 24, device=device)
     assert relative(norm(x), stock(x)) < 1e-6
     with contextlib.ExitStack() as stack:

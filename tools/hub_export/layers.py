@@ -1,6 +1,7 @@
-"""The layer that the Hugging Face kernels hub binds to norms; ``kernels_hub.py`` exports it.
+"""The layer that the Hugging Face kernels hub binds to norms.
 
-The file is copied as it is, so it imports nothing of the package but what is copied beside it.
+An export holds a copy of this file whose imports from ``fused_norm`` are relative, so it imports only what
+``command.py`` copies too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..kernels.arguments import wrong_eps
-from ..kernels.operator import norm_spec
-from ..kernels.rms_norm import RMS_NORM
-from ..patcher.fused_norm_module import run_fused
-from ..patcher.norm_recognition import Recognised, recognise
-from ..patcher.probe import UnrecognisedError
-from ..patcher.running_code import RunningCode
+from fused_norm.kernels.arguments import wrong_eps
+from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.rms_norm import RMS_NORM
+from fused_norm.patcher.fused_norm_module import run_fused
+from fused_norm.patcher.norm_recognition import Recognised, recognise
+from fused_norm.patcher.probe import UnrecognisedError
+from fused_norm.patcher.running_code import RunningCode
 
 _meanings: WeakKeyDictionary[nn.Module, tuple[type, RunningCode, Recognised | None]] = WeakKeyDictionary()
 """The class, the code and the formula of each module; the formula is None if it is not known."""
@@ -26,8 +27,8 @@ class RMSNorm(nn.Module):
     """A forward for any module that computes an RMSNorm with one weight and an eps, or without a weight.
 
     It has no state: ``kernelize`` binds its forward to modules of a model, which keep their own parameters. What such a
-    module computes is found out by its values at the first call, so the rounding points are those of its class. Where
-    that is no known formula, or kernels cannot run, and in compiled graphs, its own class's forward runs.
+    module computes is found out by its values at the first call, so the rounding points are those of its class. If
+    that is no known formula, if kernels cannot run, and in compiled graphs, its own class's forward runs.
     """
 
     can_torch_compile = False

@@ -1,7 +1,7 @@
 """An export of the norm layer in the form that the Hugging Face ``kernels`` package loads.
 
-``python -m fused_norm.integrations.kernels_hub OUT`` writes a kernel repository to the folder ``OUT``: one build for
-all devices that Triton has, which needs PyTorch and Triton and not this package.
+``python -m tools.hub_export OUT`` writes a kernel repository to the folder ``OUT``: one build for all devices that
+Triton has, which needs PyTorch and Triton and not this package.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import argparse
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
+import fused_norm
+from fused_norm.cli import parse_and_run
+from fused_norm.cli.common import UsageError
+
+_PACKAGE = Path(fused_norm.__file__).parent
 _FILES = (
     "spec.py",
     "patcher/source.py",
@@ -23,14 +28,13 @@ _FILES = (
     "patcher/probe.py",
     "patcher/reached_code.py",
     "patcher/running_code.py",
-    "integrations/hub_layers.py",
 )
-"""The files that the layer needs besides the kernels."""
+"""The files of the package that the layer needs besides the kernels."""
 
 _NOT_OF_KERNELS = ("fp8", "__pycache__")
 
-_EMPTY = ("kernels/__init__.py", "patcher/__init__.py", "integrations/__init__.py")
-"""Files that import what is not exported, or nothing."""
+_EMPTY = ("kernels/__init__.py", "patcher/__init__.py")
+"""Files that import what is not exported."""
 
 _CARD = """\
 ---
@@ -54,7 +58,7 @@ def export(folder: str | Path) -> Path:
     """Write a kernel repository with the layer ``RMSNorm``.
 
     Args:
-        folder: the repository; made where it is not there.
+        folder: the repository, which is made if it does not exist.
 
     Returns:
         The folder of its one build.
@@ -62,8 +66,6 @@ def export(folder: str | Path) -> Path:
     Raises:
         FileExistsError: the folder has such a build already, or a README that no export has written.
     """
-    from .. import __version__
-
     build = Path(folder) / "build" / "torch-universal"
     if build.exists():
         raise FileExistsError(f"{build} is there already: remove it, or name another folder")
@@ -78,8 +80,10 @@ def export(folder: str | Path) -> Path:
         shutil.copyfile(_PACKAGE / name, package / name)
     for name in _EMPTY:
         (package / name).write_text("")
-    # `kernels` takes the outer package, and up to 0.9 the inner one.
-    (package / "__init__.py").write_text("from .integrations import hub_layers as layers\n")
+    layers = Path(__file__).with_name("layers.py").read_text(encoding="utf-8")
+    (package / "layers.py").write_text(layers.replace("from fused_norm.", "from ."), encoding="utf-8")
+    # `kernels` imports the outer package, and up to release 0.9 the inner one.
+    (package / "__init__.py").write_text("from . import layers\n")
     (build / "__init__.py").write_text("from .fused_norm import layers\n")
     metadata = {
         "name": "fused-norm",
@@ -90,28 +94,32 @@ def export(folder: str | Path) -> Path:
         "backend": {"type": "cuda"},
     }
     (build / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    card.write_text(_CARD.format(version=__version__), encoding="utf-8")
+    card.write_text(_CARD.format(version=fused_norm.__version__), encoding="utf-8")
     return build
 
 
 def _digest(paths: Iterable[Path]) -> str:
-    """A name for what is in these files: builds that differ can be loaded side by side."""
-    found = hashlib.sha256()
+    """A name that depends on what these files contain: builds that differ can be loaded side by side."""
+    digest = hashlib.sha256()
     for path in sorted(paths):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command with arguments, those of the process for None."""
-    program = "python -m fused_norm.integrations.kernels_hub"
-    parser = argparse.ArgumentParser(program, description="Write the norm layer as a repository for the kernels hub.")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with arguments, those of the process for None, and return the exit code."""
+    description = "Write the norm layer as a repository for the kernels hub."
+    return parse_and_run(sys.modules[__name__], "python -m tools.hub_export", description, argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the repository's folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, and print the folder that was written."""
     try:
-        print(f"written: {export(parser.parse_args(argv).out)}")
+        print(f"written: {export(args.out)}")
     except OSError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
+        raise UsageError(str(error)) from error
+    return 0

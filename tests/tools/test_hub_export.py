@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import shutil
 import sys
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_kernels_available
 
 import fused_norm
-from fused_norm.integrations.kernels_hub import export, main
 from fused_norm.model_configs import build
+from tools.hub_export.command import export, main
 
 
 def has(base: Path, name: str) -> bool:
@@ -30,7 +32,7 @@ def has(base: Path, name: str) -> bool:
 def test_an_export_imports_nothing_of_the_package_but_what_is_in_it(tmp_path: Path) -> None:
     folder = export(tmp_path / "made" / "here")
     files = sorted(folder.rglob("*.py"))
-    assert {"spec.py", "rms_norm.py", "norm_backward.py", "hub_layers.py"} <= {path.name for path in files}
+    assert {"spec.py", "rms_norm.py", "norm_backward.py", "layers.py"} <= {path.name for path in files}
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -45,11 +47,10 @@ def test_an_export_imports_nothing_of_the_package_but_what_is_in_it(tmp_path: Pa
 def test_the_command_writes_nothing_over_and_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([str(tmp_path / "out")])
+    assert main([str(tmp_path / "out")]) == 0
     metadata = tmp_path / "out" / "build" / "torch-universal" / "metadata.json"
     before = metadata.stat().st_mtime_ns
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path / "out")])
+    assert main([str(tmp_path / "out")]) == 2
     assert "torch-universal is there already: remove it, or name another folder" in capsys.readouterr().err
     assert metadata.stat().st_mtime_ns == before
 
@@ -59,16 +60,33 @@ def test_an_export_keeps_a_card_that_is_not_its_own_and_replaces_its_own(
 ) -> None:
     card = tmp_path / "README.md"
     card.write_text("# A model's card\n")
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path)])
+    assert main([str(tmp_path)]) == 2
     assert "README.md is there already, and was not written by an export" in capsys.readouterr().err
     assert [card] == list(tmp_path.iterdir())
     assert card.read_text() == "# A model's card\n"
     card.unlink()
     export(tmp_path)
     shutil.rmtree(tmp_path / "build")
-    main([str(tmp_path)])
+    assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'build' / 'torch-universal'}\n"
+
+
+def test_an_exported_layer_imported_by_itself_computes_what_stock_does_by_operators_of_its_own(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(export(tmp_path / "out"), tmp_path / "exported_norm")
+    monkeypatch.syspath_prepend(tmp_path)
+    layers = importlib.import_module("exported_norm").layers
+    operator = sys.modules["exported_norm.fused_norm.kernels.rms_norm"].RMS_NORM
+    assert operator is not fused_norm.kernels.rms_norm.__globals__["RMS_NORM"]
+    stock = olmo2(torch.float32).model.norm.to(device)
+    norm = copy.deepcopy(stock)
+    norm.forward = MethodType(layers.RMSNorm.forward, norm)
+    x = torch.randn(3, 64, device=device)
+    calls = []
+    monkeypatch.setattr(operator, "forward", lambda *a, _run=operator.forward, **k: calls.append(a) or _run(*a, **k))
+    torch.testing.assert_close(norm(x), stock(x), rtol=1e-6, atol=1e-6)
+    assert len(calls) == 1, "the norm's own forward ran"
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +113,7 @@ def kernelized(stock: nn.Module, mapping: Any, mode: Any = None) -> nn.Module:
 def replaced(model: nn.Module) -> set[str]:
     """The classes of the modules that an exported layer computes."""
     found = [module for module in model.modules() if "forward" in vars(module)]
-    return {type(module).__name__ for module in found if "hub_layers" in module.forward.__func__.__module__}
+    return {type(module).__name__ for module in found if module.forward.__func__.__module__.endswith(".layers")}
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,0 +1,1 @@
+"""Writes the norm layer as a repository for the Hugging Face kernels hub."""
