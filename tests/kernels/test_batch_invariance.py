@@ -1,6 +1,6 @@
-"""A row's result does not depend on the rows beside it; on a GPU at many widths, interpreted at one.
+"""A row's result does not depend on the rows beside it: on a GPU at many widths, in the interpreter at one.
 
-Rows lie at multiples of 16 bytes: elsewhere a GPU reads them in smaller pieces, and may add them in another order.
+Rows begin at multiples of 16 bytes: others a GPU reads in smaller pieces, and may add up in another order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
+from fused_norm.kernels import (
+    add_rms_norm,
+    gated_rms_norm,
+    glu,
+    norm_add,
+    norm_add_norm,
+    qk_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)
+from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 
+from .calls import CALLS, every_call
 from .fp8_values import assert_same_bits
 from .numerics import BF16, FP16, FP32
 
@@ -90,6 +102,39 @@ def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: st
 def test_a_row_of_a_gate_has_the_same_bits_in_any_batch(device: str) -> None:
     gate, up = values(device, ROWS, 256), values(device, ROWS, 256)
     assert_invariant(lambda gate, up: (glu(gate, up, "silu"),), (gate, up))
+    assert_invariant(lambda x, gate: (gated_rms_norm(x, gate, None),), (gate, up))
+
+
+@pytest.mark.parametrize("fp8_format", ["rowwise", "block128"])
+def test_a_row_of_codes_has_the_same_bits_in_any_batch(fp8_format: str, device: str) -> None:
+    x, r, w = values(device, ROWS, 256), values(device, ROWS, 256), values(device, 256)
+
+    def codes(x: Tensor, r: Tensor) -> Outputs:
+        alone, (added, s) = rms_norm_fp8(x, w, fp8_format=fp8_format), add_rms_norm_fp8(x, r, w, fp8_format=fp8_format)
+        return alone.q, alone.scale, added.q, added.scale, s
+
+    assert_invariant(codes, (x, r))
+
+
+@CALLS
+def test_a_sequence_has_the_same_bits_in_any_batch(index: int, device: str) -> None:
+    call = every_call(device, width=32)[index]
+    if call.name == "lora_add":
+        pytest.skip("its tiles depend on the number of rows")
+    batched = [place for place, one in enumerate(call.tensors) if one is not None and one.dim() > 2]
+
+    def outputs(*tensors: Tensor) -> Outputs:
+        given = dict(zip(batched, tensors, strict=True))
+        return tuple(call.outputs([given.get(place, one) for place, one in enumerate(call.tensors)]))
+
+    rows = [call.tensors[place] for place in batched]
+    assert_invariant(outputs, tuple(one.repeat(3, *[1] * (one.dim() - 1)) for one in rows))
+
+
+def test_a_result_that_depends_on_the_number_of_rows_is_seen(device: str) -> None:
+    x = values(device, ROWS, 16)
+    with pytest.raises(AssertionError):
+        assert_invariant(lambda x: (x * (1 if len(x) == ROWS else 1.01),), (x,))
 
 
 @pytest.mark.gpu
