@@ -98,9 +98,6 @@ OPERATORS: Mapping[str, MeasuredOperator] = {
         (1, 2), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS
     ),
     "add_rms_norm_fp8": MeasuredOperator((3, 3), 2, 2, 1, lambda p: p.add_norm, part="cast", options=_FORMATS),
-    "rms_norm_columns_fp8": MeasuredOperator(
-        (1, 0), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS[1:4]
-    ),
 }  # fmt: skip
 """By name, in the order of tables. ``docs/measuring.md`` says what each computes."""
 
@@ -176,9 +173,8 @@ class OperatorCase:
         moved = OPERATORS[self.operator].moved[DIRECTIONS.index(direction)] * elements * dtype.itemsize
         if self.fp8_format is None or direction == "backward":
             return moved
-        lines = self.width if self.operator == "rms_norm_columns_fp8" else self.rows
         group = self.fp8_format.group
-        scales = elements // group if group else 1 if self.fp8_format.whole else lines
+        scales = 1 if group is None else elements // (group or self.width)
         return moved + elements + scales * (1 if self.fp8_format.swizzled else 4)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, *, seed: int) -> OperatorInputs:
@@ -242,23 +238,9 @@ def fused(case: OperatorCase) -> OperatorFunction:
     elif case.operator == "gated_rms_norm":
         options["norm_before_gate"] = case.option != "gate-first"
     call = partial(getattr(fp8 if case.fp8_format else kernels, case.operator), **options)
-    if case.operator == "rms_norm_columns_fp8":
-        return _with_kept_rstd(call, case.spec.eps)
     if case.operator in ("qk_norm_rope", "rope"):
         return lambda q, k, *rest: call(q.transpose(1, 2), k.transpose(1, 2), *rest)
     return call if operator.outputs > 1 else lambda *arguments: (call(*arguments),)
-
-
-def _with_kept_rstd(call: Callable[..., Any], eps: float) -> OperatorFunction:
-    """A call that gets the rstd of x too, which a forward has kept: made before anything is timed."""
-    rstds: dict[int, Tensor] = {}
-
-    def run(x: Tensor, w: Tensor) -> tuple[Any]:
-        if x.data_ptr() not in rstds:
-            rstds[x.data_ptr()] = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + eps)
-        return (call(x, w, rstds[x.data_ptr()]),)
-
-    return run
 
 
 def eager_parts(case: OperatorCase) -> Parts:
@@ -366,7 +348,7 @@ _DECODING = [
 _TO_FP8 = [
     case
     for name in ("rms_norm_fp8 8192x4096", "rms_norm_fp8 8192x2048", "rms_norm_fp8 8192x8192",
-                 "add_rms_norm_fp8 8192x4096", "rms_norm_columns_fp8 8192x4096")
+                 "add_rms_norm_fp8 8192x4096")
     for option in OPERATORS[name.split()[0]].options
     for case in _cases(f"{name} {option}")
 ]  # fmt: skip

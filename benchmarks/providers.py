@@ -86,7 +86,7 @@ def _stock(case: OperatorCase) -> OwnParts:
 
 
 def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
-    """The cast of torchao to the format of a case; its scales are shared along rows, or over them for columns."""
+    """The cast of torchao to the format of a case."""
     name = case.option
     if importlib.util.find_spec("torchao") is None or name not in ("tensorwise", "rowwise", "block128", "mxfp8"):
         raise RefusedError(f"torchao has no cast {name} here")
@@ -95,24 +95,20 @@ def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
     from torchao.prototype.blockwise_fp8_training import kernels as blockwise
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    over_rows = case.operator == "rms_norm_columns_fp8"
-    fp8_format = fp8.FORMATS[name].along_rows() if over_rows else fp8.FORMATS[name]
+    fp8_format = fp8.FORMATS[name]
     granularity = ScalingGranularity.AXISWISE if name == "rowwise" else ScalingGranularity.TENSORWISE
 
     def cast(y: Tensor) -> fp8.Quantized:
         if name == "block128":
-            side = "rhs" if over_rows else "lhs"
-            kind = f"triton_fp8_blockwise_act_quant_{side}" if y.is_cuda else f"torch_blockwise_scale_act_quant_{side}"
+            kind = "triton_fp8_blockwise_act_quant_lhs" if y.is_cuda else "torch_blockwise_scale_act_quant_lhs"
             q, scale = getattr(blockwise, kind)(y)
         elif name == "mxfp8":  # which torchao makes of bf16 and fp32 alone
             y = y.float() if y.dtype == torch.float16 else y
-            lines = y.t().contiguous() if over_rows else y
-            scale, q = to_mx(lines, fp8_format.dtype, 32, is_swizzled_scales=True)
-            q = q.t() if over_rows else q
+            scale, q = to_mx(y, torch.float8_e4m3fn, 32, is_swizzled_scales=True)
         else:
             made = hp_tensor_to_float8_dynamic(
-                y, fp8_format.dtype, LinearMMConfig(), scaling_granularity=granularity,
-                axiswise_dim=(0 if over_rows else -1) if name == "rowwise" else None,
+                y, torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=granularity,
+                axiswise_dim=-1 if name == "rowwise" else None,
                 round_scales_to_power_of_2=fp8_format.power_of_2,
             )  # fmt: skip
             q, scale = made._data, made._scale.reciprocal()

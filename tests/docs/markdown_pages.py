@@ -148,7 +148,7 @@ def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
         program, arguments, runs = "fused-norm", arguments[arguments.index("fused_norm") + 1 :], False
     if program == "fused-norm":
         return _run_fused_norm(arguments, runs and arguments[0] in SHORT)
-    if program == "python" and arguments[1] in ("benchmarks", "tools.coverage", "tools.hub_export"):
+    if program == "python" and arguments[:1] == ["-m"] and arguments[1].startswith(("benchmarks", "tools.")):
         command = importlib.import_module(f"{arguments[1]}.command")
         with mock.patch.object(command, "run", return_value=0):
             assert command.main(arguments[2:]) == 0

@@ -48,7 +48,7 @@ def main() -> int:
 
     def fp8(x: Any, r: Any, w: Any, fp8_format: FP8Format) -> tuple[str, str]:
         def call() -> None:
-            outputs = kernels.empty_norm_fp8(spec, x, r, w, fp8_format, False)
+            outputs = kernels.empty_norm_fp8(spec, x, r, w, fp8_format)
             kernels.launch_norm_fp8(spec, (x, r, w, None, None), fp8_format, outputs)
 
         return layout_of_the_sum(call)

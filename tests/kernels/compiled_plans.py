@@ -22,8 +22,7 @@ from compiled_launches import TARGETS, Noted, Target, compiled
 
 from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.arguments import ACTIVATIONS
-from fused_norm.kernels.fp8 import FORMATS
-from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
+from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
@@ -154,14 +153,10 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
 
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     """Operators that give FP8, on rows of a width."""
-    x, w, rstd = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype), torch.empty(256, 1)
+    x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
     codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
-        known = FORMATS[name]
-        yield NORM_FP8, name, both(NORM_FP8, x, None, w, codes, scales, 1.0, *known.options, known.whole)
-        if not known.whole:
-            columns = known.along_rows().options
-            yield RMS_NORM_COLUMNS_FP8, name, both(RMS_NORM_COLUMNS_FP8, x, w, rstd, *columns)
+        yield NORM_FP8, name, both(NORM_FP8, x, None, w, codes, scales, 1.0, name)
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:

@@ -14,27 +14,20 @@ from torch import Tensor
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.fp8 import (
     FORMATS,
-    FP8Format,
     Quantized,
     add_rms_norm_fp8,
     codes,
     dequantize,
     quantize,
-    rms_norm_columns_fp8,
     rms_norm_fp8,
 )
-from fused_norm.kernels.fp8.kernels import (
-    empty_columns_fp8,
-    empty_norm_fp8,
-    launch_columns_fp8,
-    launch_norm_fp8,
-)
-from fused_norm.kernels.fp8.operators import NORM_FP8, RMS_NORM_COLUMNS_FP8
-from fused_norm.kernels.operator import Operator, norm_spec
+from fused_norm.kernels.fp8.kernels import empty_norm_fp8, launch_norm_fp8
+from fused_norm.kernels.fp8.operators import NORM_FP8
+from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
-from .fp8_values import ALL_FORMATS, E4M3, E5M2, assert_same_bits, assert_same_codes, hard_rows, in_bits
+from .fp8_values import E4M3, assert_same_bits, assert_same_codes, hard_rows, in_bits
 from .numerics import BF16, FP16, FP32
 
 Names = list[str]
@@ -64,12 +57,12 @@ class Case(NamedTuple):
             made.append((1.5 * torch.randn(shape[-1])).to(self.w))
         return [tensor.to(device) for tensor in made]
 
-    def fused(self, fp8_format: str | FP8Format, tensors: list[Tensor], **how: Any) -> tuple[Quantized, Tensor | None]:
+    def fused(self, fp8_format: str, tensors: list[Tensor]) -> tuple[Quantized, Tensor | None]:
         x, *rest = tensors
         weight = rest.pop() if self.w is not None else None
         if self.r is None:
-            return rms_norm_fp8(x, weight, fp8_format=fp8_format, **self.meaning, **how), None
-        return add_rms_norm_fp8(x, *rest, weight, fp8_format=fp8_format, scale=self.scale, **self.meaning, **how)
+            return rms_norm_fp8(x, weight, fp8_format=fp8_format, **self.meaning), None
+        return add_rms_norm_fp8(x, *rest, weight, fp8_format=fp8_format, scale=self.scale, **self.meaning)
 
     def unfused(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The 16-bit operator's ``(y, s)``."""
@@ -105,68 +98,39 @@ def slow_but(few: list[Any], every: list[Any]) -> list[Any]:
 
 
 def assert_unfused_codes(
-    case: Case, fp8_format: FP8Format, shape: tuple[int, ...], device: str, *, finite: bool = True
+    case: Case, fp8_format: str, shape: tuple[int, ...], device: str, *, finite: bool = True
 ) -> None:
-    """Codes, scales, sum and columns of a norm are those of the casts of the 16-bit operator's result."""
+    """Codes, scales and sum of a norm are those of the casts of the 16-bit operator's result."""
     tensors = case.tensors(shape, device, finite=finite)
-    whole = fp8_format.whole
-    (made, s), (y, expected_s) = case.fused(fp8_format, tensors, transposed=whole), case.unfused(tensors)
-    assert_same_codes(made, quantize(y, fp8_format, transposed=whole))
+    (made, s), (y, expected_s) = case.fused(fp8_format, tensors), case.unfused(tensors)
+    assert_same_codes(made, quantize(y, fp8_format))
     assert (made.placeholder.shape, made.placeholder.dtype) == (y.shape, y.dtype)
     assert made.placeholder.untyped_storage().nbytes() == y.element_size()
     assert made.placeholder.isnan().all()
     if s is not None:
         assert_same_bits(s, expected_s)
-    if not whole and case.casting != "none":
-        weight = None if case.w is None else tensors[-1]
-        total = tensors[0] if s is None else s
-        columns = rms_norm_columns_fp8(total, weight, made.rstd, fp8_format=fp8_format, **case.meaning)
-        assert_same_codes(columns, quantize(y, fp8_format.along_rows()))
 
 
 CENTERED = Case(FP32, BF16, BF16, "gemma", True)
-LAYOUTS = ("tensorwise", "rowwise", "block128", "deepgemm", "mxfp8")
+LAYOUTS = ("tensorwise", "rowwise", "block128", "mxfp8")
 """A format for each way of laying out scales."""
 
 FEW_NORMS = [
     (CASES[7], "tensorwise"),  # the norm uses another rstd than it keeps
     *((LLAMA, name) for name in FORMATS),
-    *((CENTERED, name) for name in ("tensorwise", "deepgemm powers", "rceil")),
+    *((CENTERED, name) for name in ("tensorwise", "mxfp8")),
 ]
 EVERY_NORM = [*FEW_NORMS, *((case, name) for case in CASES for name in LAYOUTS if (case, name) not in FEW_NORMS)]
 
 
 @pytest.mark.parametrize(("case", "name"), slow_but(FEW_NORMS, EVERY_NORM), **IDS)
 def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, device: str) -> None:
-    assert_unfused_codes(case, ALL_FORMATS[name], (7, 128), device)
+    assert_unfused_codes(case, name, (7, 128), device)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS[:3], "mxfp8", "coat_input", "deepgemm powers"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "coat_input"])
 def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: str) -> None:
-    assert_unfused_codes(LLAMA, ALL_FORMATS[name], (7, 128), device, finite=False)
-
-
-def test_scales_of_larger_groups_are_swizzled_with_their_padding(device: str) -> None:
-    fp8_format = replace(FORMATS["mxfp8"], group_columns=64)
-    assert_unfused_codes(LLAMA, fp8_format, (100, 128), device)
-
-
-@pytest.mark.parametrize("name", ["rowwise", "block128", "mxfp8"])
-def test_rows_that_a_tile_does_not_have_count_for_no_scale(name: str, device: str) -> None:
-    """Where gamma is infinite, zeros in their place would be NaN."""
-    x, w = torch.ones(7, 128, device=device), torch.ones(128, device=device)
-    w[5] = float("inf")
-    fp8_format = FORMATS[name].along_rows()
-    columns = rms_norm_columns_fp8(x, w, torch.ones(7, 1, device=device), fp8_format=name)
-    assert_same_codes(columns, quantize(x * w, fp8_format))
-    assert not columns.scale[..., 5].float().isnan().any()
-
-
-@pytest.mark.parametrize(
-    "name", ["tensorwise", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "mxfp8"))]
-)
-def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) -> None:
-    assert_unfused_codes(ADDED, replace(FORMATS[name], dtype=E5M2), (6, 128), device)
+    assert_unfused_codes(LLAMA, name, (7, 128), device, finite=False)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +144,6 @@ def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) ->
         pytest.param("mxfp8", (7, 160), marks=pytest.mark.slow),
         pytest.param("mxfp8", (133, 96), marks=pytest.mark.slow),
         pytest.param("block128", (133, 128), marks=pytest.mark.slow),
-        pytest.param("deepgemm", (257, 256), marks=pytest.mark.slow),
         pytest.param("coat_input", (133, 48), marks=pytest.mark.slow),
         pytest.param("rowwise", (7, 5000), marks=pytest.mark.slow),
         pytest.param("tensorwise", (7, 5000), marks=pytest.mark.slow),
@@ -189,7 +152,7 @@ def test_e5m2_codes_are_those_of_the_unfused_sequence(name: str, device: str) ->
     ids=str,
 )
 def test_odd_shapes(name: str, shape: tuple[int, ...], device: str) -> None:
-    assert_unfused_codes(LLAMA, ALL_FORMATS[name], shape, device)
+    assert_unfused_codes(LLAMA, name, shape, device)
 
 
 def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
@@ -293,14 +256,13 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
     dy = torch.randn(shape, device=device).to(BF16)
     x = quantize(h, "coat_input")
     x_scale = x.scale.to(scale_dtype)
-    made = rms_norm_fp8(replace(x, scale=x_scale), w, 1e-5, fp8_format="coat", casting="gemma", transposed=True)
+    made = rms_norm_fp8(replace(x, scale=x_scale), w, 1e-5, fp8_format="coat", casting="gemma")
     dx, dw = torch.autograd.grad(made.placeholder, (h, w), dy)
     seed = coat(x.q, x_scale, w.detach(), dy, 1e-5)
     torch.testing.assert_close(made.rstd, seed["rstd"], rtol=1e-6, atol=0)
     torch.testing.assert_close(made.scale, seed["scale"], rtol=2**-7, atol=0)
     # y may differ from the seed's in its last place, where a code may then be the next one.
     assert (made.q.view(torch.uint8) == seed["q"].view(torch.uint8)).float().mean() > 0.98
-    assert_same_bits(made.transposed, made.q.view(-1, shape[-1]).t())
     torch.testing.assert_close(dx, seed["dx"], rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(dw, seed["dw"], rtol=2**-7, atol=1e-2)
     assert made.placeholder.dtype == BF16
@@ -336,24 +298,15 @@ def test_rows_are_counted_in_the_order_of_dimensions(device: str) -> None:
     assert torch.equal(s, expected_s)
     assert made.q.is_contiguous()
     assert s.is_contiguous()
-    columns, expected = (
-        rms_norm_columns_fp8(one, w, made.rstd, fp8_format="block128")
-        for one in (s.transpose(0, 1).contiguous().transpose(0, 1), s)
-    )
-    assert_same_codes(columns, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128), (0,), (3, 0)], ids=str)
 def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)
     w = torch.randn(shape[-1], device=device, requires_grad=True)
-    for name, fp8_format in FORMATS.items():
-        whole = fp8_format.whole
-        made = rms_norm_fp8(x, w, fp8_format=name, transposed=whole)
-        assert_same_codes(made, quantize(x, name, transposed=whole))
-        if not whole:
-            columns = rms_norm_columns_fp8(x, w, made.rstd, fp8_format=name)
-            assert_same_codes(columns, quantize(x, fp8_format.along_rows()))
+    for name in FORMATS:
+        made = rms_norm_fp8(x, w, fp8_format=name)
+        assert_same_codes(made, quantize(x, name))
         dx, dw = torch.autograd.grad(made.placeholder, (x, w), torch.randn(shape, device=device))
         assert dx.shape == shape
         assert torch.equal(dw, torch.zeros_like(w))
@@ -378,38 +331,28 @@ class Bands:
 
 @pytest.mark.parametrize(
     "name",
-    ["tensorwise", "rowwise", "deepgemm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
+    ["tensorwise", "rowwise", "block128", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
 )
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
-    fp8_format, spec = ALL_FORMATS[name], norm_spec("llama", False, 1e-6)
-    x, r, w = ADDED.tensors((7, 160 if fp8_format.group == 32 else 128), device)
-    whole, bands = fp8_format.whole, Bands()
-    outputs = tuple(None if one is None else bands(one) for one in empty_norm_fp8(spec, x, r, w, fp8_format, whole))
-    launch_norm_fp8(spec, (x, r, w, None, None), fp8_format, outputs)
-    q, scale, transposed, _, s, rstd = outputs
+    spec, bands = norm_spec("llama", False, 1e-6), Bands()
+    x, r, w = ADDED.tensors((7, 160 if name == "mxfp8" else 128), device)
+    outputs = tuple(map(bands, empty_norm_fp8(spec, x, r, w, FORMATS[name])))
+    launch_norm_fp8(spec, (x, r, w, None, None), FORMATS[name], outputs)
+    q, scale, _, s, _ = outputs
     y, expected_s = add_rms_norm(x, r, w)
-    assert_same_codes(Quantized(q, scale, fp8_format, None, transposed), quantize(y, fp8_format, transposed=whole))
+    assert_same_codes(Quantized(q, scale, FORMATS[name]), quantize(y, name))
     assert_same_bits(s, expected_s)
-    if not whole:
-        q, scale = (bands(one) for one in empty_columns_fp8(s, fp8_format.along_rows()))
-        launch_columns_fp8(spec, s, w, rstd, fp8_format.along_rows(), q, scale)
-        assert_same_codes(Quantized(q.t(), scale, fp8_format.along_rows()), quantize(y, fp8_format.along_rows()))
     assert bands.intact()
 
 
 @pytest.mark.slow
-def test_offsets_of_64_bits_give_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*LAYOUTS, "coat"])
+def test_offsets_of_64_bits_give_the_same(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = ADDED.tensors((7, 128), device)
-    expected = {name: ADDED.fused(name, tensors)[0] for name in ("block128", "mxfp8", "tensorwise")}
-    turned = ADDED.fused("coat", tensors, transposed=True)[0]
-    for module in (sys.modules[one.__module__] for one in (launch_norm_fp8, launch_columns_fp8, memory.is_long)):
+    expected = ADDED.fused(name, tensors)[0]
+    for module in (sys.modules[one.__module__] for one in (launch_norm_fp8, memory.is_long)):
         monkeypatch.setattr(module, "INT32_LIMIT", 1)
-    for name, made in expected.items():
-        assert_same_codes(ADDED.fused(name, tensors)[0], made)
-    assert_same_codes(ADDED.fused("coat", tensors, transposed=True)[0], turned)
-    _, s = ADDED.fused("block128", tensors)
-    columns = rms_norm_columns_fp8(s, tensors[-1], expected["block128"].rstd, fp8_format="block128")
-    assert_same_codes(columns, quantize(add_rms_norm(*tensors)[0], FORMATS["block128"].along_rows()))
+    assert_same_codes(ADDED.fused(name, tensors)[0], expected)
 
 
 def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Callable[[], Names]) -> None:
@@ -422,8 +365,6 @@ def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Call
         dy = torch.randn_like(x)
         for one, other in zip(torch.autograd.grad(made.placeholder, x, dy), torch.autograd.grad(y, x, dy), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    other = replace(FORMATS["rowwise"], dtype=torch.float8_e4m3fnuz)
-    assert rms_norm_fp8(torch.randn(3, 128, device=device), None, fp8_format=other).q.dtype == torch.float8_e4m3fnuz
     assert launched() == []
 
 
@@ -443,12 +384,8 @@ def test_gpus_that_cannot_cast_take_the_reference_and_it_is_said_once(
 
 
 def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
-    x, w, rstd = (torch.randn(shape, device=device) for shape in ((3, 100), (100,), (3, 1)))
+    x, w = (torch.randn(shape, device=device) for shape in ((3, 100), (100,)))
     plain, added = (rms_norm_fp8, x, w), (add_rms_norm_fp8, x, x, w)
-    along_rows = FORMATS["rowwise"].along_rows()
-
-    def columns(rstd: Tensor | None) -> tuple[Any, ...]:
-        return rms_norm_columns_fp8, x, w, rstd
 
     def of_codes(**wrong: Any) -> tuple[Any, ...]:
         return rms_norm_fp8, replace(codes_of_x, **wrong), None
@@ -457,17 +394,9 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
     for (norm, *arguments), fp8_format, how, error, message in (
         (plain, "block128", {}, ValueError, "rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"),
         (added, "mxfp8", {}, ValueError, "add_rms_norm_fp8: rows of 100"),
-        (plain, "rowwise", {"transposed": True}, ValueError, "rms_norm_columns_fp8 or a format with one scale"),
-        (plain, "tensorwise", {"transposed": "no"}, TypeError, "transposed must be True or False, not 'no'"),
-        (plain, along_rows, {}, ValueError, "takes formats that share them over rows"),
-        (plain, "fp8", {}, ValueError, "fp8_format must be an FP8Format or one of"),
+        (plain, "fp8", {}, ValueError, "fp8_format must be one of tensorwise"),
         (added, "rowwise", {"scale": torch.ones(())}, TypeError, "Python float or int"),
         ((add_rms_norm_fp8, x, x[:1], w), "rowwise", {}, ValueError, "residual must have x's shape"),
-        (columns(rstd), "tensorwise", {}, ValueError, "one of the tensor is the forward's"),
-        (columns(rstd), "rowwise", {"casting": "none"}, ValueError, "'none'"),
-        (columns(rstd[:2]), "rowwise", {}, ValueError, "rms_norm_columns_fp8: rstd has shape"),
-        (columns(rstd.double()), "rowwise", {}, TypeError, "rstd must be float32, not torch.float64"),
-        (columns(rstd.to("meta")), "rowwise", {}, ValueError, "rstd is on meta"),
         (of_codes(q=x), "coat", {}, TypeError, "codes of x must be FP8"),
         (of_codes(q=None), "coat", {}, TypeError, "rms_norm_fp8: the codes of x must be a tensor, not NoneType"),
         (of_codes(scale=None), "coat", {}, TypeError, "rms_norm_fp8: the scales of x must be a tensor, not NoneType"),
@@ -475,7 +404,6 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
         ((rms_norm_fp8, [1.0], w), "rowwise", {}, TypeError, "rms_norm_fp8: x must be a tensor, not list"),
         ((rms_norm_fp8, codes_of_x.q, None), "rowwise", {}, TypeError, "x must be float32, .*, not torch.float8_e4m3"),
         ((add_rms_norm_fp8, x, None, w), "rowwise", {}, TypeError, "add_rms_norm_fp8: residual must be a tensor"),
-        (columns(None), "rowwise", {}, TypeError, "rstd must be a tensor, not NoneType"),
         (of_codes(scale=codes_of_x.scale[:, :3]), "coat", {}, ValueError, "a number for each 16 columns"),
         (of_codes(placeholder=x), "coat", {}, ValueError, "placeholder and scales of x must go with its codes"),
         (of_codes(), "coat", {"casting": "none"}, ValueError, "which codes have not"),
@@ -484,37 +412,28 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
             norm(*arguments, fp8_format=fp8_format, **how)
 
 
-def _operator_calls(device: str) -> list[tuple[Operator, tuple[Tensor | None, ...], tuple[Any, ...]]]:
-    """Operators, their tensors and their options."""
-    x, r, w = (one[6:] if one.dim() == 2 else one for one in ADDED.tensors((9, 128), device))
-    coat_input = quantize(x, "coat_input")
-    rstd = torch.rand(3, 1, device=device)
-    return [
-        (NORM_FP8, (x, None, w, None, None), (1.0, *FORMATS["tensorwise"].options, True)),
-        (NORM_FP8, (x, None, None, None, None), (1.0, *FORMATS["mxfp8"].options, False)),
-        (NORM_FP8, (x, r.float(), w, None, None), (0.5, *FORMATS["block128"].options, False)),
-        (NORM_FP8, (x, None, w, coat_input.q, coat_input.scale), (1.0, *FORMATS["coat"].options, True)),
-        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), FORMATS["mxfp8"].along_rows().options),
-        (RMS_NORM_COLUMNS_FP8, (x, w, rstd), FORMATS["rowwise"].along_rows().options),
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(6))
-def test_opcheck(index: int, device: str) -> None:
-    operator, tensors, options = _operator_calls(device)[index]
-    forward = getattr(torch.ops.fused_norm, f"{operator.name}_forward")
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "block128", "coat"])
+def test_opcheck(name: str, device: str) -> None:
+    x, r, w = (one[6:] if one.dim() == 2 else one for one in ADDED.tensors((9, 128), device))
+    codes = quantize(x, "coat_input")
+    tensors, scale = {
+        "tensorwise": ((x, None, w, None, None), 1.0),
+        "mxfp8": ((x, None, None, None, None), 1.0),
+        "block128": ((x, r.float(), w, None, None), 0.5),
+        "coat": ((x, None, w, codes.q, codes.scale), 1.0),
+    }[name]
+    meaning, arguments = ("llama", False, 1e-6), (*tensors, scale, name)
+    forward, backward = (getattr(torch.ops.fused_norm, f"norm_fp8_{way}") for way in ("forward", "backward"))
     # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, ("llama", False, 1e-6, *tensors, *options, True), test_utils=checks)
-    if operator is not NORM_FP8 or tensors[3] is None:
+    torch.library.opcheck(forward, (*meaning, *arguments, True), test_utils=checks)
+    if tensors[3] is None:
         return
-    results = forward("llama", False, 1e-6, *tensors, *options, True)
-    saved, facts = operator.save((*tensors, *options), results)
-    incoming = (None, None, None, torch.randn_like(tensors[0]), None, None)
-    backward = torch.ops.fused_norm.norm_fp8_backward
+    saved, facts = NORM_FP8.save(arguments, forward(*meaning, *arguments, True))
+    incoming = (None, None, torch.randn_like(x), None, None)
     for needed in ((True, False, True), (True, False, False), (False, False, True)):
-        torch.library.opcheck(backward, ("llama", False, 1e-6, *incoming, *saved, *facts, *needed), test_utils=checks)
+        torch.library.opcheck(backward, (*meaning, *incoming, *saved, *facts, *needed), test_utils=checks)
 
 
 @pytest.mark.usefixtures("large_graphs")
@@ -527,8 +446,8 @@ def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> 
 
     def layer(x: Tensor, r: Tensor, w: Tensor) -> tuple[Quantized, Tensor, tuple[Tensor, ...]]:
         blocks, s = add_rms_norm_fp8(x, r, w, fp8_format="block128", scale=0.5)
-        whole = rms_norm_fp8(s, w, fp8_format="tensorwise", transposed=True)
-        return blocks, s, (whole.q, whole.scale, whole.transposed, whole.placeholder)
+        whole = rms_norm_fp8(s, w, fp8_format="tensorwise")
+        return blocks, s, (whole.q, whole.scale, whole.placeholder)
 
     def results(layer: Callable[..., Any]) -> list[Tensor]:
         blocks, s, whole = layer(*leaves)

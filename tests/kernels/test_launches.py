@@ -91,7 +91,7 @@ def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(
             assert fused(forward) == (not rounded), (call.name, dtype)
         x, w = (torch.randn(shape, device=device).to(dtype) for shape in ((3, 128), (128,)))
         for r, wide in ((None, dtype), (x, dtype), (x.float(), FP32)):
-            outputs = fp8_kernels.empty_norm_fp8(LLAMA, x, r, w, FORMATS["block128"], False)
+            outputs = fp8_kernels.empty_norm_fp8(LLAMA, x, r, w, FORMATS["block128"])
             tensors = x, r, w, None, None
             (made,) = launches_of(partial(fp8_kernels.launch_norm_fp8, LLAMA, tensors, FORMATS["block128"], outputs))
             assert fused(made) == (wide != FP32)

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from ..triton.devices import runs_kernels_on
 from ..triton.language import interpreted
-from .formats import FP8Format
+from .formats import FP8_DTYPE
 
-CODES_OF_KERNELS = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""The dtypes of codes that kernels read and write."""
+CODES_OF_KERNELS = (FP8_DTYPE, torch.float8_e5m2)
+"""The dtypes of codes that kernels read."""
 
 logger = logging.getLogger("fused_norm")
 
 
-def runs_fp8_kernels_on(fp8_format: FP8Format, *tensors: Tensor | None) -> bool:
-    """Return whether kernels take these tensors and write the format's codes; the PyTorch reference takes all others.
+def runs_fp8_kernels_on(*tensors: Tensor | None) -> bool:
+    """Return whether kernels take these tensors and write codes there; the PyTorch reference takes all others.
 
     Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and elsewhere is not known to.
     """
-    if not runs_kernels_on(*tensors) or fp8_format.dtype not in CODES_OF_KERNELS:
+    if not runs_kernels_on(*tensors):
         return False
     assert tensors[0] is not None
     return tensors[0].device.type in ("cpu", "meta") or _casts_to_fp8(tensors[0].device)
@@ -52,21 +52,18 @@ def magnitude_bits(values):
 
 
 @triton.jit
-def _power_beside(value, UP: tl.constexpr, FORMAT: tl.constexpr, Y: tl.constexpr):
-    """The smallest power of two not below a value or, without UP, the largest not above; 0, inf and NaN as they are.
+def _power_not_above(value, Y: tl.constexpr):
+    """The largest power of two not above a value; 0, inf and NaN as they are.
 
-    Powers come from fp32 logarithms, as in PyTorch: next to a power these round to it. Where the value comes from a
-    16-bit amax, it is a power or not so near to one, and its bits say which is next.
+    Powers come from fp32 logarithms, as in PyTorch: next to a power these round to it. If the value comes from a 16-bit
+    amax, it is a power or not so near to one, and its bits say which is next.
     """
-    if FORMAT.formula == "quotient" or Y.primitive_bitwidth == 32:
+    if Y.primitive_bitwidth == 32:
         ordinary = (value > 0.0) & (value < float("inf"))
-        exponent = tl.log2(tl.where(ordinary, value, 1.0))
-        exponent = tl.ceil(exponent) if UP else tl.floor(exponent)
+        exponent = tl.floor(tl.log2(tl.where(ordinary, value, 1.0)))
         power = ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
         return tl.where(ordinary, power, value)
     bits = value.to(tl.int32, bitcast=True)
-    if UP:
-        bits = bits + 0x7FFFFF
     return tl.where(value == value, (bits & 0x7F800000).to(tl.float32, bitcast=True), value)
 
 
@@ -82,80 +79,65 @@ def scale_of(bits, FORMAT: tl.constexpr, Y: tl.constexpr):
         small = amax < FORMAT.fp32_floor
         factor = tl.where(small, FORMAT.top / FORMAT.floor, tl.div_rn(top, tl.where(small, 1.0, amax)))
         if FORMAT.power_of_2:
-            factor = _power_beside(factor, False, FORMAT, Y)
+            factor = _power_not_above(factor, Y)
         scale = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
-    elif FORMAT.swizzled:
-        floors: tl.constexpr = FORMAT.formula == "floor"
-        if floors:
-            scale = tl.maximum((bits >> 23) - FORMAT.top_exponent, 0)
-            # The smallest scale is a subnormal; its factor is that of the next.
-            factor = ((254 - tl.maximum(scale, 1)) << 23).to(tl.float32, bitcast=True)
-        else:
-            quotient = tl.div_rn(amax, top)
-            scale = tl.minimum(_power_beside(quotient, True, FORMAT, Y).to(tl.int32, bitcast=True) >> 23, 254)
-            # The smallest scale, 2^-127, is a subnormal number in fp32.
-            scale = tl.where(quotient.to(tl.int32, bitcast=True) > 0x400000, scale, 0)
-            factor = tl.where(scale == 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-            factor = tl.where(scale == 0, 1.0, factor)
+    elif FORMAT.formula == "floor":
+        scale = tl.maximum((bits >> 23) - FORMAT.top_exponent, 0)
+        # The smallest scale is a subnormal; its factor is that of the next.
+        factor = ((254 - tl.maximum(scale, 1)) << 23).to(tl.float32, bitcast=True)
         nan = bits > 0x7F800000
         scale = tl.where(nan, 255, scale)
-        factor = tl.where(nan, 0.0 if floors else float("nan"), factor)
+        factor = tl.where(nan, 0.0, factor)
     else:
-        floor: tl.constexpr = FORMAT.fp32_floor
-        scale = tl.div_rn(tl.where(amax < floor, floor, amax) if FORMAT.formula == "reciprocal" else amax + floor, top)
-        if FORMAT.power_of_2:
-            scale = _power_beside(scale, True, FORMAT, Y)
-        factor = tl.div_rn(tl.zeros_like(scale) + 1.0, scale) if FORMAT.formula == "reciprocal" else scale
+        scale = tl.div_rn(amax + FORMAT.fp32_floor, top)
+        factor = scale
     return scale, factor
 
 
 @triton.jit
-def codes_of(values, factor, dtype: tl.constexpr, FORMAT: tl.constexpr):
+def codes_of(values, factor, FORMAT: tl.constexpr):
     """The codes of values, saturated; a NaN stays one. ``factor`` is ``scale_of``'s and broadcasts."""
     scaled = tl.div_rn(values, factor + tl.zeros_like(values)) if FORMAT.formula == "quotient" else values * factor
-    return _rounded_by_hand(scaled, dtype, FORMAT.top) if interpreted else _rounded_by_instruction(scaled, dtype)
+    return _rounded_by_hand(scaled, FORMAT.top) if interpreted else _rounded_by_instruction(scaled)
 
 
 @triton.jit
-def _rounded_by_instruction(values, dtype: tl.constexpr):
-    """The nearest codes, saturated by the instruction itself, in words of four.
-
-    What Triton itself makes of a cast, ptxas 12.9 miscompiles where the same codes are stored as they are and
-    transposed: https://github.com/triton-lang/triton/issues/11111
-    """
-    PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if dtype == tl.float8e4nv else "cvt.rn.satfinite.e5m2x2.f32"
+def _rounded_by_instruction(values):
+    """The nearest codes, saturated by the instruction itself, in words of four."""
     words = tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; " + PAIR + " low, $2, $1; " + PAIR + " high, $4, $3; mov.b32 $0, {low, high}; }",
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }",
         "=r,r,r,r,r",
         [values],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
     )
-    return words.to(dtype, bitcast=True)
+    return words.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
-def _rounded_by_hand(values, dtype: tl.constexpr, TOP: tl.constexpr):
+def _rounded_by_hand(values, TOP: tl.constexpr):
     """The nearest codes, of two equally near ones the even one, by a sum whose last place counts steps between codes.
 
     For Triton's interpreter, whose own cast to FP8 rounds wrongly.
     """
-    MANTISSA: tl.constexpr = dtype.fp_mantissa_width
-    SUBNORMAL: tl.constexpr = 128 - dtype.exponent_bias
+    MANTISSA: tl.constexpr = tl.float8e4nv.fp_mantissa_width
+    SUBNORMAL: tl.constexpr = 128 - tl.float8e4nv.exponent_bias
     magnitude = tl.minimum(tl.abs(values), TOP)
     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, SUBNORMAL)
     anchor = (exponent + (23 - MANTISSA)) << 23
     steps = (magnitude + anchor.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - anchor
     code = tl.where(values == values, steps + ((exponent - SUBNORMAL) << MANTISSA), 0x7F)
-    return (code | ((values.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8).to(dtype, bitcast=True)
+    code = code | ((values.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
 def store_scales(memory, row, group, scale, rows, groups, FORMAT: tl.constexpr):
     """Write scales of rows ``row`` [R] and groups ``group`` [G], of which there are ``rows`` and ``groups`` in all.
 
-    Swizzled ones are written with their padding, for which the scale must be there, and 0.
+    Swizzled ones are written with their padding, whose scales must be 0.
     """
     ptr, row_stride, group_stride = memory
     if FORMAT.swizzled:

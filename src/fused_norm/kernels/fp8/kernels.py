@@ -1,14 +1,12 @@
-"""The forward of norms that give FP8, in Triton: two kernels and their launchers.
+"""The forward of norms that write FP8, in Triton: two kernels and their launcher.
 
-The first kernel reads whole rows, normalises them and writes their codes. Where a scale is shared over rows it cannot:
-with one scale for the tensor it only looks for the largest magnitude of all. The second kernel computes tiles of a norm
-once more, from the rstd of its rows, and casts these: with that one scale or, in a backward, with a scale for each
-column or for groups of rows. ``language`` and ``codes`` have the names that kernels use.
+The first kernel reads whole rows, normalises them and writes their codes. If the tensor has one scale, it can only look
+for the largest magnitude of all: the second kernel then computes tiles of the norm once more, from the rstd of its
+rows, and casts these. ``language`` and ``codes`` have the names that kernels use.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ from ..triton.memory import INT32_LIMIT, contiguous, norm_dtype, promoted, same_
 from ..triton.norm_forward import add_rounded
 from .cast import cast
 from .codes import codes_of, magnitude_bits, scale_of, store_scales
-from .formats import FP8Format, empty_scale
+from .formats import FP8_DTYPE, FP8Format, empty_scale
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,12 +43,12 @@ def _rows_kernel(
     x_scale_ptr,  # [M, N / 16] or None
     r_ptr,  # [M, N] or None
     w_ptr,  # [N] or None
-    s_ptr,  # [M, N] where there is a residual
+    s_ptr,  # [M, N] if there is a residual
     rstd_ptr,  # [M] fp32
-    used_ptr,  # [M] fp32 where the norm uses another rstd and the tensor has one scale, or None
-    amax_ptr,  # [1] int32 where the tensor has one scale: the bits of the largest magnitude, 0 so far
-    q_ptr,  # [M, N] where it has not
-    scale_ptr,  # as the format has them, where it has not
+    used_ptr,  # [M] fp32 if the norm uses another rstd and the tensor has one scale, or None
+    amax_ptr,  # [1] int32 if the tensor has one scale: the bits of the largest magnitude, 0 so far
+    q_ptr,  # [M, N], None if the tensor has one scale
+    scale_ptr,  # as the format has them, None if the tensor has one scale
     placeholder_ptr,  # [1]
     M,
     x_stride, x_scale_stride, r_stride, s_stride, q_stride, scale_row_stride, scale_group_stride,
@@ -58,7 +56,7 @@ def _rows_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
     SPEC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """A norm of whole rows, and its codes or, where the tensor has one scale, the largest magnitude of all.
+    """A norm of whole rows, and its codes or, if the tensor has one scale, the largest magnitude of all.
 
     S and Y are the dtypes of s and y.
     """
@@ -92,94 +90,58 @@ def _rows_kernel(
         scales, factor = scale_of(amax, FORMAT, Y)
         store_scales((scale_ptr, scale_row_stride, scale_group_stride), row, group, scales, M, groups, FORMAT)
         grouped = tl.reshape(y, [ROWS, GROUPS, GROUP])
-        codes = tl.reshape(codes_of(grouped, factor[:, :, None], q_ptr.dtype.element_ty, FORMAT), [ROWS, BLOCK])
+        codes = tl.reshape(codes_of(grouped, factor[:, :, None], FORMAT), [ROWS, BLOCK])
         tl.store(q_ptr + row[:, None] * q_stride + col[None, :], codes, mask=live)
     if tl.program_id(0) == 0:
         tl.store(placeholder_ptr + tl.arange(0, 1), tl.full([1], float("nan"), tl.float32).to(Y))
 
 
 @triton.jit(do_not_specialize=["M"])
-def _tiles_kernel(
+def _cast_kernel(
     s_ptr,  # [M, N]: the sum, x, or its codes
     s_scale_ptr,  # [M, N / 16] or None
     w_ptr,  # [N] or None
     rstd_ptr,  # [M] fp32, as the norm uses it
-    amax_ptr,  # [1] or [N] int32: the bits of the largest magnitude of the tensor or of columns; None with groups
-    q_ptr,  # [M, N] or None
-    transposed_ptr,  # [N, M] or None
-    scale_ptr,  # as the format has them; None while the largest magnitudes of columns are being found
+    amax_ptr,  # [1] int32: the bits of the largest magnitude of the tensor
+    q_ptr,  # [M, N]
+    scale_ptr,  # [1]
     M,
-    s_stride, s_scale_stride, q_stride, transposed_stride,
+    s_stride, s_scale_stride, q_stride,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LONG: tl.constexpr,
     S: tl.constexpr, Y: tl.constexpr, SPEC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The codes of one tile of a norm; BLOCKS tiles, a program each, make up the same rows."""
-    # With one scale for the tensor the rows that were read last come first: they are still in cache.
-    program = tl.num_programs(0) - 1 - tl.program_id(0) if FORMAT.whole else tl.program_id(0)
-    tile = program // BLOCKS
-    row = rows_of(tile, ROWS, LONG)
+    """The codes of one tile of a norm whose tensor has one scale; BLOCKS tiles, a program each, make up a row's."""
+    # The rows that were read last come first: they are still in cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = rows_of(program // BLOCKS, ROWS, LONG)
     col = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
-    # Beyond the last row that row is read again, which leaves the largest magnitudes what they are; zeros would not,
-    # as an infinite weight makes NaN of them.
-    read = row if FORMAT.whole else tl.minimum(row, M - 1)
-    live = (read < M)[:, None] & in_row[None, :]
-    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), read, col, live, program % BLOCKS, M, N)
-    rstd = tl.load(rstd_ptr + read, mask=read < M, other=0.0)[:, None]
+    live = (row < M)[:, None] & in_row[None, :]
+    s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, program % BLOCKS, M, N)
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
     y = normalised(s, rstd, w_ptr, S, SPEC)
     if w_ptr is not None:
         y = y * load_gamma(w_ptr, col, in_row, SPEC)
-    if amax_ptr is not None and scale_ptr is not None:
-        place = tl.arange(0, 1) if FORMAT.whole else col
-        scale, factor = scale_of(tl.load(amax_ptr + place, mask=place < N, other=0), FORMAT, Y)
-    y = round_to(y, Y)
-    if scale_ptr is None:
-        tl.atomic_max(amax_ptr + col, tl.max(magnitude_bits(y), axis=0), mask=in_row, sem="relaxed")
-    else:
-        dtype: tl.constexpr = transposed_ptr.dtype.element_ty if q_ptr is None else q_ptr.dtype.element_ty
-        if FORMAT.group:
-            GROUPS: tl.constexpr = ROWS // FORMAT.group
-            amax = tl.max(tl.reshape(magnitude_bits(y), [GROUPS, FORMAT.group, BLOCK]), axis=1)
-            group = tile * GROUPS + tl.arange(0, GROUPS)
-            groups = tl.cdiv(M, FORMAT.group)
-            scale, factor = scale_of(tl.where((group < groups)[:, None] & in_row[None, :], amax, 0), FORMAT, Y)
-            if FORMAT.swizzled:
-                store_scales((scale_ptr, 0, 0), col, group, tl.trans(scale), N, groups, FORMAT)
-            else:
-                store_scales((scale_ptr, N, 1), group, col, scale, groups, N, FORMAT)
-            y = tl.reshape(y, [GROUPS, FORMAT.group, BLOCK])
-            codes = tl.reshape(codes_of(y, factor[:, None, :], dtype, FORMAT), [ROWS, BLOCK])
-        else:
-            codes = codes_of(y, factor[None, :], dtype, FORMAT)
-        if q_ptr is not None:
-            live = (row < M)[:, None] & in_row[None, :]
-            tl.store(q_ptr + row[:, None] * q_stride + col[None, :], codes, mask=live)
-        if transposed_ptr is not None:
-            if LONG:
-                col = col.to(tl.int64)
-            # The stride is M, of which the compiler knows whether 16 divides it: masks and stores may then be as wide.
-            inside = in_row[:, None] & (row < transposed_stride)[None, :]
-            turned = transposed_ptr + col[:, None] * transposed_stride + row[None, :]
-            tl.store(turned, tl.trans(codes), mask=inside)
-        if amax_ptr is not None:
-            writer = program if FORMAT.whole else tile
-            if writer == 0:
-                tl.store(scale_ptr + place, scale, mask=place < N)
+    first = tl.arange(0, 1)
+    scale, factor = scale_of(tl.load(amax_ptr + first), FORMAT, Y)
+    codes = codes_of(round_to(y, Y), factor[None, :], FORMAT)
+    tl.store(q_ptr + row[:, None] * q_stride + col[None, :], codes, mask=live)
+    if program == 0:
+        tl.store(scale_ptr + first, scale)
 
 
 def empty_norm_fp8(
-    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, fp8_format: FP8Format, transposed: bool
+    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, fp8_format: FP8Format
 ) -> tuple[Any, ...]:
     """The operator's outputs, not yet written; rows are counted, and lie, in the order of x's dimensions.
 
-    Codes in x's shape, their scales, the codes as [N, M] or None, the placeholder, the sum or None, rstd fp32 [..., 1].
+    Codes in x's shape, their scales, the placeholder, the sum or None, rstd fp32 [..., 1].
     """
     *leading, width = x.shape
     s = None if residual is None else x.new_empty(x.shape, dtype=promoted(x.dtype, residual.dtype))
     return (
-        x.new_empty(x.shape, dtype=fp8_format.dtype),
+        x.new_empty(x.shape, dtype=FP8_DTYPE),
         empty_scale(x, leading, width, fp8_format),
-        x.new_empty((width, math.prod(leading)), dtype=fp8_format.dtype) if transposed else None,
         x.new_empty((), dtype=norm_dtype(spec, (x if s is None else s).dtype, weight)).expand(x.shape),
         s,
         x.new_empty((*leading, 1), dtype=torch.float32),
@@ -197,7 +159,7 @@ def launch_norm_fp8(
 
     ``tensors``: x, residual, weight, codes and their scales, as the operator has them.
     """
-    q, scales, transposed, placeholder, s, rstd = outputs
+    q, scales, placeholder, s, rstd = outputs
     x, residual, weight, codes, codes_scale = tensors
     assert x is not None
     if q.numel() == 0:
@@ -230,68 +192,22 @@ def launch_norm_fp8(
     )
     if fp8_format.whole:
         total, stride = (x, spacing[1]) if s is None else (s, spacing[4])
-        read = (total, codes_scale, weight, rstd if used is None else used, amax)
-        _launch_tiles((*read, q, transposed, scales), (stride, spacing[2]), spec, fp8_format, dtypes)
-
-
-def empty_columns_fp8(x: Tensor, fp8_format: FP8Format) -> tuple[Tensor, Tensor]:
-    """Codes [N, M] and scales of a norm that is recomputed, not yet written; the scales are shared over rows."""
-    *leading, width = x.shape
-    q = x.new_empty((width, math.prod(leading)), dtype=fp8_format.dtype)
-    return q, empty_scale(x, leading, width, fp8_format)
-
-
-def launch_columns_fp8(
-    spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, fp8_format: FP8Format, q: Tensor, scale: Tensor
-) -> None:
-    """Write what ``empty_columns_fp8`` returns, from the rstd that a forward has kept."""
-    width, rows = q.shape
-    if q.numel() == 0:
-        scale.copy_(cast(q.new_zeros((rows, width), dtype=torch.float32), fp8_format)[1])
-        return
-    dtypes = x.dtype, norm_dtype(spec, x.dtype, weight)
-    (rstd, x), (_, stride) = same_rows(rstd, x)  # type: ignore[assignment]
-    read, strides = (x, None, contiguous(weight), rstd), (stride, 0)
-    amax = None if fp8_format.group else x.new_zeros((width,), dtype=torch.int32)
-    if amax is not None:
-        _launch_tiles((*read, amax, None, None, None), strides, spec, fp8_format, dtypes)
-    _launch_tiles((*read, amax, None, q, _in_bytes(scale)), strides, spec, fp8_format, dtypes)
+        read = total, codes_scale, weight, rstd if used is None else used, amax
+        block = min(next_power_of_2(width), _TILE_ELEMENTS)
+        tile, blocks = _TILE_ELEMENTS // block, -(-width // block)
+        long = rows * max(stride, spacing[2], width) >= INT32_LIMIT
+        launch(
+            _cast_kernel,
+            (-(-rows // tile) * blocks, 1),
+            (*read, q, scales),
+            (rows, stride, spacing[2], width),
+            {"N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)},
+            warps=device_facts(q.device).warps(4),
+        )
 
 
 _TILE_ELEMENTS = 2048
-"""Elements of a tile where no row is summed: 16 a lane."""
-
-_TURNED_ROWS, _TURNED_COLUMNS = 128, 64
-"""The sizes of a tile that is written transposed: 64 bytes and more follow each other in both directions."""
-
-
-def _launch_tiles(
-    tensors: tuple[Tensor | None, ...],
-    strides: tuple[int, int],
-    spec: NormSpec,
-    fp8_format: FP8Format,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> None:
-    """Launch the second kernel: ``tensors`` are in its order, ``strides`` those of s and its scales."""
-    s, _, _, rstd, _, q, transposed, _ = tensors
-    assert s is not None
-    assert rstd is not None
-    rows, width = rstd.numel(), s.shape[-1]
-    block = min(next_power_of_2(width), _TILE_ELEMENTS)
-    if q is not None and transposed is None:
-        tile, warps = _TILE_ELEMENTS // block, 4
-    else:
-        least = 4 * fp8_format.group if fp8_format.swizzled else fp8_format.group
-        tile, block, warps = max(_TURNED_ROWS, least), min(_TURNED_COLUMNS, block), 8
-    # The padding of swizzled scales belongs to columns beyond the last.
-    padded = 128 * -(-width // 128) if fp8_format.swizzled else width
-    blocks = -(-padded // block)
-    long = rows * max(*strides, width) >= INT32_LIMIT
-    constants = {
-        "N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)
-    }  # fmt: skip
-    grid, numbers = (-(-rows // tile) * blocks, 1), (rows, *strides, width, rows)
-    launch(_tiles_kernel, grid, tensors, numbers, constants, warps=device_facts(s.device).warps(warps))
+"""Elements of a tile of the second kernel, which sums no row: 16 a lane."""
 
 
 def _in_bytes(scales: Tensor) -> Tensor:

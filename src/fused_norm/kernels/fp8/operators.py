@@ -1,4 +1,4 @@
-"""RMSNorm, with or without the residual add in front of it, that gives its result in FP8."""
+"""RMSNorm, with or without the residual add before it, that writes its result in FP8."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from ..add_rms_norm import ADD_RMS_NORM
 from ..arguments import KERNEL_DTYPES, Refusal, wrong_scale
 from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
-from ..recomputed_norm import RecomputedNorm
 from ..triton.memory import empty_rows_like, empty_weight_grad
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .cast import cast, numbers_of
 from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
-from .formats import FORMAT_OPTIONS, INPUT_GROUP, FP8Format, format_from, format_of, wrong_format
-from .kernels import empty_columns_fp8, empty_norm_fp8, launch_columns_fp8, launch_norm_fp8
+from .formats import FORMATS, INPUT_GROUP, FP8Format, name_of_format, wrong_width
+from .kernels import empty_norm_fp8, launch_norm_fp8
 from .quantized import Quantized, placeholder_of, with_gradient_to
 
 
 class NormFP8(Operator):
-    """``rms_norm_fp8`` and ``add_rms_norm_fp8`` as an operator; where there are codes, x is their placeholder.
+    """``rms_norm_fp8`` and ``add_rms_norm_fp8`` as an operator; if there are codes, x is their placeholder.
 
-    Its last options are the format, as ``FP8Format.options`` has it, and whether codes are wanted transposed as well.
+    Its last option is the name of the format.
     """
 
     name = "norm_fp8"
     tensors = "Tensor x, Tensor? residual, Tensor? weight, Tensor? codes, Tensor? codes_scale"
-    options = f"float scale, {FORMAT_OPTIONS}, bool transposed"
-    outputs = ("q", "scale", "transposed", "placeholder", "s", "rstd")
-    not_differentiable = ("q", "scale", "transposed", "rstd")
+    options = "float scale, str fp8_format"
+    outputs = ("q", "scale", "placeholder", "s", "rstd")
+    not_differentiable = ("q", "scale", "rstd")
     same_shape = ("residual",)
     other_rules = ("codes", "codes_scale")
     saved = "Tensor s, Tensor? codes_scale, Tensor? weight, Tensor rstd"
@@ -45,23 +44,19 @@ class NormFP8(Operator):
         return "rms_norm_fp8" if arguments[1] is None else "add_rms_norm_fp8"
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        x, _, _, codes, codes_scale, scale, *options, transposed = arguments
-        fp8_format = format_from(options)
+        x, _, _, codes, codes_scale, scale, name = arguments
         refusal = None if codes is None else _wrong_codes(spec, x, codes, codes_scale)
-        if refusal is None and fp8_format.over_rows:
-            reason = "scales must be shared along a row; rms_norm_columns_fp8 takes formats that share them over rows"
-            refusal = Refusal(reason, ValueError)
-        return refusal or wrong_format(fp8_format, x.shape[-1], transposed) or wrong_scale(scale)
+        return refusal or wrong_width(FORMATS[name], x.shape[-1]) or wrong_scale(scale)
 
     def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        tensors, fp8_format = arguments[: self.tensor_count], format_from(arguments[6:-1])
+        tensors = arguments[: self.tensor_count]
         if tensors[3] is not None and tensors[3].dtype not in CODES_OF_KERNELS:
             return Refusal(f"the codes of x are {tensors[3].dtype}")
-        fits = arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(fp8_format, *tensors)
+        fits = arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(*tensors)
         return None if fits else Refusal("its rows or codes are none of kernels")
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
-        x, residual, weight, codes, codes_scale, scale, *options, transposed = arguments
+        x, residual, weight, codes, codes_scale, scale, name = arguments
         if residual is None:
             total = x if codes is None else with_gradient_to(numbers_of(codes, codes_scale), x)
             y, s = reference.rms_norm(spec, total, weight, dtype=x.dtype), None
@@ -69,22 +64,21 @@ class NormFP8(Operator):
             y, total = reference.add_rms_norm(spec, x, residual, weight, scale)
             s = total.contiguous()
         with torch.no_grad():
-            q, scales, turned = cast(y.detach(), format_from(options), transposed)
+            q, scales = cast(y.detach(), FORMATS[name])
             wide = total.detach().to(torch.promote_types(total.dtype, torch.float32))
             rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
-        return q, scales, turned, placeholder_of(y), s, rstd
+        return q, scales, placeholder_of(y), s, rstd
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, residual, weight, _, _, scale, *options, transposed = arguments
-        fp8_format = format_from(options)
-        outputs = empty_norm_fp8(spec, x, residual, weight, fp8_format, transposed)
+        x, residual, weight, _, _, scale, name = arguments
+        outputs = empty_norm_fp8(spec, x, residual, weight, FORMATS[name])
         if launch:
-            launch_norm_fp8(spec, arguments[: self.tensor_count], fp8_format, outputs, scale)
+            launch_norm_fp8(spec, arguments[: self.tensor_count], FORMATS[name], outputs, scale)
         return outputs
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
         x, residual, weight, codes, codes_scale, scale = arguments[:6]
-        s, rstd = results[4:]
+        s, rstd = results[3:]
         added = residual is not None
         if not added:
             s, residual = x if codes is None else codes, x
@@ -100,7 +94,7 @@ class NormFP8(Operator):
         if codes_scale is not None:
             return super().gradients_by(route, spec, call)
         *facts, added = call.facts
-        dy, ds = call.incoming[3:5]
+        dy, ds = call.incoming[2:4]
         # Without a residual s is empty, and compiled graphs give even that a gradient.
         call = call._replace(incoming=(dy, ds if added else None), saved=(s, weight, rstd), facts=tuple(facts))
         return ADD_RMS_NORM.gradients_by(route, spec, call)
@@ -114,49 +108,17 @@ class NormFP8(Operator):
         if launch:
             if codes.shape[-1] > WIDEST_BACKWARD:
                 codes, codes_scale = numbers_of(codes, codes_scale), None
-            saved = NormSaved(call.incoming[3], None, codes, weight, rstd, s_scale=codes_scale)
+            saved = NormSaved(call.incoming[2], None, codes, weight, rstd, s_scale=codes_scale)
             launch_norm_backward(spec, saved, NormGradients(dx, None, dw))
         return dx, None, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         codes, codes_scale, weight, _ = call.saved
-        dx, dw = reference.rms_norm_backward(spec, call.incoming[3], numbers_of(codes, codes_scale), weight)
+        dx, dw = reference.rms_norm_backward(spec, call.incoming[2], numbers_of(codes, codes_scale), weight)
         return dx.to(call.facts[0]), None, dw
 
 
-class RMSNormColumnsFP8(RecomputedNorm):
-    """``rms_norm_columns_fp8`` as an operator, which has no gradients; it gives codes as [N, M]."""
-
-    name = "rms_norm_columns_fp8"
-    options = FORMAT_OPTIONS
-    outputs = ("q", "scale")
-    not_differentiable = outputs
-
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        fp8_format = format_from(arguments[3:])
-        if not fp8_format.over_rows:
-            return Refusal("scales must be shared over rows; one of the tensor is the forward's", ValueError)
-        return wrong_format(fp8_format, arguments[0].shape[-1]) or super().wrong(spec, *arguments[:3])
-
-    def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
-        fits = runs_fp8_kernels_on(format_from(arguments[3:]), *arguments[:3])
-        return None if fits else Refusal("its codes are none of kernels")
-
-    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
-        q, scale, _ = cast(super().reference(spec, *arguments[:3]), format_from(arguments[3:]))
-        return q.t(), scale
-
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, weight, rstd, *options = arguments
-        fp8_format = format_from(options)
-        outputs = empty_columns_fp8(x, fp8_format)
-        if launch:
-            launch_columns_fp8(spec, x, weight, rstd, fp8_format, *outputs)
-        return outputs
-
-
 NORM_FP8 = NormFP8()
-RMS_NORM_COLUMNS_FP8 = RMSNormColumnsFP8()
 
 
 def rms_norm_fp8(
@@ -167,7 +129,6 @@ def rms_norm_fp8(
     fp8_format: str | FP8Format,
     casting: Casting = "llama",
     zero_centered: bool = False,
-    transposed: bool = False,
 ) -> Quantized:
     """RMSNorm whose result is written in FP8 alone.
 
@@ -178,26 +139,25 @@ def rms_norm_fp8(
     Args:
         x: [..., N], dtypes and strides as in ``rms_norm``; or codes with scales in groups of 16, as ``quantize(x,
             "coat_input")`` makes them. Products of codes and scales are taken as they are, in fp32; what a casting
-            rounds to x's dtype is rounded to that of x's placeholder, which gets the gradient: bfloat16 where there is
+            rounds to x's dtype is rounded to that of x's placeholder, which gets the gradient: bfloat16 if there is
             none. COAT's norm is that with casting ``gemma``.
         weight: [N], or None.
         eps: as in ``rms_norm``; so are casting and zero_centered.
-        fp8_format: an ``FP8Format`` or the name of one, see ``FORMATS``.
+        fp8_format: a format of ``FORMATS`` or its name.
         casting: rounding points and the dtype of y.
         zero_centered: gamma is ``1 + weight``.
-        transposed: y's codes transposed as well, for formats with one scale a tensor.
 
     Returns:
         Codes and scales of y, whose place in autograd's graph is ``placeholder``.
 
     Raises:
-        TypeError: for a dtype that is not floating point, and for a ``transposed`` that is no bool.
-        ValueError: for an unknown format or casting, for groups that do not divide a row, for the transpose of codes
-            that share their scale along a row, and where ``rms_norm`` raises it.
+        TypeError: for a dtype that is not floating point.
+        ValueError: for an unknown format or casting, for groups that do not divide a row, and where ``rms_norm`` raises
+            it.
     """
-    fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
+    name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
     tensors: Tensors = _tensors_of_codes(x, weight) if isinstance(x, Quantized) else (x, None, weight, None, None)
-    return _norm_fp8(spec, tensors, 1.0, fp8_format, transposed)[0]
+    return _norm_fp8(spec, tensors, 1.0, name)[0]
 
 
 def add_rms_norm_fp8(
@@ -210,7 +170,6 @@ def add_rms_norm_fp8(
     casting: Casting = "llama",
     zero_centered: bool = False,
     scale: float = 1.0,
-    transposed: bool = False,
 ) -> tuple[Quantized, Tensor]:
     """The residual add and the RMSNorm of its sum, whose result is written in FP8 alone.
 
@@ -225,7 +184,6 @@ def add_rms_norm_fp8(
         casting: rounding points and the dtype of y.
         zero_centered: gamma is ``1 + weight``.
         scale: a Python number that the branch is multiplied by.
-        transposed: as in ``rms_norm_fp8``.
 
     Returns:
         ``(quantized, s)``: the norm and the new residual, contiguous, of the dtype that x and residual promote to.
@@ -234,57 +192,16 @@ def add_rms_norm_fp8(
         TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
         ValueError: for a residual of another shape or device, and where ``rms_norm_fp8`` raises it.
     """
-    fp8_format, spec = format_of(fp8_format), norm_spec(casting, zero_centered, eps)
+    name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
     if residual is None:
         raise TypeError("add_rms_norm_fp8: residual must be a tensor, not NoneType; rms_norm_fp8 takes none")
-    return _norm_fp8(spec, (x, residual, weight, None, None), scale, fp8_format, transposed)
+    return _norm_fp8(spec, (x, residual, weight, None, None), scale, name)
 
 
-def rms_norm_columns_fp8(
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    eps: float = 1e-6,
-    *,
-    fp8_format: str | FP8Format,
-    casting: Casting = "llama",
-    zero_centered: bool = False,
-) -> Quantized:
-    """A norm's result recomputed in FP8 with scales along columns, for the product that makes a weight's gradient.
-
-    That product sums over rows, so scales are shared along columns: codes and scales are bit for bit those of
-    ``quantize(y, fp8_format.along_rows())``, y being the norm that the forward has computed and not kept.
-
-    Args:
-        x: [..., N], what was normalised: the sum, where there was a residual.
-        weight: [N], or None.
-        rstd: fp32 [..., 1] on x's device, as the forward's ``Quantized`` has it.
-        eps: as in the forward; so are casting and zero_centered.
-        fp8_format: the forward's, or its name; a scale for each row becomes one for each column.
-        casting: the rounding points.
-        zero_centered: gamma is ``1 + weight``.
-
-    Returns:
-        Codes [M, N] column by column and their scales, see ``Quantized``; no gradient.
-
-    Raises:
-        TypeError: for an rstd that is not fp32.
-        ValueError: for a format with one scale for the tensor, whose codes are the forward's; for casting ``none``,
-            under which the forward uses another rstd than it keeps; and for shapes and devices that do not fit.
-    """
-    fp8_format, spec = format_of(fp8_format).along_rows(), norm_spec(casting, zero_centered, eps)
-    with torch.no_grad():
-        q, scale = RMS_NORM_COLUMNS_FP8.checked(spec, x, weight, rstd, *fp8_format.options)
-    return Quantized(q.t(), scale, fp8_format)
-
-
-def _norm_fp8(
-    spec: NormSpec, tensors: Tensors, scale: float, fp8_format: FP8Format, transposed: bool
-) -> tuple[Quantized, Any]:
+def _norm_fp8(spec: NormSpec, tensors: Tensors, scale: float, name: str) -> tuple[Quantized, Any]:
     """The codes and the sum, None without a residual."""
-    results = NORM_FP8.checked(spec, *tensors, scale, *fp8_format.options, transposed)
-    q, scales, turned, placeholder, s, rstd = results
-    return Quantized(q, scales, fp8_format, placeholder, turned if transposed else None, rstd), s
+    q, scales, placeholder, s, rstd = NORM_FP8.checked(spec, *tensors, scale, name)
+    return Quantized(q, scales, FORMATS[name], placeholder, rstd), s
 
 
 def _tensors_of_codes(x: Quantized, weight: Tensor | None) -> Tensors:

@@ -17,24 +17,21 @@ class Quantized:
     """A tensor y [..., N] as FP8 codes and scales; M is the number of its rows, over all leading dimensions.
 
     Attributes:
-        q: the codes, contiguous in y's shape; [M, N] column by column where the format's scales are shared over rows.
-        scale: the multiplier that turns codes into numbers again. fp32: [] of a tensor, [..., 1] of rows, [1, N] of
-            columns, and of groups as the format lays them out: [..., N / group], or [M, N / group] with strides (1, M)
-            or, for DeepGEMM, (1, M rounded up to 4), or over rows [ceil(M / group), N] contiguous. E8M0 and swizzled:
-            [32 * ceil(M / 128), 16 * ceil(N / group / 4)]; over rows M and N change places.
+        q: the codes, contiguous in y's shape.
+        scale: the multiplier that turns codes into numbers again. fp32: [] of a tensor, [..., 1] of rows, and of groups
+            as the format lays them out: [..., N / group], or [M, N / group] with strides (1, M). E8M0 and swizzled:
+            [32 * ceil(M / 128), 16 * ceil(N / group / 4)].
         fp8_format: how they were made.
         placeholder: a tensor of y's shape and dtype without storage of its own, one NaN expanded. It is y's place in
-            autograd's graph: whoever reads the codes gives it the gradient of y, because codes can carry none. Under
-            transforms of ``torch.func`` it is y. None where nothing can be differentiated.
-        transposed: y's codes once more as [N, M], contiguous; None unless asked for.
-        rstd: fp32 [..., 1] where a norm has made y, which can be computed again from it (``rms_norm_columns_fp8``).
+            autograd's graph: code that reads the codes gives it the gradient of y, because codes can carry none. Under
+            transforms of ``torch.func`` it is y. None if nothing can be differentiated.
+        rstd: fp32 [..., 1] if a norm has made y, which can be computed again from it.
     """
 
     q: Tensor
     scale: Tensor
     fp8_format: FP8Format
     placeholder: Tensor | None = None
-    transposed: Tensor | None = None
     rstd: Tensor | None = None
 
 
