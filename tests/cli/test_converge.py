@@ -19,7 +19,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 
 import fused_norm
 from fused_norm.cli import converge_command, main
-from fused_norm.convergence import parallel_suite
+from fused_norm.convergence import suite
 from fused_norm.convergence.comparison import EXECUTIONS, LORA
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.model_configs import FAMILIES, build, tiny_config
@@ -179,13 +179,13 @@ def test_two_processes_give_the_numbers_of_one(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_what_others_finished(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(parallel_suite, "_run", _die)
+    monkeypatch.setattr(suite, "_run_group", _die)
     line = ["converge", "llama", *QUICK, "--device", "cpu", "--jobs", "2", "--out", str(tmp_path)]
     assert main(line) == 2
     assert "its process was killed" in capsys.readouterr().out
 
 
-def _die(comparisons):
+def _die(group):
     os._exit(9)
 
 

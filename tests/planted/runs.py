@@ -18,7 +18,7 @@ from fused_norm.convergence.fused_calls import AnySite, FusedCall, sites_not_see
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.result_store import ComparisonResult
-from fused_norm.convergence.suite import Baseline, Unwatched, message_of, run_baseline, run_fused, train_fused
+from fused_norm.convergence.suite import Baseline, Progress, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
 from fused_norm.convergence.verdict import BY_NAME
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
@@ -66,8 +66,8 @@ def run_faults(plan: Plan, comparison: Comparison, names: Iterable[str]) -> Iter
     Raises:
         FusedNormError: as ``suite.run_baseline``.
     """
-    baseline = run_baseline(plan, comparison.baseline, Unwatched())
-    sound = run_fused(baseline, comparison, Unwatched()).verdict
+    baseline = run_baseline(plan, comparison.baseline, Progress())
+    sound = run_fused(baseline, comparison, Progress()).verdict
     yield FaultResult(SOUND, "sound" if sound.status == "green" else "invalid", sound.reasons)
     probes = _Probes(baseline.trainer_of(comparison))
     for name in names:
@@ -154,7 +154,7 @@ def _run_fault(baseline: Baseline, comparison: Comparison, probes: _Probes, faul
         hidden = fault.hidden if state.calls else "nothing here calls what has it"
         if hidden:
             return FaultResult(fault.name, "hidden", (hidden,))
-    result = train_fused(baseline, comparison, faulty(comparison, fault, state), calls, Unwatched())
+    result = train_fused(baseline, comparison, faulty(comparison, fault, state), calls, Progress())
     if not state.calls:
         return FaultResult(fault.name, "hidden", ("nothing here calls what has it",))
     if _is_caught(result):

@@ -85,9 +85,8 @@ def run(args: argparse.Namespace) -> int:
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
-    from ..convergence.parallel_suite import in_processes
     from ..convergence.result_store import ComparisonResult, ResultStore
-    from ..convergence.suite import run_groups, run_plan
+    from ..convergence.suite import run_plan
     from ..convergence.training import accelerator_for
 
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
@@ -109,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
     try:
-        way = in_processes(partial(plan_for, args, tier, device), args.jobs) if args.jobs > 1 else run_groups
-        for result in run_plan(plan, store, progress, way):
+        make_plan = partial(plan_for, args, tier, device)
+        for result in run_plan(plan, store, progress, jobs=args.jobs, make_plan=make_plan):
             results.append(result)
     except KeyboardInterrupt:
         stopped = True

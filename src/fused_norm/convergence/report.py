@@ -142,8 +142,10 @@ def as_json(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> st
     for result in results:
         verdict = result.verdict
         checks = [asdict(check) | {"ok": check.ok} for check in verdict.checks]
+        fields = asdict(result)
+        fields["trouble"] = fields.pop("error")
         rows.append(
-            asdict(result)
+            fields
             | {"name": result.comparison.name, "outcome": verdict.status, "reasons": verdict.reasons}
             | {"divergence": verdict.divergence, "checks": checks}
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from accelerate.utils import broadcast_object_list
 
@@ -17,29 +21,22 @@ from .run_record import RunRecord, RunTensors, record_run
 from .twin_trainer import MakeTwin, TwinTrainer, fused_for
 
 
-class Progress(Protocol):
-    """Receives every run and every result while a plan runs."""
+class Progress:
+    """Is told of every run and every result while a plan runs; this one ignores them."""
 
     def run(self, name: str, steps: int) -> Callable[[int, float], object]:
         """Called when a training run begins; returns what is to be called after each step with its index and loss."""
         return lambda step, loss: None
 
-    def done(self, result: ComparisonResult, *, kept: bool) -> object:
+    def done(self, result: ComparisonResult, *, kept: bool) -> None:
         """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
-        return None
 
 
-class Unwatched(Progress):
-    """The progress of a run that nobody watches."""
+Group = Sequence[Comparison]
+"""Comparisons that share their stock and control runs."""
 
 
-Groups = Sequence[Sequence[Comparison]]
-"""Comparisons, those that share their stock and control runs together."""
-
-RunGroups = Callable[[Plan, Groups, Progress], Iterator[ComparisonResult]]
-
-
-def run_groups(plan: Plan, groups: Groups, progress: Progress) -> Iterator[ComparisonResult]:
+def run_groups(plan: Plan, groups: Sequence[Group], progress: Progress) -> Iterator[ComparisonResult]:
     """The results of a plan's comparisons as they come, in this process.
 
     A model that fails in one comparison leaves the others as they are: its result says what happened.
@@ -48,25 +45,69 @@ def run_groups(plan: Plan, groups: Groups, progress: Progress) -> Iterator[Compa
         try:
             baseline = run_baseline(plan, group[0].baseline, progress)
         except Exception as error:
-            yield from (ComparisonResult(each, trouble=message_of(error)) for each in group)
+            yield from (ComparisonResult(each, error=message_of(error)) for each in group)
             continue
         for each in group:
             try:
                 yield run_fused(baseline, each, progress)
             except Exception as error:
-                yield ComparisonResult(each, trouble=message_of(error))
+                yield ComparisonResult(each, error=message_of(error))
+
+
+def run_groups_in_processes(
+    make_plan: Callable[[], Plan], jobs: int, groups: Sequence[Group]
+) -> Iterator[ComparisonResult]:
+    """The results of comparisons as they come, from ``jobs`` processes, in each of which ``make_plan`` is called."""
+    # A process that shares the cores with others has one thread.
+    for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(variable, "1")
+    spawn = multiprocessing.get_context("spawn")
+    longest_first = sorted(groups, key=lambda group: (group[0].execution != "compile", -len(group)))
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(make_plan,)) as pool:
+        try:
+            # Ctrl-C goes to all processes, and only this one is to answer it: the others inherit that they do not.
+            answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            tasks = {pool.submit(_run_group, group): group for group in longest_first}
+            signal.signal(signal.SIGINT, answer)
+            for done in as_completed(tasks):
+                try:
+                    yield from done.result()
+                except BrokenProcessPool:  # killed, for its memory perhaps, and all the others with it
+                    yield from (ComparisonResult(each, error="its process was killed") for each in tasks[done])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():  # some are at work only if this is cut short
+                process.terminate()
+
+
+_plans: list[Plan] = []
+"""The plan of a worker process."""
+
+
+def _begin(make_plan: Callable[[], Plan]) -> None:
+    _plans.append(make_plan())
+
+
+def _run_group(group: Group) -> list[ComparisonResult]:
+    return list(run_groups(_plans[0], [group], Progress()))
 
 
 def run_plan(
-    plan: Plan, store: ResultStore | None, progress: Progress, run: RunGroups = run_groups
+    plan: Plan,
+    store: ResultStore | None,
+    progress: Progress,
+    *,
+    jobs: int = 1,
+    make_plan: Callable[[], Plan] | None = None,
 ) -> Iterator[ComparisonResult]:
     """The results of a plan as they come; those that ``store`` has are not run again, and come first.
 
     Args:
         plan: what to run.
         store: where results are kept; None in all but the first of several processes.
-        progress: is told.
-        run: makes the comparisons that are missing, ``run_groups`` or ``parallel_suite.in_processes``.
+        progress: is told; of results alone if there are several jobs.
+        jobs: processes that share the comparisons.
+        make_plan: makes the plan anew in each of them; must be picklable.
     """
     keys = {each: plan.settings_key(each) for each in plan.comparisons}
     # What is missing all processes have to run, so the first one decides.
@@ -75,8 +116,14 @@ def run_plan(
         progress.done(kept, kept=True)
         yield kept
     missing = by_baseline(each for each, kept in zip(keys, found, strict=True) if kept is None)
-    for result in run(plan, list(missing.values()), progress):
-        if store and not result.trouble:  # what went wrong is tried again
+    groups = list(missing.values())
+    if jobs > 1:
+        assert make_plan
+        results = run_groups_in_processes(make_plan, jobs, groups)
+    else:
+        results = run_groups(plan, groups, progress)
+    for result in results:
+        if store and not result.error:  # what went wrong is tried again
             store.save(result, keys[result.comparison])
         progress.done(result, kept=False)
         yield result
