@@ -15,13 +15,13 @@ from fused_norm.check import against_float64
 from fused_norm.check.against_float64 import (
     SLACK,
     STOCK_STEPS,
-    ZERO_SHARE,
     Deviation,
     UncheckableError,
     budget,
     check_step,
     relative_errors,
 )
+from fused_norm.check.distances import ZERO_SHARE
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 from ..planted.faults import FAULTS

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fused_norm import apply_fused_norm, disabled
+from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.fused_calls import FusedCall, paths_of, sites_not_seen, watch_next_forward
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.step_probe import probe_bits

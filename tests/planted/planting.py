@@ -18,7 +18,7 @@ from unittest import mock
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_norm.convergence.distances import share_different
+from fused_norm.check.distances import share_different
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
 from fused_norm.kernels.program import forget_all

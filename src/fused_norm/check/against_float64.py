@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
 from ..patcher.survey import survey
 from ..spec import FusedNormError
+from .distances import distance, distances
 from .reordered_norms import reordered_norms
 
 SLACK = 0.25
@@ -33,10 +34,6 @@ STOCK_STEPS = 5
 another order, which is equally right. One step alone can be lucky: of 22 models of 28 layers, each with eight more
 stock steps held to the budget as if they were fused, 8 were over one made from one step, by up to 44 %, and none was
 over one made from five, of which they took 90 % at most."""
-
-ZERO_SHARE = 1e-3
-"""The least size of a gradient in a relative error, as a share of the rms of all gradients: one that is zero in exact
-arithmetic, such as that of a bias on the keys, has no relative error of its own."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -322,16 +319,10 @@ def _stock_errors(
 
 
 def relative_errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The norm of each difference over the norm of the exact value; see ``ZERO_SHARE`` for gradients near zero."""
-    gradients = [value for name, value in exact.items() if name.endswith(".grad")]
-    squares = sum(value.double().square().sum().item() for value in gradients)
-    rms = math.sqrt(squares / sum(value.numel() for value in gradients))
-    errors = {}
-    for name, value in exact.items():
-        least = ZERO_SHARE * rms * value.numel() ** 0.5 if name.endswith(".grad") else 0.0
-        scale = max(value.double().norm().item(), least, torch.finfo(torch.float64).tiny)
-        errors[name] = (results[name].double() - value).norm().item() / scale
-    return errors
+    """The relative distance of each result from the exact one; gradients near zero count as in ``distances``."""
+    gradients = {name: value for name, value in exact.items() if name.endswith(".grad")}
+    others = {name: distance(results[name], value) for name, value in exact.items() if name not in gradients}
+    return others | distances(results, gradients)
 
 
 def _coarsest_dtype(model: nn.Module) -> torch.dtype:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..check.distances import TURNED_ROWS, distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from ..kernels.linear_cross_entropy import IGNORED
 from ..patcher import disabled
-from .distances import TURNED_ROWS, distance, share_apart, share_different, share_far_in_worst_row, slope_error
 from .fused_calls import (
     FusedCall,
     computes,

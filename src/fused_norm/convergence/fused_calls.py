@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
+from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator
 from ..patcher.adapters import FusedAdapter
@@ -27,7 +28,6 @@ from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import outputs_of
 from ..patcher.losses import FusedHead
 from ..patcher.patch_report import ReadingBlock, Site
-from .distances import share_different
 
 AnySite = Site | ReadingBlock
 """A row of a report: a site, or a block whose linears read a norm."""

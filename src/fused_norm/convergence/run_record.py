@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
 
-from .distances import slope_error
+from ..check.distances import distances, ratio, slope_errors
 from .training import TrainingResult
-
-ZERO_SHARE = 1e-3
-"""The least size of a tensor in a relative distance, as a share of the rms of all tensors of its kind: one that is zero
-in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance of its own."""
 
 TRIM = 0.01
 """The share of the weights, those furthest apart, that is left out of a drift. AdamW moves a weight by the sign of its
 gradient, more or less. Where the gradient is all but zero the sign is luck, and a few such weights would be all that a
 distance is made of. A wrong kernel moves more than a hundredth of them."""
-
-TRIMMED = 3
-"""Weights of a tensor that are left out at least: one or two of a norm's few weights are enough to make a distance."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,7 @@ def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
         **{each.name: getattr(run, each.name) for each in fields(TrainingResult)},
         sites=run.sites,
         moved={
-            name: _ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())
+            name: ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())
             for name in run.norm_weights
         },
         constant=tuple(name for name in run.norm_weights if run.initial[name].unique().numel() == 1),
@@ -101,56 +93,11 @@ def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
         gradient_slopes=slope_errors(run.gradients, stock.gradients),
         drifts=distances(drifts, stock_drifts, trim=TRIM),
         drift_roundings={
-            name: _ratio(run.rounding * run.initial[name].norm().item(), way.norm().item())
+            name: ratio(run.rounding * run.initial[name].norm().item(), way.norm().item())
             for name, way in drifts.items()
             if way.any()
         },
     )
-
-
-def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: float = 0.0) -> dict[str, float]:
-    """The relative distance of each tensor: the norm of the difference over that of ``other``'s.
-
-    The latter counts as at least ``ZERO_SHARE`` of the rms of all of them. Infinite where a tensor is not finite, or is
-    missing on one side.
-
-    Args:
-        one: tensors by name.
-        other: those they are compared with.
-        trim: share of the elements that are left out of a difference, the largest of it; ``TRIMMED`` at least.
-    """
-    squares = sum(value.double().square().sum().item() for value in other.values())
-    rms = math.sqrt(squares / max(1, sum(value.numel() for value in other.values())))
-    found = {}
-    for name, truth in other.items():
-        scale = max(truth.double().norm().item(), ZERO_SHARE * rms * truth.numel() ** 0.5)
-        gap = _gap(one[name], truth, trim) if name in one else math.inf
-        found[name] = _ratio(gap, scale)
-    return found
-
-
-def slope_errors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """``slope_error`` of each tensor but those that are all but zero, which have no slope."""
-    squares = {name: value.double().square().mean().item() for name, value in other.items()}
-    least = ZERO_SHARE**2 * max(squares.values(), default=0.0)
-    return {
-        name: slope_error(one[name], truth) if name in one else math.inf
-        for name, truth in other.items()
-        if squares[name] > least
-    }
-
-
-def _gap(one: Tensor, other: Tensor, trim: float) -> float:
-    apart = (one.double() - other.double()).abs().flatten()
-    if trim and apart.isfinite().all():
-        apart = apart.sort().values[: max(0, apart.numel() - max(TRIMMED, math.ceil(trim * apart.numel())))]
-    return apart.norm().item()
-
-
-def _ratio(gap: float, scale: float) -> float:
-    if not (math.isfinite(gap) and math.isfinite(scale)):
-        return math.inf
-    return gap / scale if scale else math.inf if gap else 0.0
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

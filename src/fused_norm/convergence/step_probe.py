@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..check.distances import share_different
 from ..kernels.operator import Recompute
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
 from ..patcher.patch_report import PatchReport
-from .distances import share_different
 from .fused_calls import FusedCall, paths_of, watched_calls
 from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
 from .model_source import layers_of

@@ -1,4 +1,4 @@
-"""Measures of how far one tensor is from another, each a plain function of two tensors that returns a number.
+"""Measures of how far one tensor is from another, for ``check`` and ``convergence``.
 
 ``one`` is the tensor that is judged and ``other`` the one that is right. There are the share of numbers that differ,
 the share that is far off in the worst row, the relative distance, and the error of the slope, which shows whether
@@ -8,6 +8,7 @@ differences all go in one direction.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,13 +19,20 @@ FAR = 1 / 64
 Roundings, with that of the row's rstd, make less of a difference; a row that lies in another's place makes more.
 """
 
-
 TURNED_ROWS = 1 / 16
 """The share of the rows of a LoRA layer in which a number between its two products may be rounded the other way.
 
 Sums in another order turn fewer than two roundings in a thousand, which with a rank of 8 is one row in 60; a call has
 20 rows or more. Each of them turns others of a whole row of outputs.
 """
+
+ZERO_SHARE = 1e-3
+"""The least size of a tensor in a relative distance, as a share of the rms of all tensors of its kind: one that is zero
+in exact arithmetic, such as the gradient of a bias on the keys, has no relative distance of its own."""
+
+TRIMMED = 3
+"""The least number of elements that a trimmed distance leaves out: one or two of a norm's few weights are enough to
+make a distance."""
 
 
 def share_apart(one: Tensor, other: Tensor, *, rows_left_out: float = 0.0) -> float:
@@ -73,12 +81,58 @@ def share_different(one: Tensor, other: Tensor) -> float:
 def distance(one: Tensor, other: Tensor) -> float:
     """``|one - other| / |other|``; ``|one|`` where ``other`` is zero, infinite where something is not finite."""
     apart, size = (one.double() - other.double()).norm().item(), other.double().norm().item()
-    found = apart / size if size else apart
-    return found if math.isfinite(found) else math.inf
+    return _finite(apart / size if size else apart)
 
 
 def slope_error(one: Tensor, other: Tensor) -> float:
     """``|<one, other> / <other, other> - 1|``; 0 where ``other`` is zero, infinite where something is not finite."""
     square = other.double().square().sum().item()
-    error = abs((one.double() * other.double()).sum().item() / square - 1) if square else 0.0
-    return error if math.isfinite(error) else math.inf
+    return _finite(abs((one.double() * other.double()).sum().item() / square - 1) if square else 0.0)
+
+
+def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: float = 0.0) -> dict[str, float]:
+    """The relative distance of each tensor: the norm of the difference over that of ``other``'s.
+
+    The latter counts as at least ``ZERO_SHARE`` of the rms of all of them. Infinite if a tensor is not finite, or is
+    missing on one side.
+
+    Args:
+        one: tensors by name.
+        other: those they are compared with.
+        trim: share of the elements that are left out of a difference, the largest of it; ``TRIMMED`` at least.
+    """
+    squares = sum(value.double().square().sum().item() for value in other.values())
+    rms = math.sqrt(squares / max(1, sum(value.numel() for value in other.values())))
+    found = {}
+    for name, truth in other.items():
+        scale = max(truth.double().norm().item(), ZERO_SHARE * rms * truth.numel() ** 0.5)
+        found[name] = ratio(_gap(one[name], truth, trim) if name in one else math.inf, scale)
+    return found
+
+
+def slope_errors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """``slope_error`` of each tensor but those that are all but zero, which have no slope."""
+    squares = {name: value.double().square().mean().item() for name, value in other.items()}
+    least = ZERO_SHARE**2 * max(squares.values(), default=0.0)
+    return {
+        name: slope_error(one[name], truth) if name in one else math.inf
+        for name, truth in other.items()
+        if squares[name] > least
+    }
+
+
+def ratio(gap: float, scale: float) -> float:
+    """``gap / scale``: infinite if one of them is not finite or the scale is 0, but 0 if both are 0."""
+    return gap / scale if math.isfinite(gap) and 0 < scale < math.inf else 0.0 if gap == scale == 0 else math.inf
+
+
+def _gap(one: Tensor, other: Tensor, trim: float) -> float:
+    apart = one.double() - other.double()
+    if trim and apart.isfinite().all():
+        apart = apart.abs().flatten().sort().values
+        apart = apart[: max(0, apart.numel() - max(TRIMMED, math.ceil(trim * apart.numel())))]
+    return apart.norm().item()
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

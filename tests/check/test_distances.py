@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fused_norm.convergence.run_record import TRIMMED, ZERO_SHARE, distances, slope_errors
+from fused_norm.check.distances import TRIMMED, ZERO_SHARE, distances, slope_errors
 
 
 def test_a_distance_is_relative_to_the_stock_tensor():
