@@ -1,8 +1,7 @@
 """Ways to plant a fault in a model that is trained, to see that the convergence suite finds it.
 
-A fault (``faults.py`` has them) replaces the forward or the backward of an operator, what compiled code calls, or a
-function of the fused blocks, for the length of a ``with``. Each counts the numbers that it changed, because a fault
-that changes none tests nothing.
+A fault (``faults.py`` has them) replaces the forward or the backward of an operator, or a function of the fused blocks,
+for the length of a ``with``. Each counts the numbers that it changed, because a fault that changes none tests nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from fused_norm.check.distances import share_different
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, Recompute
+from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
 from fused_norm.kernels.program import forget_all
-from fused_norm.patcher import adapters, fused_block, fused_norm_module, recompute, recompute_linears
+from fused_norm.patcher import adapters, fused_block, fused_norm_module
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
 from fused_norm.spec import NormSpec
 
-Results = tuple[Tensor | None, ...]
+Results = Sequence[Tensor | None]
 
 Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault"]]
 """Puts a fault in its place in a model for the length of a ``with``."""
@@ -56,9 +55,12 @@ class PlantedFault:
 
     def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Count a call that gave one of each pair where the other was right."""
-        shares = [_share_changed(one, other) for one, other in pairs if isinstance(one, Tensor)]
-        self.calls += 1
-        self.share = max(self.share, *shares)
+        tensors = [pair for pair in pairs if all(isinstance(one, Tensor) for one in pair)]
+        self.count_all(max([share_different(*pair) for pair in tensors], default=0.0))
+
+    def count_all(self, share: float = 1.0) -> None:
+        """Count a call of which it changed a share."""
+        self.calls, self.share = self.calls + 1, max(self.share, share)
 
     def add(self, other: PlantedFault) -> None:
         """Count what another planting of the same fault has changed."""
@@ -67,7 +69,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward of an operator that may go wrong.
+    """A forward of an operator that may go wrong; ``call["x"]`` is the argument x.
 
     Attributes:
         operator, spec, arguments, training: as in ``Operator.forward``.
@@ -82,41 +84,76 @@ class Forward:
     right: Callable[..., Results]
     memory: dict[Any, Any]
 
-    def results(self, *, spec: NormSpec | None = None, arguments: Sequence[Any] | None = None) -> list[Tensor | None]:
-        """The right results, for another spec or other arguments where given."""
-        given = self.arguments if arguments is None else arguments
-        return list(self.right(spec or self.spec, *given, training=self.training))
+    def __getitem__(self, name: str) -> Any:
+        return self.operator.by_name(self.arguments).get(name)
+
+    def results(self, *names: str, spec: NormSpec | None = None, **changed: Any) -> list[Tensor | None]:
+        """The right results, but for the outputs of these names, of all if there are none.
+
+        Those are the outputs for another spec or other arguments, by name, in the dtypes of the right ones.
+        """
+        results = list(self.right(self.spec, *self.arguments, training=self.training))
+        if spec is None and not changed:
+            return results
+        arguments = (self.operator.by_name(self.arguments) | changed).values()
+        others = self.right(spec or self.spec, *arguments, training=self.training)
+        return _replaced(results, self.operator.outputs, others, names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
         """The results with the outputs of these names, all unless given, changed."""
-        results = self.results()
-        for place, name in enumerate(self.operator.outputs):
-            output = results[place]
-            if output is not None and (not names or name in names):
-                results[place] = edit(output)
-        return results
+        return _edited(self.results(), self.operator.outputs, edit, names or self.operator.outputs)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward of an operator that may go wrong; attributes as in ``Forward`` and ``Operator.backward``."""
+    """A backward of an operator that may go wrong; ``call["dy"]`` is the gradient of y, ``call["x"]`` the saved x."""
 
     operator: Operator
     spec: NormSpec | None
     call: BackwardCall
     right: Callable[..., Results]
 
+    def __getitem__(self, name: str) -> Any:
+        return self.operator.backward_by_name(self.call).get(name)
+
+    def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
+        """The right gradients, but for those of these names, of all if there are none.
+
+        Those are the gradients for other tensors or facts, by name, in the dtypes of the right ones.
+        """
+        results = list(self.right(self.spec, self.call))
+        if not changed:
+            return results
+        values = iter((self.operator.backward_by_name(self.call) | changed).values())
+        call = BackwardCall(*(tuple(next(values) for _ in part) for part in self.call))
+        return _replaced(results, self.operator.gradients, self.right(self.spec, call), names)
+
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
         """The gradients, those of these names changed."""
-        found = list(self.right(self.spec, self.call))
-        for place, name in enumerate(self.operator.gradients):
-            gradient = found[place]
-            if gradient is not None and name in names:
-                found[place] = edit(gradient)
-        return found
+        return _edited(self.results(), self.operator.gradients, edit, names)
 
 
-def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | None]]) -> Planting:
+def _replaced(
+    tensors: list[Tensor | None], names: Sequence[str], others: Results, chosen: Sequence[str]
+) -> list[Tensor | None]:
+    for place, name in enumerate(names):
+        right, other = tensors[place], others[place]
+        if right is not None and other is not None and (not chosen or name in chosen):
+            tensors[place] = other.to(right.dtype)
+    return tensors
+
+
+def _edited(
+    tensors: list[Tensor | None], names: Sequence[str], edit: Callable[[Tensor], Tensor], chosen: Sequence[str]
+) -> list[Tensor | None]:
+    for place, name in enumerate(names):
+        tensor = tensors[place]
+        if tensor is not None and name in chosen:
+            tensors[place] = edit(tensor)
+    return tensors
+
+
+def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Planting:
     """Plant a fault in the forward of an operator: ``wrong`` makes its results instead."""
 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
@@ -129,9 +166,8 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
                 return right(spec, *arguments, training=training, launch=False, **copied)
             before = [_copy(one) for one in arguments]
             expected = right(spec, *arguments, training=training, **copied)
-            found = wrong(
-                Forward(operator, spec, arguments, training, functools.partial(right, **copied), state.memory)
-            )
+            again = functools.partial(right, **copied)
+            found = wrong(Forward(operator, spec, arguments, training, again, state.memory))
             # What is kept for the backward is nobody's number.
             given = zip(operator.outputs, expected, found, strict=False)
             state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
@@ -142,7 +178,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Sequence[Tensor | 
     return _in_all_forms(operator, wronged)
 
 
-def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor | None]]) -> Planting:
+def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Planting:
     """Plant a fault in the backward of an operator: ``wrong`` makes its gradients instead."""
 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
@@ -154,8 +190,7 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Sequence[Tensor 
             before = [_copy(one) for one in tree_leaves(call.incoming)]
             expected = right(spec, call)
             found = wrong(Backward(operator, spec, call, right))
-            pairs = [*zip(expected, found, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)]
-            state.count(pairs)
+            state.count([*zip(expected, found, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
             return tuple(found)
 
         return replaced_in(operator, backward=backward)
@@ -191,8 +226,12 @@ class Losses:
     gradient: Tensor | None
     right: Callable[..., list[Tensor | None]]
 
+    def edited(self, edit: Callable[[Tensor], Tensor], name: str) -> list[Tensor | None]:
+        """The losses, or the gradient of this name, changed."""
+        return _edited(self.right(), ("losses", *LINEAR_CROSS_ENTROPY.gradients), edit, [name])
 
-def in_losses(wrong: Callable[[Losses], Sequence[Tensor | None]]) -> Planting:
+
+def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
     """Plant a fault in the operator of heads and losses.
 
     ``wrong`` computes the losses of rows, and the gradients of x, weight and bias, instead.
@@ -255,15 +294,14 @@ def in_compiled_backward(operator: Operator) -> Planting:
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state, right, forward = PlantedFault(), operator._backward_op, operator.forward
-        weights = [name in WEIGHTS for name in operator.gradients]
 
         def counted(*arguments: Any, **how: Any) -> Any:
-            state.calls, state.share = state.calls + 1, 1.0
+            state.count_all()
             return forward(*arguments, **how)
 
         def wrong(*arguments: Any) -> Any:
-            found = right(*arguments)
-            return tuple(one * 1.01 if weight else one for one, weight in zip(found, weights, strict=True))
+            found = zip(operator.gradients, right(*arguments), strict=True)
+            return tuple(one * 1.01 if name in WEIGHTS else one for name, one in found)
 
         with replaced_in(operator, _backward_op=wrong, forward=counted):
             yield state
@@ -281,82 +319,15 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
         def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
             if OPERATORS[operator.plain_name or operator.name] not in operators or not where(arguments[1]):
                 return right(operator, *arguments, **named)
-            state.calls, state.share = state.calls + 1, 1.0
+            state.count_all()
             return None, ""
 
-        with (
-            mock.patch.object(fused_block, "run_fused", declines),
-            mock.patch.object(fused_norm_module, "run_fused", declines),
-            mock.patch.object(adapters, "run_fused", declines),
-        ):
+        with contextlib.ExitStack() as stack:
+            for module in (fused_block, fused_norm_module, adapters):
+                stack.enter_context(mock.patch.object(module, "run_fused", declines))
             yield state
 
     return planted
-
-
-@contextlib.contextmanager
-def recomputed_wrong(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant values that are .3 % too large where they are recomputed."""
-    state, right = PlantedFault(), Recompute.outputs
-
-    def wrong(recompute: Recompute) -> tuple[Tensor, ...]:
-        state.calls, state.share = state.calls + 1, 1.0
-        return tuple(one * 1.003 for one in right(recompute))
-
-    with mock.patch.object(Recompute, "outputs", wrong):
-        yield state
-
-
-@contextlib.contextmanager
-def linears_recomputed_wrong(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant outputs of linears that are .3 % too large where they are recomputed."""
-    state, right = PlantedFault(), recompute_linears._linear
-
-    def wrong(*operands: Tensor) -> Tensor:
-        state.calls, state.share = state.calls + 1, 1.0
-        return right(*operands) * 1.003
-
-    with mock.patch.object(recompute_linears, "_linear", wrong):
-        yield state
-
-
-@contextlib.contextmanager
-def never_recomputes(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant layers that keep the outputs which they are to recompute."""
-    state = PlantedFault()
-
-    def declines() -> bool:
-        state.calls, state.share = state.calls + 1, 1.0
-        return False
-
-    with mock.patch("fused_norm.patcher.recompute._is_possible", declines):
-        yield state
-
-
-def recomputes_as(levels: dict[Any, Any]) -> Planting:
-    """Plant levels of ``recompute`` that do what other levels do: each key what its value does."""
-
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        right = recompute._READERS_OF_LINEARS
-        wrong = {level: right[levels.get(level, level)] for level in right}
-        with mock.patch.object(recompute, "_READERS_OF_LINEARS", wrong):
-            yield PlantedFault(calls=1, share=1.0)
-
-    return planted
-
-
-@contextlib.contextmanager
-def adapters_not_recomputed(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant outputs of LoRA layers that are kept, and not recomputed."""
-    state = PlantedFault()
-
-    def declines(*_: Any) -> None:
-        state.calls, state.share = state.calls + 1, 1.0
-
-    nodes = recompute_linears.LinearOutputs._READ | {"LoraAddBackward": declines}
-    with mock.patch.object(recompute_linears.LinearOutputs, "_READ", nodes):
-        yield state
 
 
 @contextlib.contextmanager
@@ -386,12 +357,23 @@ def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
 
         @functools.wraps(right)
         def called(*arguments: Any, **named: Any) -> Any:
-            state.calls, state.share = state.calls + 1, 1.0
+            state.count_all()
             return wrong(right, state.memory, *arguments, **named)
 
         is_operator = isinstance(owner, Operator)
         with replaced_in(owner, **{name: called}) if is_operator else mock.patch.object(owner, name, called):
             yield state
+
+    return planted
+
+
+def with_other(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
+    """Plant another table in place of one of the patcher's."""
+
+    @contextlib.contextmanager
+    def planted(model: nn.Module) -> Iterator[PlantedFault]:
+        with mock.patch.object(owner, name, change(getattr(owner, name))):
+            yield PlantedFault(calls=1, share=1.0)
 
     return planted
 
@@ -405,7 +387,7 @@ def never_answers(owner: Any, name: str) -> Planting:
 
         def called(*arguments: Any, **named: Any) -> None:
             if right(*arguments, **named):
-                state.calls, state.share = state.calls + 1, 1.0
+                state.count_all()
 
         with mock.patch.object(owner, name, called):
             yield state
@@ -426,7 +408,3 @@ def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[N
 
 def _copy(one: Any) -> Any:
     return one.clone() if isinstance(one, Tensor) else one
-
-
-def _share_changed(one: Tensor, other: Any) -> float:
-    return share_different(one, other) if isinstance(other, Tensor) else 0.0
