@@ -9,7 +9,7 @@ from fused_norm import apply_fused_norm, disabled
 from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.fused_calls import FusedCall, paths_of, sites_not_seen, watch_next_forward
+from fused_norm.convergence.fused_calls import FusedCall, observed, sites_not_seen
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.step_probe import probe_bits
 from fused_norm.convergence.twin_trainer import TwinTrainer, fused_for
@@ -142,24 +142,24 @@ def fused():
 
 def test_the_next_forward_is_watched_and_no_other(fused):
     model, sites = fused
-    calls = watch_next_forward(model, paths_of(model))
-    assert calls == []
-    model(input_ids=TOKENS, labels=TOKENS)
-    found = len(calls)
-    assert sites_not_seen(sites, calls) == ()
-    with disabled():
-        model(input_ids=TOKENS)
-    assert len(calls) == found
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    with observed(model) as seen:
+        assert seen.calls == []
+        model(input_ids=TOKENS, labels=TOKENS)
+        count = len(seen.calls)
+        assert sites_not_seen(sites, seen.calls) == ()
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        with disabled():
+            model(input_ids=TOKENS)
+    assert len(seen.calls) == count
+    assert seen.recomputed == []
 
 
 def test_a_forward_by_stock_code_is_seen(fused):
     model, sites = fused
-    calls = watch_next_forward(model, paths_of(model))
-    with disabled():
+    with observed(model) as seen, disabled():
         model(input_ids=TOKENS, labels=TOKENS)
-    assert len(sites_not_seen(sites, calls, may_be_idle=True)) == len(sites)
+    assert len(sites_not_seen(sites, seen.calls, may_be_idle=True)) == len(sites)
 
 
 def with_bias():

@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
-from ..kernels.operator import Operator
+from ..kernels.operator import Operator, Recompute
 from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
@@ -32,47 +32,55 @@ from ..patcher.patch_report import ReadingBlock, Site
 AnySite = Site | ReadingBlock
 """A row of a report: a site, or a block whose linears read a norm."""
 
-_METHODS_OF: Mapping[str, frozenset[str]] = {
-    "rope": frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
-    "mlp": frozenset({"fused_norm_gate", "fused_norm_gate_packed"}),
-    "adapter": frozenset({"forward"}),
-    "loss": frozenset({"fused_norm_cross_entropy"}),
-    ReadingBlock.kind: frozenset({"fused_norm_inputs"}),
-}
-"""The methods that stand for a site which is a block, a LoRA layer or a vocabulary head; other sites are norms."""
-
-# A call of a head has its labels in the dataclass that says what its loss is.
-register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), lambda values, _: CrossEntropy(*values))
-
-_BLOCK_METHODS = (
-    "fused_norm_add",
-    "fused_norm_read",
-    "fused_norm_then_add",
-    "fused_norm_pair",
-    *sorted(_METHODS_OF["rope"] | _METHODS_OF["mlp"] | _METHODS_OF[ReadingBlock.kind]),
-)
-
 _IN_FLOAT32 = "float32"
 """Stands among operators for a LoRA layer that multiplies in float32, which is left to PyTorch."""
 
 _OWN_INPUTS = "own inputs"
 """Stands among operators for linears each of which has an input of its own, or one without a gradient."""
 
-_OPERATORS_OF: Mapping[str, frozenset[str]] = {
-    "norm": frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"}),
-    "qk": frozenset({"rms_norm", "qk_norm", "qk_norm_rope"}),
-    "residual": frozenset({"add_rms_norm", "norm_add_norm"}),
-    "sandwich": frozenset({"norm_add", "norm_add_norm"}),
-    "rope": frozenset({"qk_norm_rope", "rope"}),
-    "mlp": frozenset({"glu"}),
-    "adapter": frozenset({"lora_add", _IN_FLOAT32}),
-    "loss": frozenset({"linear_cross_entropy"}),
-    ReadingBlock.kind: frozenset({_OWN_INPUTS}),
+
+class _Kind(NamedTuple):
+    """How a site of a kind is found among calls.
+
+    Attributes:
+        operators: one of them makes it fused.
+        methods: of the block, LoRA layer or head that the site is; none if it is a norm, which is an argument of calls.
+    """
+
+    operators: frozenset[str]
+    methods: frozenset[str] = frozenset()
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "norm": _Kind(frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"})),
+    "qk": _Kind(frozenset({"rms_norm", "qk_norm", "qk_norm_rope"})),
+    "residual": _Kind(frozenset({"add_rms_norm", "norm_add_norm"})),
+    "sandwich": _Kind(frozenset({"norm_add", "norm_add_norm"})),
+    "rope": _Kind(
+        frozenset({"qk_norm_rope", "rope"}),
+        frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
+    ),
+    "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
+    "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
+    "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
+    ReadingBlock.kind: _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }
-"""The operators that make a site of each kind fused."""
 
 _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
 """The number of sites of a kind that one call of an operator fuses, if it is more than one."""
+
+# A call of a head has its labels in the dataclass that says what its loss is.
+register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), lambda values, _: CrossEntropy(*values))
+
+_METHODS: Mapping[type, Sequence[str]] = {
+    **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
+    FusedBlock: (
+        *("fused_norm_add", "fused_norm_read", "fused_norm_then_add", "fused_norm_pair"),
+        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS[ReadingBlock.kind].methods),
+    ),
+    FusedHead: tuple(_KINDS["loss"].methods),
+}
+"""The methods that are watched, by their class."""
 
 
 @dataclass
@@ -133,11 +141,8 @@ def watched_calls(
         with_tensors: keep their arguments and gradients, too.
     """
     watch = _Watch(paths, with_tensors, [] if calls is None else calls)
-    methods: list[tuple[type, str]] = [(one, "forward") for one in (FusedNorm, FusedGatedNorm, FusedAdapter)]
-    methods += [(FusedBlock, name) for name in _BLOCK_METHODS]
-    methods += [(FusedHead, name) for name in _METHODS_OF["loss"]]
     with contextlib.ExitStack() as stack:
-        for owner, name in methods:
+        for owner, name in ((owner, name) for owner, names in _METHODS.items() for name in names):
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
         known, called = Operator.known, Operator.__call__
 
@@ -155,18 +160,40 @@ def watched_calls(
         yield watch.calls
 
 
-def watch_next_forward(model: nn.Module, paths: Mapping[int, str]) -> list[FusedCall]:
-    """A list that gets the fused calls of modules in ``paths``, without tensors, in the next forward of ``model``."""
-    calls: list[FusedCall] = []
-    stack = contextlib.ExitStack()
+@dataclass
+class Observed:
+    """What a training run shows of its fused sites.
 
-    def begin(*_: Any) -> None:
-        watched = stack.enter_context(watched_calls(paths, with_tensors=False))
-        stack.callback(lambda: calls.extend(watched))
+    Attributes:
+        calls: the fused calls of the first forward, without tensors; none if it was compiled.
+        graphs: the names of the operators that each compiled graph of the first step calls.
+        recomputed: the names of the operators whose outputs were recomputed, once for each time.
+    """
 
-    stack.callback(model.register_forward_pre_hook(begin).remove)
-    stack.callback(model.register_forward_hook(lambda *_: stack.close(), always_call=True).remove)
-    return calls
+    calls: list[FusedCall] = field(default_factory=list)
+    graphs: list[list[str]] = field(default_factory=list)
+    recomputed: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def observed(model: nn.Module, *, is_compiled: bool = False) -> Iterator[Observed]:
+    """Observe the next forward of a model, and what is recomputed inside the ``with``."""
+    seen, outputs, paths = Observed(), Recompute.outputs, paths_of(model)
+
+    def noted(recompute: Recompute) -> tuple[Tensor, ...]:
+        seen.recomputed.append(recompute.operator.name)
+        return outputs(recompute)
+
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as forward:
+
+        def begin(*_: Any) -> None:
+            forward.enter_context(watched_calls(paths, seen.calls, with_tensors=False))
+
+        stack.enter_context(mock.patch.object(Recompute, "outputs", noted))
+        if not is_compiled:
+            forward.callback(model.register_forward_pre_hook(begin).remove)
+            forward.callback(model.register_forward_hook(lambda *_: forward.close(), always_call=True).remove)
+        yield seen
 
 
 class _Watch:
@@ -226,14 +253,14 @@ def sites_not_seen(
     return tuple(
         f"{site.path} ({site.kind})"
         for site, mine in calls_of
-        if any(_OPERATORS_OF[site.kind].isdisjoint(call.operators) for call in mine)
+        if any(_KINDS[site.kind].operators.isdisjoint(call.operators) for call in mine)
         or (not mine and site.kind not in idle_kinds)
     )
 
 
 def is_call_of(site: AnySite, call: FusedCall) -> bool:
     """Return whether a call is one of a site's."""
-    methods = _METHODS_OF.get(site.kind)
+    methods = _KINDS[site.kind].methods
     return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
 
 
@@ -246,8 +273,8 @@ def sites_not_compiled(sites: Iterable[AnySite], graphs: Sequence[Sequence[str]]
     numbers: Counter[str] = Counter()
     for name in (name for graph in graphs for name in graph):
         operator = name.removeprefix("fused_norm.").removesuffix("_forward.default")
-        for kind, operators in _OPERATORS_OF.items():
-            if operator in operators or (operator == "qk_norm" and kind == "rope"):  # with a rotation and without
+        for kind, found in _KINDS.items():
+            if operator in found.operators or (operator == "qk_norm" and kind == "rope"):  # with a rotation and without
                 numbers[kind] += _SITES_OF_CALL.get((kind, operator), 1)
     missing = []
     for site in sites:
@@ -260,7 +287,7 @@ def sites_not_compiled(sites: Iterable[AnySite], graphs: Sequence[Sequence[str]]
 
 def computes(call: FusedCall) -> bool:
     """Return whether a call computes something, and does not just hand tensors to linears."""
-    return call.method.__name__ not in _METHODS_OF[ReadingBlock.kind]
+    return call.method.__name__ not in _KINDS[ReadingBlock.kind].methods
 
 
 def is_tensor(one: Any) -> bool:

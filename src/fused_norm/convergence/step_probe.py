@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..check.distances import share_different
-from ..kernels.operator import Recompute
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
 from ..patcher.patch_report import PatchReport
@@ -208,17 +206,3 @@ def same_plans(model: nn.Module) -> PlanTable:
     rules = [Rule(width, 4096, 4, 1) for width in {one.numel() for one in model.parameters() if one.dim() == 1}]
     sections = "norm_backward", "add_backward", "sandwich_backward", "fp32_sandwich_backward"
     return PlanTable("", "", "", dict.fromkeys(sections, rules))
-
-
-@contextlib.contextmanager
-def recomputed_operators() -> Iterator[list[str]]:
-    """The names of the operators whose outputs are recomputed inside a ``with``, once for each time."""
-    names: list[str] = []
-    outputs = Recompute.outputs
-
-    def noted(one: Recompute) -> tuple[Tensor, ...]:
-        names.append(one.operator.name)
-        return outputs(one)
-
-    with mock.patch.object(Recompute, "outputs", noted):
-        yield names

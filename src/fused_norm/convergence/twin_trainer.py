@@ -21,11 +21,11 @@ from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_probe import CallRecord, calls_of_step, compare
 from .comparison import LORA, PRECISIONS, RECOMPUTE, SECOND_RUNS, Comparison, options_for_feature
 from .control_perturbations import regroup
-from .fused_calls import AnySite, FusedCall, paths_of, sites_not_compiled, sites_not_seen, watch_next_forward
+from .fused_calls import AnySite, FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import loss_of_read_logits, probe_bits, probe_levels, probe_step, recomputed_operators, same_plans
+from .step_probe import loss_of_read_logits, probe_bits, probe_levels, probe_step, same_plans
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, masked_labels, takes_number_of_labels, train
 
@@ -197,22 +197,23 @@ class TwinTrainer:
         model = self._build(accelerator.device)
         # A control takes its sequences in another order, but is probed on the same.
         tokens = self.sequences[:PROBED].to(accelerator.device)
-        with make_twin(model) as changed, in_all_graphs(), recomputed_operators() as recomputed:
+        is_compiled = self.comparison.execution == "compile"
+        with contextlib.ExitStack() as stack:
+            changed = stack.enter_context(make_twin(model))
+            stack.enter_context(in_all_graphs())
 
             def noted_gradients(step: int, trained: nn.Module) -> None:
                 if not step:
-                    first_graphs.extend(graphs)
+                    # What is compiled later, for another shape or without gradients, calls all sites once more.
+                    seen.graphs.extend(graphs)
                     gradients.update(_gradients(trained))
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
-            graphs, first_graphs = list[list[str]](), list[list[str]]()
-            paths = paths_of(model)
+            seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, graphs)
             initial = _snapshots(model)
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
-            watched = self.comparison.execution != "compile"  # which makes no calls
-            calls = watch_next_forward(model, paths) if watched else []
             labels, leaves_out_many = None, self.comparison.execution == "loss"
             # Means over unequal numbers of labels would depend on how a step is split into micro-batches.
             if leaves_out_many or takes_number_of_labels(model):
@@ -224,18 +225,17 @@ class TwinTrainer:
                 options,
                 labels=labels,
                 accelerator=accelerator,
-                cut_last=self.comparison.execution != "compile",  # it would be compiled twice
+                cut_last=not is_compiled,  # it would be compiled twice
                 on_step=on_step,
                 on_gradients=noted_gradients,
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
-        if watched:
-            not_seen = sites_not_seen(changed, calls, may_be_idle=True)
-        else:  # linears read what a stock norm returns, and the head is stock
+        if is_compiled:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in (ReadingBlock.kind, "loss")]
-            # What is compiled later, for another shape or without gradients, calls all of them once more.
-            not_seen = sites_not_compiled(changed, first_graphs)
-        if changed and self.comparison.execution in RECOMPUTE and not recomputed:
+            not_seen = sites_not_compiled(changed, seen.graphs)
+        else:
+            not_seen = sites_not_seen(changed, seen.calls, may_be_idle=True)
+        if changed and self.comparison.execution in RECOMPUTE and not seen.recomputed:
             not_seen += tuple(f"{path} (recompute)" for path in layers_of(model))
         return RunTensors(
             **vars(result),

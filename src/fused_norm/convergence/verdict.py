@@ -223,7 +223,7 @@ def judge(
         calls: fused calls, compared with the stock modules.
         execution: how the steps ran, one of ``EXECUTIONS``.
     """
-    if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, fused, calls, execution)):
+    if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, calls, execution)):
         return Verdict("invalid", reasons, ())
     if fused is not None and not fused.finite:
         step = len(fused.losses) - 1
@@ -242,7 +242,6 @@ def _invalid(
     caps: Mapping[str, float],
     stock: RunRecord,
     controls: Sequence[RunRecord],
-    fused: RunRecord | None,
     calls: CallRecord | None,
     execution: str,
 ) -> Iterator[str]:
@@ -272,10 +271,6 @@ def _invalid(
     for index, control in enumerate(controls):
         if _is_identical(control, stock):
             yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
-    # What compiled code keeps is the compiler's choice, and a frozen norm alone keeps in fp32 what stock's keeps.
-    alike = execution in ("compile", *FROZEN_NORMS)
-    if fused is not None and not alike and fused.memory_bytes == stock.memory_bytes:
-        yield f"the fused run took {fused.memory_bytes} bytes, as many as the stock run: it ran stock code"
 
 
 def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
