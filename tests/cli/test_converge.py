@@ -191,7 +191,7 @@ def _die(group):
 
 @pytest.mark.slow
 def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
-    from fused_norm.convergence import twin_trainer
+    from fused_norm.convergence import paired_runs
     from fused_norm.patcher import apply_fused_norm
 
     def wrong(model, **options):
@@ -201,7 +201,7 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
                 parameter.register_hook(lambda gradient: gradient * 1.001)
         return made
 
-    monkeypatch.setattr(twin_trainer, "apply_fused_norm", wrong)
+    monkeypatch.setattr(paired_runs, "apply_fused_norm", wrong)
     assert main(["converge", "llama", *QUICK, "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "red: Llama, fp32, eager" in out

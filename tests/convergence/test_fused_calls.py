@@ -1,4 +1,4 @@
-"""Sites that run stock code are seen, in a step that is probed and in the first forward of a training."""
+"""Sites that run stock code are seen, in a step that is checked and in the first forward of a training."""
 
 import inspect
 
@@ -7,12 +7,12 @@ import torch
 
 from fused_norm import apply_fused_norm, disabled
 from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
-from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
+from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.fused_calls import FusedCall, observed, sites_not_seen
 from fused_norm.convergence.model_source import add_adapters
-from fused_norm.convergence.step_probe import probe_bits
-from fused_norm.convergence.twin_trainer import TwinTrainer, fused_for
+from fused_norm.convergence.paired_runs import PairedRuns, fused_for
+from fused_norm.convergence.step_checks import changed_bits
 from fused_norm.model_configs import build as build_on_cpu
 from fused_norm.model_configs import tiny_config
 from fused_norm.patcher import Site
@@ -299,32 +299,32 @@ def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(
     comparison, state = Comparison("llama", precision), PlantedFault()
     plan = tiny_plan([comparison])
     source, options, sequences = plan.sources["llama"], plan.options(comparison), plan.sequences(comparison)
-    trainer = TwinTrainer(source, comparison, plan.settings, options, sequences, cpu=True)
-    assert set(trainer.probe_readers(fused_for("all")).values()) == {0.0}
-    assert max(trainer.probe_readers(faulty(comparison, FAULTS[fault], state)).values()) > 0.01
+    trainer = PairedRuns(source, comparison, plan.settings, options, sequences, cpu=True)
+    assert set(trainer.check_bits(fused_for("all"), readers=False).values()) == {0.0}
+    assert max(trainer.check_bits(faulty(comparison, FAULTS[fault], state), readers=False).values()) > 0.01
     assert state.share > 0.01
 
 
 def test_a_step_that_computes_values_a_second_time_is_held_to_one_that_keeps_them(fused):
     model, _ = fused
-    assert set(probe_bits(model, TOKENS, lambda same: same).values()) == {0.0}
+    assert set(changed_bits(model, TOKENS, lambda same: same).values()) == {0.0}
 
     def scaled_when_run_again(one):
         one.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.003)
 
-    shares = probe_bits(build(tiny_config("llama", num_hidden_layers=1), seed=0), TOKENS, scaled_when_run_again)
+    shares = changed_bits(build(tiny_config("llama", num_hidden_layers=1), seed=0), TOKENS, scaled_when_run_again)
     assert shares.keys() == {name for name, _ in model.named_parameters()}
     assert min(shares.values()) > 0.1
 
 
 def test_a_gradient_that_is_lost_is_another():
     model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
-    shares = probe_bits(model, TOKENS, lambda one: one.model.norm.weight.requires_grad_(False))
+    shares = changed_bits(model, TOKENS, lambda one: one.model.norm.weight.requires_grad_(False))
     assert [name for name, share in shares.items() if share] == ["model.norm.weight"]
 
 
 def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
     model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.rand(())))
-    assert set(probe_bits(model, TOKENS, lambda same: same).values()) == {0.0}
+    assert set(changed_bits(model, TOKENS, lambda same: same).values()) == {0.0}
     assert share_different(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5

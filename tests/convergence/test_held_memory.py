@@ -8,7 +8,7 @@ from torch import nn
 
 from fused_norm import apply_fused_norm
 from fused_norm.convergence.held_memory import Allocations, held_memory
-from fused_norm.convergence.step_probe import probe_levels
+from fused_norm.convergence.step_checks import check_levels
 from fused_norm.model_configs import build as build_on_cpu
 from fused_norm.model_configs import tiny_config
 
@@ -44,7 +44,7 @@ def levels(fault=None, *, layers=1):
     model = build_on_cpu(tiny_config("llama", num_hidden_layers=layers), seed=0, dtype=torch.bfloat16).to(DEVICE)
     apply_fused_norm(model)
     with FAULTS[fault].planted(model) if fault else contextlib.nullcontext():
-        return probe_levels(model, TOKENS, lambda model, level: apply_fused_norm(model, recompute=level), calls=[])
+        return check_levels(model, TOKENS, lambda model, level: apply_fused_norm(model, recompute=level), calls=[])
 
 
 @pytest.mark.slow

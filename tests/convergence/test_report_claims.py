@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_norm import apply_fused_norm
-from fused_norm.convergence.call_probe import CallRecord, calls_of_step
+from fused_norm.convergence.call_checks import CallRecord, calls_of_step
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.fused_calls import paths_of, sites_not_compiled, sites_not_seen, watched_calls
 from fused_norm.convergence.model_source import add_adapters

@@ -2,7 +2,7 @@
 
 import math
 
-from fused_norm.convergence.call_probe import CallRecord
+from fused_norm.convergence.call_checks import CallRecord
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.result_store import ComparisonResult, ResultStore, code_digest, fingerprint
 from fused_norm.convergence.run_record import RunRecord

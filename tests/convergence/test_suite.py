@@ -16,10 +16,11 @@ from matplotlib.colors import to_hex
 
 import fused_norm
 from fused_norm.cli import main
-from fused_norm.convergence import twin_trainer
+from fused_norm.convergence import paired_runs
 from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison
 from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
+from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
 from fused_norm.convergence.report import (
     as_json,
@@ -32,7 +33,6 @@ from fused_norm.convergence.report import (
 from fused_norm.convergence.result_store import ComparisonResult, ResultStore
 from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS
-from fused_norm.convergence.twin_trainer import TwinTrainer
 from fused_norm.convergence.verdict import Verdict
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import FAMILIES
@@ -43,7 +43,7 @@ from .plans import tiny_plan
 
 @pytest.fixture(autouse=True)
 def _nothing_is_logged_of_what_the_suite_does(caplog):
-    """The hooks of the probe and the reordered norms of controls are the suite's own."""
+    """The hooks of the suite and the reordered norms of controls are the suite's own."""
     yield
     records = [*caplog.get_records("setup"), *caplog.get_records("call")]
     assert [record.getMessage() for record in records if record.name.startswith("fused_norm")] == []
@@ -97,7 +97,7 @@ def test_the_quick_tier_is_green(family, precision, tmp_path):
 
 @pytest.mark.slow
 def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
-    runs, topk, train = [], torch.topk, TwinTrainer.train
+    runs, topk, train = [], torch.topk, PairedRuns.train
 
     def recorded_topk(x, k, **named):
         found, values = topk(x, k, **named), topk(x, k + 1).values
@@ -109,13 +109,13 @@ def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
         return train(self, *args, regrouped=regrouped, **named)
 
     monkeypatch.setattr(torch, "topk", recorded_topk)
-    monkeypatch.setattr(TwinTrainer, "train", recorded_train)
+    monkeypatch.setattr(PairedRuns, "train", recorded_train)
     main(["converge", "qwen3_moe", "--dtype", "mixed", "--seeds", "3", "--jobs", "1", "--out", str(tmp_path)])
     rows = list(results_in(tmp_path).values())
     assert [row["outcome"] for row in rows].count("green") >= 2
-    twins = [run for run in runs if run and isinstance(run[0], tuple)]
-    assert len(twins) == 2 * len(rows) == 6
-    for row, stock, fused in zip(rows, twins[::2], twins[1::2], strict=True):
+    trained = [run for run in runs if run and isinstance(run[0], tuple)]
+    assert len(trained) == 2 * len(rows) == 6
+    for row, stock, fused in zip(rows, trained[::2], trained[1::2], strict=True):
         margins = [margin[(one != other).any(-1)] for (one, margin), (other, _) in zip(stock, fused, strict=False)]
         turned = torch.cat(margins)  # by how much the last expert that stock chose was ahead of the next one
         assert row["outcome"] == "green" or 1 <= len(turned) <= 4, row["reasons"]
@@ -168,13 +168,13 @@ def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monk
             model.accepts_loss_kwargs = is_counted
             return model
 
-    monkeypatch.setattr(twin_trainer, "train", noted)
+    monkeypatch.setattr(paired_runs, "train", noted)
     comparison = Comparison("llama", "fp32")
     plan = tiny_plan([comparison])
     source = Source.of_family("llama", {"num_hidden_layers": 1})
     tokens = plan.sequences(comparison)
     with pytest.raises(InterruptedError):
-        TwinTrainer(source, comparison, plan.settings, plan.options(comparison), tokens, plan.cpu).train()
+        PairedRuns(source, comparison, plan.settings, plan.options(comparison), tokens, plan.cpu).train()
     (labels,) = given
     assert (labels is not None and bool((labels == IGNORED).any())) == is_counted
 
@@ -340,15 +340,15 @@ def test_where_nothing_ran_there_is_no_chart(finished):
 SHARDED = """
 import sys
 from torch.distributed.tensor import DTensor
-from fused_norm.convergence import twin_trainer
-train = twin_trainer.train
+from fused_norm.convergence import paired_runs
+train = paired_runs.train
 def checked(model, *arguments, on_gradients, **named):
     def watch(step, trained):
         kinds = {type(parameter) is not DTensor and "plain" or "sharded" for parameter in trained.parameters()}
         print("parameters:", type(trained).__name__, *sorted(kinds), flush=True)
         on_gradients(step, trained)
     return train(model, *arguments, on_gradients=watch, **named)
-twin_trainer.train = checked
+paired_runs.train = checked
 from fused_norm.cli import main
 sys.exit(main(sys.argv[1:]))
 """

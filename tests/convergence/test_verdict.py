@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fused_norm.convergence.call_probe import CallRecord
+from fused_norm.convergence.call_checks import CallRecord
 from fused_norm.convergence.comparison import FROZEN_NORMS
 from fused_norm.convergence.run_record import RunRecord
 from fused_norm.convergence.verdict import MEASURES, MULTIPLE, NOISE_CAPS, judge, noise_floor

@@ -1,4 +1,4 @@
-"""Trains fused twins with planted faults, one fault at a time, and tells which of them the verdict saw."""
+"""Trains fused models with planted faults, one fault at a time, and tells which of them the verdict saw."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 
 from fused_norm.cli.common import interpret_without_gpu
 from fused_norm.cli.converge_command import plan_for, tier_for
-from fused_norm.convergence.call_probe import CallRecord, calls_of_step, compare
-from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison
+from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
+from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison, Progress
 from fused_norm.convergence.fused_calls import AnySite, FusedCall, sites_not_seen
+from fused_norm.convergence.paired_runs import ModelChange, PairedRuns, fused_for
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.result_store import ComparisonResult
-from fused_norm.convergence.suite import Baseline, Progress, message_of, run_baseline, run_fused, train_fused
-from fused_norm.convergence.twin_trainer import MakeTwin, TwinTrainer, fused_for
+from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.verdict import BY_NAME
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
@@ -36,7 +36,7 @@ _EXECUTION_OF = {"sites": "eager", "readers": "eager"}
 """The execution in which faults are planted that no execution of the suite has to itself."""
 
 SOUND = "none"
-"""Stands for the fused twin without a fault."""
+"""Stands for the fused model without a fault."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FaultResult:
     Attributes:
         fault: its name.
         outcome: ``caught`` or ``missed`` by the verdict, ``hidden`` where it changes hardly a number, ``sound``
-            for a green twin without a fault, else ``invalid``.
+            for a green run without a fault, else ``invalid``.
         reasons: those of the verdict, or why the fault is hidden.
     """
 
@@ -56,7 +56,7 @@ class FaultResult:
 
 
 def run_faults(plan: Plan, comparison: Comparison, names: Iterable[str]) -> Iterator[FaultResult]:
-    """Plant faults in the fused twin of a comparison, one at a time; the first result is that without a fault.
+    """Plant faults in the fused model of a comparison, one at a time; the first result is that without a fault.
 
     Args:
         plan: has the model and the settings; its own comparisons are not run.
@@ -69,29 +69,29 @@ def run_faults(plan: Plan, comparison: Comparison, names: Iterable[str]) -> Iter
     baseline = run_baseline(plan, comparison.baseline, Progress())
     sound = run_fused(baseline, comparison, Progress()).verdict
     yield FaultResult(SOUND, "sound" if sound.status == "green" else "invalid", sound.reasons)
-    probes = _Probes(baseline.trainer_of(comparison))
+    checks = _Checks(baseline.trainer_of(comparison))
     for name in names:
         try:
-            yield _run_fault(baseline, comparison, probes, FAULTS[name])
+            yield _run_fault(baseline, comparison, checks, FAULTS[name])
         except Exception as error:
             yield FaultResult(name, "invalid", (message_of(error),))
 
 
-class _Probes:
+class _Checks:
     """What planted faults are looked for with, before a model is trained.
 
     The calls of a step are kept, one of each kind, and those of its operator made again with each fault: it is in every
     one of them, or in none. Those in fp16 are for faults that are lost in the roundings of bf16.
     """
 
-    def __init__(self, trainer: TwinTrainer) -> None:
+    def __init__(self, trainer: PairedRuns) -> None:
         self._trainer = trainer
         self._fused = fused_for(trainer.comparison.feature)
         self._kept: dict[bool, tuple[nn.Module, list[FusedCall]]] = {}
 
     def _calls(self, half: bool) -> tuple[nn.Module, list[FusedCall]]:
         if half not in self._kept:
-            model, tokens, mixed = self._trainer.probed_model()
+            model, tokens, mixed = self._trainer.checked_model()
             with self._fused(model.half() if half else model):
                 calls = calls_of_step(model, tokens, mixed=mixed)
             self._kept[half] = model, list({call.kind: call for call in reversed(calls)}.values())
@@ -111,7 +111,7 @@ class _Probes:
                 state.add(planted)
                 yield record
         elif fault.where in ("sites", "compile"):
-            model, tokens, mixed = self._trainer.probed_model()
+            model, tokens, mixed = self._trainer.checked_model()
             with self._fused(model) as sites, fault.planted(model) as planted:
                 calls = calls_of_step(model, tokens, mixed=mixed)
                 not_done = claims_not_kept(model, sites, calls, tokens, mixed=mixed)
@@ -119,15 +119,17 @@ class _Probes:
             state.add(planted)
             yield record
         elif fault.where == "readers":
-            yield CallRecord(bits=self._trainer.probe_readers(faulty(self._trainer.comparison, fault, state)))
+            yield CallRecord(
+                bits=self._trainer.check_bits(faulty(self._trainer.comparison, fault, state), readers=False)
+            )
         elif fault.where in (*SECOND_RUNS, *LORA, "loss"):
-            record = self._trainer.probe(faulty(self._trainer.comparison, fault, state))
+            record = self._trainer.check(faulty(self._trainer.comparison, fault, state))
             assert record is not None
             yield record
 
 
-def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> MakeTwin:
-    """Make the fused twin of a comparison with a fault in it; ``state`` counts what it has changed."""
+def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> ModelChange:
+    """Fuse the model of a comparison with a fault in it; ``state`` counts what it has changed."""
 
     @contextmanager
     def made(model: nn.Module) -> Iterator[Sequence[AnySite]]:
@@ -138,19 +140,19 @@ def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> MakeTwi
     return made
 
 
-def _run_fault(baseline: Baseline, comparison: Comparison, probes: _Probes, fault: Fault) -> FaultResult:
+def _run_fault(baseline: Baseline, comparison: Comparison, checks: _Checks, fault: Fault) -> FaultResult:
     state = PlantedFault()
     calls = CallRecord()
-    for calls in probes.records(fault, state):
+    for calls in checks.records(fault, state):
         result = ComparisonResult(comparison, baseline.record, baseline.controls, calls=calls)
         if _is_caught(result):  # what one step shows needs no training
             return FaultResult(fault.name, "caught", result.verdict.reasons)
     if fault.hidden == ROUNDINGS and not calls.bits:
         return FaultResult(fault.name, "hidden", (fault.hidden,))
-    is_probed = bool(calls.bits) if fault.where == "readers" else fault.where != "sites"
+    is_checked = bool(calls.bits) if fault.where == "readers" else fault.where != "sites"
     if fault.where == "loss" and not state.calls:  # a call that is made again has its labels
-        is_probed = False
-    if is_probed and state.share <= BY_NAME["call_outputs"].bar:
+        is_checked = False
+    if is_checked and state.share <= BY_NAME["call_outputs"].bar:
         hidden = fault.hidden if state.calls else "nothing here calls what has it"
         if hidden:
             return FaultResult(fault.name, "hidden", (hidden,))

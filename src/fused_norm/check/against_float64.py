@@ -274,12 +274,12 @@ def _widen(value: Any) -> Any:
 def _truth(
     model: nn.Module, dtype: torch.dtype, input_ids: torch.Tensor, labels: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    twin: Any = copy.deepcopy(model).to(dtype)
+    wide: Any = copy.deepcopy(model).to(dtype)
     # The grouped matrix product of transformers 5 has no float64.
-    if hasattr(twin, "set_experts_implementation") and twin._can_set_experts_implementation():
-        twin.set_experts_implementation("eager")
+    if hasattr(wide, "set_experts_implementation") and wide._can_set_experts_implementation():
+        wide.set_experts_implementation("eager")
     with _Float64ForFloat32() if dtype == torch.float64 else nullcontext():
-        exact = _step(twin, input_ids, labels)
+        exact = _step(wide, input_ids, labels)
     for name, value in exact.items():
         if not value.isfinite().all():
             raise FusedNormError(f"{name} of the stock model is not finite in {_name(dtype)}: there is no truth")

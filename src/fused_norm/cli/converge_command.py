@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, Progress, by_baseline
 from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
 from . import STOPPED
@@ -277,7 +277,7 @@ def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], S
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
 
 
-class _Progress:
+class _Progress(Progress):
     """A bar over all steps on a terminal, and a line for each comparison."""
 
     def __init__(self, plan: Plan, say: Callable[..., Any], *, visible: bool) -> None:

@@ -1,14 +1,17 @@
-"""One comparison of a fused model with its stock twin, and the choices that make it."""
+"""One comparison of a fused model with the stock one, and the choices that make it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..model_configs import FAMILIES
 from ..spec import KINDS, Kind
+
+if TYPE_CHECKING:
+    from .result_store import ComparisonResult
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ SECOND_RUNS = ("checkpointing", *RECOMPUTE)
 
 @dataclass(frozen=True, order=True)
 class Comparison:
-    """A fused model and its stock twin, trained under the same settings.
+    """A fused and a stock model, trained under the same settings.
 
     Attributes:
         model: name of the model.
@@ -125,6 +128,17 @@ class Comparison:
     def baseline(self) -> Comparison:
         """The comparison whose stock and control runs this one shares with others."""
         return replace(self, feature="all", execution=RECOMPUTE.get(self.execution, self.execution))
+
+
+class Progress:
+    """Is told of every run and every result while a plan runs; this one ignores them."""
+
+    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
+        """Called when a training run begins; returns what is to be called after each step with its index and loss."""
+        return lambda step, loss: None
+
+    def done(self, result: ComparisonResult, *, kept: bool) -> None:
+        """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:

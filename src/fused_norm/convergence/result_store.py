@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from .call_probe import CallRecord
+from .call_checks import CallRecord
 from .comparison import Comparison
 from .run_record import RunRecord
 from .verdict import Verdict, judge

@@ -1,4 +1,4 @@
-"""A training run as it is kept: as tensors while it is compared with its stock twin, as numbers afterwards."""
+"""A training run as it is kept: as tensors while it is compared with the stock run, as numbers afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a plan: for each group of comparisons the stock model, its controls, then every fused twin."""
+"""Runs a plan: for each group of comparisons the stock model, its controls, then every fused model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,12 @@ from dataclasses import dataclass, replace
 from accelerate.utils import broadcast_object_list
 
 from ..spec import FusedNormError
-from .call_probe import CallRecord
-from .comparison import Comparison, by_baseline
+from .call_checks import CallRecord
+from .comparison import Comparison, Progress, by_baseline
+from .paired_runs import ModelChange, PairedRuns, fused_for
 from .plan import Plan
 from .result_store import ComparisonResult, ResultStore
 from .run_record import RunRecord, RunTensors, record_run
-from .twin_trainer import MakeTwin, TwinTrainer, fused_for
-
-
-class Progress:
-    """Is told of every run and every result while a plan runs; this one ignores them."""
-
-    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
-        """Called when a training run begins; returns what is to be called after each step with its index and loss."""
-        return lambda step, loss: None
-
-    def done(self, result: ComparisonResult, *, kept: bool) -> None:
-        """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
-
 
 Group = Sequence[Comparison]
 """Comparisons that share their stock and control runs."""
@@ -131,7 +119,7 @@ def run_plan(
 
 @dataclass(frozen=True)
 class Baseline:
-    """The runs that fused twins are compared with.
+    """The runs that fused ones are compared with.
 
     Attributes:
         trainer: of stock and controls.
@@ -140,12 +128,12 @@ class Baseline:
         controls: harmlessly perturbed stock runs; none where the stock run is not finite.
     """
 
-    trainer: TwinTrainer
+    trainer: PairedRuns
     stock: RunTensors
     record: RunRecord
     controls: tuple[RunRecord, ...]
 
-    def trainer_of(self, comparison: Comparison) -> TwinTrainer:
+    def trainer_of(self, comparison: Comparison) -> PairedRuns:
         """The trainer of a comparison that shares these runs."""
         return self.trainer if comparison == self.trainer.comparison else replace(self.trainer, comparison=comparison)
 
@@ -157,7 +145,7 @@ def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Base
         FusedNormError: no site of the model can be fused.
     """
     options, sequences = plan.options(comparison), plan.sequences(comparison)
-    trainer = TwinTrainer(plan.sources[comparison.model], comparison, plan.settings, options, sequences, plan.cpu)
+    trainer = PairedRuns(plan.sources[comparison.model], comparison, plan.settings, options, sequences, plan.cpu)
     stock = trainer.train(on_step=progress.run("stock", options.steps))
     record = record_run(stock, stock)
     controls = []
@@ -168,18 +156,18 @@ def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Base
 
 
 def run_fused(baseline: Baseline, comparison: Comparison, progress: Progress) -> ComparisonResult:
-    """Compare the fused twin: its calls with the stock modules, and its training with the stock run."""
+    """Compare the fused model: its calls with the stock modules, and its training with the stock run."""
     if not baseline.record.finite:
         return ComparisonResult(comparison, stock=baseline.record, fused=baseline.record)
     fused = fused_for(comparison.feature)
-    calls = baseline.trainer_of(comparison).probe(fused, in_half=comparison.feature == "all")
+    calls = baseline.trainer_of(comparison).check(fused, in_half=comparison.feature == "all")
     return train_fused(baseline, comparison, fused, calls, progress)
 
 
 def train_fused(
-    baseline: Baseline, comparison: Comparison, fused: MakeTwin, calls: CallRecord | None, progress: Progress
+    baseline: Baseline, comparison: Comparison, fused: ModelChange, calls: CallRecord | None, progress: Progress
 ) -> ComparisonResult:
-    """Compare the training of the twin that ``fused`` makes with the stock run; its calls have been compared before."""
+    """Compare the training of the model that ``fused`` makes with the stock run; ``calls`` are compared already."""
     on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.options.steps)
     run = baseline.trainer_of(comparison).train(fused, on_step=on_step)
     if run.not_seen:

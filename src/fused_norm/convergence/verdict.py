@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from .call_probe import CallRecord
+from .call_checks import CallRecord
 from .comparison import FROZEN_NORMS, PRECISIONS
 from .run_record import RunRecord
 

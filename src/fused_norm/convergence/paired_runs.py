@@ -1,4 +1,9 @@
-"""Training of one twin from its initial weights: the stock model, a control, or the fused model."""
+"""Runs of one model from the same weights: stock, fused, and controls, by which the others are judged.
+
+A fused norm may differ from the stock one in the order of its sums and in what it rounds on the way back. A control
+does both to a stock model without any kernel, by ``reordered_norms``, and takes the sequences of each step in another
+order and in micro-batches of another size: the mathematics is the same, and how far it gets off is the noise floor.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +24,27 @@ from ..options import RecomputeLevel
 from ..patcher import Site, apply_fused_norm
 from ..patcher.patch_report import PatchReport, ReadingBlock
 from ..spec import KINDS, NORM_KINDS, FusedNormError
-from .call_probe import CallRecord, calls_of_step, compare
+from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import LORA, PRECISIONS, RECOMPUTE, SECOND_RUNS, Comparison, options_for_feature
-from .control_perturbations import regroup
 from .fused_calls import AnySite, FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_probe import loss_of_read_logits, probe_bits, probe_levels, probe_step, same_plans
+from .step_checks import changed_bits, check_levels, layer_tensors, loss_of_read_logits, own_loss, same_plans
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, masked_labels, takes_number_of_labels, train
 
 OnStep = Callable[[int, float], object]
-MakeTwin = Callable[[nn.Module], AbstractContextManager[Sequence[AnySite]]]
-"""Changes a stock model into a twin for the length of a ``with``, and returns the sites it changed."""
+ModelChange = Callable[[nn.Module], AbstractContextManager[Sequence[AnySite]]]
+"""Changes a stock model for the length of a ``with``, and returns the sites that it changed."""
 
-
-PROBED = 2
-"""Sequences of the micro-batch that every twin is probed with."""
+CHECKED = 2
+"""Sequences of the micro-batch with which steps are compared."""
 
 
 @dataclass(frozen=True)
-class TwinTrainer:
-    """Trains twins that have their weights, text and settings in common.
+class PairedRuns:
+    """Trains stock, fused and perturbed models that have their weights, text and settings in common.
 
     Attributes:
         source: of the model.
@@ -86,7 +90,7 @@ class TwinTrainer:
 
         return self.train(perturbed, on_step=on_step, regrouped=regrouped)
 
-    def probe(self, fused: MakeTwin, *, in_half: bool = False) -> CallRecord | None:
+    def check(self, fused: ModelChange, *, in_half: bool = False) -> CallRecord | None:
         """Hold what a fused model computes in one step to what is known to be right.
 
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
@@ -96,24 +100,25 @@ class TwinTrainer:
 
         Args:
             fused: makes the model.
-            in_half: a model in bf16 is probed in fp16 as well, in which it is not trained.
+            in_half: a model in bf16 is checked in fp16 as well, in which it is not trained.
         """
-        model, tokens, mixed = self.probed_model()
+        model, tokens, mixed = self.checked_model()
         not_done: dict[str, list[str]] = {}
         if self.comparison.execution in SECOND_RUNS:
             calls: list[FusedCall] = []
             with fused(model) as sites:
                 if self.comparison.execution in RECOMPUTE:
-                    bits, not_done = probe_levels(model, tokens[:1], self._recompute, calls=calls, mixed=mixed)
+                    bits, not_done = check_levels(model, tokens[:1], self._recompute, calls=calls, mixed=mixed)
                 else:
                     set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
-                    bits = probe_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
+                    bits = changed_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
             return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True), not_done=not_done)
         if self.comparison.execution == "compile":
             return None
-        bits = self.probe_readers(fused)
+        bits = self.check_bits(fused, readers=False)  # all linears that read a norm read one output
         if self.comparison.execution == "loss":
-            bits |= self.probe_logits(fused)
+            shares = self.check_bits(fused, loss_of_read_logits, loss=False)  # the head returns logits
+            bits |= {f"{name}, of logits that are read": share for name, share in shares.items()}
         record, not_seen = CallRecord(bits=bits), list[str]()
         in_half &= self.comparison.execution == "eager" and PRECISIONS[self.comparison.precision].weights == "bfloat16"
         with fused(model) as sites:
@@ -128,42 +133,31 @@ class TwinTrainer:
         """Have a model recompute at a level, and return the report."""
         return apply_fused_norm(model, recompute=level, **options_for_feature(self.comparison.feature))
 
-    def probe_readers(self, fused: MakeTwin) -> dict[str, float]:
-        """Hold a step in which linears read a norm by outputs of their own to one in which they read the same output.
+    def check_bits(
+        self, fused: ModelChange, loss_of: Callable[[Any, Tensor], Tensor] = own_loss, **without: bool
+    ) -> dict[str, float]:
+        """Hold a fused step to the bits of one with other options, by the share of each gradient that differs.
 
-        Empty on a GPU, where kernels that read other dtypes add up a row in another order.
+        Empty on a GPU, where kernels that read other dtypes, and products, add up in another order.
+
+        Args:
+            fused: makes the model.
+            loss_of: computes the loss of a model and tokens.
+            without: of ``apply_fused_norm``: those of the step that is right.
         """
-        model, tokens, mixed = self.probed_model()
+        model, tokens, mixed = self.checked_model()
         if tokens.is_cuda:
             return {}
-        apply_fused_norm(model, readers=False, **options_for_feature(self.comparison.feature))
-        with contextlib.ExitStack() as twin, use_plans(same_plans(model)):
-            return probe_bits(model, tokens[:1], lambda model: twin.enter_context(fused(model)), mixed=mixed)
+        apply_fused_norm(model, **options_for_feature(self.comparison.feature) | without)
+        with contextlib.ExitStack() as stack, use_plans(same_plans(model)):
+            change = lambda model: stack.enter_context(fused(model))  # noqa: E731
+            return changed_bits(model, tokens[:1], change, mixed=mixed, loss_of=loss_of)
 
-    def probe_logits(self, fused: MakeTwin) -> dict[str, float]:
-        """Hold a step that reads logits to one whose head returns them.
-
-        Empty on a GPU, where products may add up in another order.
-        """
-        model, tokens, mixed = self.probed_model()
-        if tokens.is_cuda:
-            return {}
-        apply_fused_norm(model, **options_for_feature(self.comparison.feature) | {"loss": False})
-        with contextlib.ExitStack() as twin:
-            bits = probe_bits(
-                model,
-                tokens[:1],
-                lambda model: twin.enter_context(fused(model)),
-                mixed=mixed,
-                loss_of=loss_of_read_logits,
-            )
-        return {f"{name}, of logits that are read": share for name, share in bits.items()}
-
-    def probed_model(self) -> tuple[nn.Module, Tensor, bool]:
-        """The stock model at its initial weights, the tokens that it is probed with, and whether under autocast."""
+    def checked_model(self) -> tuple[nn.Module, Tensor, bool]:
+        """The stock model at its initial weights, the tokens of its steps, and whether they run under autocast."""
         mixed = PRECISIONS[self.comparison.precision].mixed
         device = accelerator_for(mixed=mixed, cpu=self.cpu).device
-        return self._build(device), self.sequences[:PROBED].to(device), mixed
+        return self._build(device), self.sequences[:CHECKED].to(device), mixed
 
     def _build(self, device: torch.device) -> nn.Module:
         """The stock model in the dtype of the comparison, with adapters where it has them."""
@@ -175,17 +169,17 @@ class TwinTrainer:
 
     def train(
         self,
-        make_twin: MakeTwin = lambda model: contextlib.nullcontext(()),
+        change: ModelChange = lambda model: contextlib.nullcontext(()),
         *,
         on_step: OnStep | None = None,
         regrouped: tuple[Tensor, TrainingOptions] | None = None,
     ) -> RunTensors:
-        """Train a twin: unless another is made, the stock model, which all others are compared with.
+        """Train the stock model, or what ``change`` makes of it, which is compared with that.
 
         Args:
-            make_twin: makes it of the stock model, for the length of a ``with``.
+            change: fuses or perturbs the model.
             on_step: as in ``training.train``.
-            regrouped: sequences and options in place of those that twins have in common.
+            regrouped: other sequences and options than those of the stock run.
 
         Raises:
             FusedNormError: as ``apply_fused_norm``.
@@ -195,11 +189,11 @@ class TwinTrainer:
         precision = PRECISIONS[self.comparison.precision]
         accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
         model = self._build(accelerator.device)
-        # A control takes its sequences in another order, but is probed on the same.
-        tokens = self.sequences[:PROBED].to(accelerator.device)
+        # A control is trained on its sequences in another order, but this step has the same.
+        tokens = self.sequences[:CHECKED].to(accelerator.device)
         is_compiled = self.comparison.execution == "compile"
         with contextlib.ExitStack() as stack:
-            changed = stack.enter_context(make_twin(model))
+            changed = stack.enter_context(change(model))
             stack.enter_context(in_all_graphs())
 
             def noted_gradients(step: int, trained: nn.Module) -> None:
@@ -209,7 +203,7 @@ class TwinTrainer:
                     gradients.update(_gradients(trained))
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
-            outputs, output_gradients = probe_step(model, tokens, mixed=precision.mixed)
+            outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
             seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.settings.compile_backend, graphs)
             initial = _snapshots(model)
@@ -251,7 +245,29 @@ class TwinTrainer:
         )
 
 
-def fused_for(feature: str) -> MakeTwin:
+def regroup(
+    sequences: Tensor, options: TrainingOptions, *, processes: int, seed: int
+) -> tuple[Tensor, TrainingOptions]:
+    """Put the same sequences in each step, in another order and in twice or half as many micro-batches.
+
+    Args:
+        sequences: (steps * batch_size * processes or more, length), in training order.
+        options: of the stock run.
+        processes: that share a step.
+        seed: of the order within a step.
+
+    Returns:
+        The sequences and the options of the control run.
+    """
+    step = options.batch_size * processes
+    generator = torch.Generator().manual_seed(seed)
+    orders = [start + torch.randperm(step, generator=generator) for start in range(0, options.steps * step, step)]
+    finer, coarser = 2 * options.accumulation, max(1, options.accumulation // 2)
+    accumulation = coarser if options.batch_size % finer else finer
+    return sequences[torch.cat(orders)], replace(options, accumulation=accumulation)
+
+
+def fused_for(feature: str) -> ModelChange:
     """Fuse the kinds of sites in a feature, a key of ``FEATURES``, in a model that is stock.
 
     Raises:

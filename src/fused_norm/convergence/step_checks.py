@@ -23,7 +23,9 @@ from .model_source import layers_of
 from .run_record import snapshot
 
 
-def probe_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def layer_tensors(
+    model: nn.Module, tokens: Tensor, *, mixed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Run a forward and backward pass and keep what it computes; the model is left without gradients.
 
     Args:
@@ -66,7 +68,7 @@ def own_loss(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-def probe_bits(
+def changed_bits(
     model: nn.Module,
     tokens: Tensor,
     change: Callable[[nn.Module], object],
@@ -139,7 +141,7 @@ def _shares_of_others(
     }
 
 
-def probe_levels(
+def check_levels(
     model: nn.Module,
     tokens: Tensor,
     change: Callable[[nn.Module, RecomputeLevel], PatchReport],
