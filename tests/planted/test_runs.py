@@ -1,15 +1,22 @@
 """The verdict sees every planted fault, and is green without one."""
 
-from dataclasses import replace
-
 import pytest
 
-from fused_norm.convergence.comparison import RECOMPUTE, Comparison
+from fused_norm.convergence.comparison import Comparison
 from fused_norm.model_configs import FAMILIES
 
 from ..convergence.plans import tiny_plan
 from .faults import FAULTS
-from .runs import SOUND, precision_of, run_faults
+from .runs import SOUND, run_faults
+
+
+def outcomes_of(family, precision, names, execution="eager", **how):
+    """What becomes of faults in the fused model of a comparison, which is green without one."""
+    comparison = Comparison(family, precision, execution)
+    results = {each.fault: each for each in run_faults(tiny_plan([comparison], **how), comparison, names)}
+    assert results.pop(SOUND).outcome == "sound"
+    assert set(results) == set(names)
+    return {name: result.outcome for name, result in results.items()}
 
 
 def one_fault_of_each_form():
@@ -35,105 +42,52 @@ def one_fault_of_each_form():
 @pytest.mark.parametrize(("family", "precision"), [("granite", "mixed"), ("gemma3_text", "bf16")])
 def test_no_fault_is_missed(family, precision):
     """Together these have a scaled branch, a wide stream, sandwiches, heads, gates and a rotation by itself."""
-    names, comparison = one_fault_of_each_form()[family], Comparison(family, precision)
-    plan = tiny_plan([comparison], layers=FAMILIES[family].tiny["num_hidden_layers"])
-    results = {result.fault: result for result in run_faults(plan, comparison, names)}
-    assert results.pop(SOUND).outcome == "sound"
-    outcomes = {name: result.outcome for name, result in results.items()}
-    assert set(outcomes) == set(names)
+    names = one_fault_of_each_form()[family]
+    outcomes = outcomes_of(family, precision, names, layers=FAMILIES[family].tiny["num_hidden_layers"])
     assert set(outcomes.values()) <= {"caught", "hidden"}, outcomes
-    assert list(outcomes.values()).count("caught") >= 0.8 * len(names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "fault", "outcome"),
-    [
-        ("llama", "rms_norm-compiled-dw", "caught"),
-        ("gemma3_text", "add_rms_norm-compiled-dw", "hidden"),
-        ("llama", "glu-checkpointed", "caught"),
-        ("llama", "adapter-shared", "caught"),
-        ("llama", "adapter-fallback", "caught"),
-        ("llama", "adapter-dropout-cast", "caught"),
-        ("llama", "adapter-dropout-none", "caught"),
-        ("llama", "adapter-dropout-same", "caught"),
-    ],
-)
-def test_a_fault_of_one_execution_alone_is_caught_where_it_is_run(family, fault, outcome):
-    comparison = Comparison(family, "bf16", FAULTS[fault].where)
-    comparison = replace(comparison, precision=precision_of(comparison))
-    sound, result = run_faults(tiny_plan([comparison]), comparison, [fault])
-    assert (sound.outcome, result.outcome) == ("sound", outcome)
+    assert list(outcomes.values()).count("caught") >= 0.8 * len(names), outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "precision"), [("llama", "mixed"), ("llama", "bf16"), ("gemma3_text", "bf16")])
 def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_number(family, precision):
     names = [name for name, fault in FAULTS.items() if fault.where == "readers" or "_for_readers-" in name]
-    comparison = Comparison(family, precision)
-    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
-    assert sound.outcome == "sound"
-    caught = {result.fault.rpartition("_for_readers-")[2] for result in results if result.outcome == "caught"}
-    assert {result.outcome for result in results} == {"caught", "hidden"}
+    outcomes = outcomes_of(family, precision, names)
+    assert set(outcomes.values()) == {"caught", "hidden"}, outcomes
+    caught = {name.rpartition("_for_readers-")[2] for name, outcome in outcomes.items() if outcome == "caught"}
     everywhere = {"dropped", "doubled", "ds", "ds-twice", "readers-input", "readers-neighbour", "readers-detached"}
     assert caught - everywhere == ({"early", "copy"} if precision == "mixed" else {"order", "late", "ds-joined"})
     assert caught >= everywhere
 
 
-IN_SITES = ["readers-wide", "attention-wide", "readers-unjoined", "readers-past", "fallback-counted"]
-IN_SITES += ["num-items-unheeded"]
+def faults_where(execution):
+    return [name for name, fault in FAULTS.items() if fault.where == execution]
 
 
-@pytest.mark.slow
-def test_outputs_that_nothing_casts_cannot_be_written_too_wide():
-    comparison = Comparison("llama", "bf16")
-    sound, *results = run_faults(tiny_plan([comparison]), comparison, ["readers-wide", "attention-wide"])
-    assert (sound.outcome, *(result.outcome for result in results)) == ("sound", "hidden", "hidden")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "execution", "names"),
-    [
-        ("mixed", "eager", IN_SITES),
-        *((precision_of(Comparison("llama", "bf16", execution)), execution, None) for execution in RECOMPUTE),
-    ],
-)
-def test_no_step_that_does_less_than_the_report_says_is_missed(precision, execution, names):
-    names = names or [name for name, fault in FAULTS.items() if fault.where == execution]
-    comparison = Comparison("llama", precision, execution)
-    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
-    assert sound.outcome == "sound"
-    assert {result.fault: result.outcome for result in results} == dict.fromkeys(names, "caught")
-
-
-HEADS = [name for name, fault in FAULTS.items() if fault.where == "loss"]
+TOO_WIDE = ["readers-wide", "attention-wide"]
+IN_SITES = [*TOO_WIDE, "readers-unjoined", "readers-past", "fallback-counted", "num-items-unheeded"]
+CHECKPOINTED, DROPOUT = ["glu-checkpointed"], ["adapter-dropout-cast", "adapter-dropout-none", "adapter-dropout-same"]
+SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "precision", "names"),
+    ("family", "precision", "execution", "names", "hidden"),
     [
-        ("gemma2", "bf16", HEADS),  # whose logits are capped
-        (
-            "granite",
-            "mixed",
-            [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")],
-        ),
+        ("llama", "fp32", "compile", ["rms_norm-compiled-dw"], []),
+        ("gemma3_text", "fp32", "compile", ["add_rms_norm-compiled-dw"], ["add_rms_norm-compiled-dw"]),
+        ("llama", "bf16", "checkpointing", CHECKPOINTED, []),
+        ("llama", "mixed", "eager", IN_SITES, []),
+        ("llama", "bf16", "eager", TOO_WIDE, TOO_WIDE),  # nothing casts there
+        ("llama", "bf16", "recompute", faults_where("recompute"), []),
+        ("llama", "mixed", "lora-recompute", faults_where("lora-recompute"), []),
+        ("llama", "mixed", "lora", faults_where("lora"), []),
+        ("llama", "mixed", "lora-alone", ["adapter-shared", "adapter-fallback"], []),
+        ("llama", "mixed", "lora-dropout", DROPOUT, []),
+        ("gemma2", "bf16", "loss", faults_where("loss"), ["linear_cross_entropy-dbias"]),  # its logits are capped
+        ("granite", "mixed", "loss", SOME_HEADS, []),
     ],
 )
-def test_no_fault_of_heads_and_their_losses_is_missed(family, precision, names):
-    comparison = Comparison(family, precision, "loss")
-    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
-    assert sound.outcome == "sound"
-    outcomes = dict.fromkeys(names, "caught") | {"linear_cross_entropy-dbias": "hidden"}
-    assert {result.fault: result.outcome for result in results} == {name: outcomes[name] for name in names}
-
-
-@pytest.mark.slow
-def test_no_fault_of_adapters_is_missed():
-    names = [name for name, fault in FAULTS.items() if fault.where == "lora"]
-    comparison = Comparison("llama", "mixed", "lora")
-    sound, *results = run_faults(tiny_plan([comparison]), comparison, names)
-    assert sound.outcome == "sound"
-    assert {result.fault: result.outcome for result in results} == dict.fromkeys(names, "caught")
+def test_a_fault_is_caught_in_the_execution_that_runs_it(family, precision, execution, names, hidden):
+    outcomes = outcomes_of(family, precision, names, execution)
+    assert outcomes == dict.fromkeys(names, "caught") | dict.fromkeys(hidden, "hidden")

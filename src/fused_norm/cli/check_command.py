@@ -100,15 +100,11 @@ def _find(name: str) -> Source:
 
 
 def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
-    refuse_unless_causal_lm(source)
-    if source.weights is None:
-        return model_configs.build(source.config, seed=seed, dtype=dtype, device=device)
-    import transformers
+    from ..convergence.model_source import ModelSource
 
+    refuse_unless_causal_lm(source)
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source.weights, config=source.config, dtype=dtype
-        )
+        model = ModelSource(source.description, source.config, source.weights)
+        return model.build(seed=seed, dtype=dtype, device=device)
     except (OSError, ValueError) as error:
         raise UsageError(f"no weights can be loaded from {source.weights}: {in_one_line(error)}") from error
-    return model.to(device)

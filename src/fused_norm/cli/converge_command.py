@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if first:
         with writing_to(results_folder(args.out)):
             store = ResultStore(args.out, fresh=args.again)
-    say = partial(print, flush=True) if first else _nothing
+    say: Callable[..., Any] = partial(print, flush=True) if first else lambda *_: None
     spread = f"{plan.facts['processes']} processes ({plan.facts['spread']})"
     say(f"device: {backend(device)}, {spread if plan.facts['processes'] > 1 else 'one process'}")
     say(f"text:   {plan.facts['text']}")
@@ -125,8 +125,10 @@ def run(args: argparse.Namespace) -> int:
         say(f"\n{report.summary(results)}")
         missing = set(plan.comparisons) - {result.comparison for result in results}
         with writing_to(args.out):
-            page = _write(args.out, [*results, *map(ComparisonResult, sorted(missing))], plan)
-        say(f"report: {page}")
+            all_results = [*results, *map(ComparisonResult, sorted(missing))]
+            (args.out / "report.json").write_text(report.as_json(all_results, plan.facts), encoding="utf-8")
+            (args.out / "report.html").write_text(report.as_page(all_results, plan.facts), encoding="utf-8")
+        say(f"report: {args.out / 'report.html'}")
     if stopped:
         done = f"{len(results)} of {len(plan.comparisons)} comparisons done"
         say(f"stopped with {done}; the same command goes on from there")
@@ -313,17 +315,3 @@ class _Progress(Progress):
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _write(folder: Path, results: Sequence[ComparisonResult], plan: Plan) -> Path:
-    """Write the report's files, and return the page to look at."""
-    from ..convergence import report
-
-    (folder / "report.json").write_text(report.as_json(results, plan.facts), encoding="utf-8")
-    page = folder / "report.html"
-    page.write_text(report.as_page(results, plan.facts), encoding="utf-8")
-    return page
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
