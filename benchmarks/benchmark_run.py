@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -16,9 +16,15 @@ from .results import Result, Results
 from .samples import Timing, in_turns
 from .timing import Sampler, copy_sampler, own_stream
 
+if TYPE_CHECKING:
+    from .loss_cases import LossCase
+    from .operator_cases import OperatorCase
+    from .providers import Provider
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+CaseT = TypeVar("CaseT", "OperatorCase", "LossCase")
 
 LARGE_COPY = 2**29
 """Bytes moved by the copy at both ends of a run, far beyond any L2 cache. In a graph, an H200 copies a gigabyte at
@@ -53,17 +59,26 @@ class BenchmarkRun:
         """The time for one measurement: ``usual`` seconds, none in a quick run, and no more than is left."""
         return 0.0 if self.quick else min(usual, self.remaining())
 
-    def leave_out(self, what: str, why: str) -> None:
-        """Add a line to the results on something that is not measured."""
-        self.results.left_out.append(f"{what}: {why}")
-
     def passes_over(self, what: str, why: str | None = None) -> bool:
         """Return whether ``what`` is left out, for the reason ``why`` or for want of time; if so, note it."""
         if why is None and self.remaining() <= 0:
             why = f"after {self.budget:g} s"
         if why is not None:
-            self.leave_out(what, why)
+            self.results.left_out.append(f"{what}: {why}")
         return why is not None
+
+    def in_time(self, cases: Iterable[CaseT], what: str) -> Iterator[CaseT]:
+        """Yield cases until the time is spent, and save after each; ``what`` is a format for the names of others."""
+        for case in cases:
+            if not self.passes_over(what.format(case.name)):
+                yield case
+                self.save()
+
+    def present(self, providers: Iterable[Provider], part: str) -> dict[str, Provider]:
+        """Return the providers that can be measured on this device, by name; the others are noted as left out."""
+        whys = [(provider, provider.missing(self.device)) for provider in providers]
+        self.results.left_out += [f"{part} by {provider.name}: {why}" for provider, why in whys if why is not None]
+        return {provider.name: provider for provider, why in whys if why is None}
 
     def remaining(self) -> float:
         """Seconds left of the time budget."""
@@ -80,33 +95,39 @@ class BenchmarkRun:
             sys.stderr.write(f"[{time.perf_counter() - self.began:6.1f} s] {text}\n")
 
     def take_turns(
-        self, found: dict[str, Result], samplers: Mapping[str, Callable[[], T]], rounds: tuple[int, int], seconds: float
+        self,
+        results: dict[str, Result],
+        samplers: Mapping[str, Callable[[], T]],
+        rounds: tuple[int, int],
+        seconds: float,
     ) -> dict[str, list[T]]:
-        """Samples of all that never raised, taken in turns; the results in ``found`` of others become failures.
+        """Samples of all that never raised, taken in turns; the results of others become failures.
 
         Args:
-            found: by name; the others are not touched.
+            results: by name; the others are not touched.
             samplers: take one sample each.
             rounds: the fewest and the most.
             seconds: after which no round is begun beyond the fewest.
         """
 
         def failed(name: str, error: Exception) -> None:
-            found[name] = with_failure(found[name], error)
+            results[name] = with_failure(results[name], error)
 
         return in_turns(samplers, rounds=self.rounds(*rounds), seconds=self.seconds(seconds), failed=failed)
 
     def compare(
         self,
-        empty: Sequence[Result],
+        empty: Result,
+        names: Sequence[str],
         prepare: Callable[[Result], tuple[Result, Sampler | None]],
         rounds: tuple[int, int],
         seconds: float,
-    ) -> dict[str, Result]:
-        """Complete results, time those that are right in turns, and keep all of them; also return them, by name.
+    ) -> None:
+        """Complete the result of each implementation, time those that are right in turns, and keep all results.
 
         Args:
-            empty: what is to be measured, by each implementation.
+            empty: what is to be measured.
+            names: the implementations.
             prepare: adds what is known before anything is timed, and makes the sampler of what is right; may raise.
             rounds: the fewest and the most.
             seconds: for the samples of each.
@@ -114,26 +135,28 @@ class BenchmarkRun:
         ready: dict[str, Sampler] = {}
 
         def prepared(result: Result) -> Result:
-            result, one = prepare(result)
-            if one is not None:
-                ready[result.by] = one
+            result, sampler = prepare(result)
+            if sampler is not None:
+                ready[result.by] = sampler
             return result
 
-        found = {result.by: attempt(result, prepared) for result in empty}
-        takes = {name: one.take for name, one in ready.items()}
-        for name, samples in self.take_turns(found, takes, rounds, seconds * len(takes)).items():
-            found[name] = replace(found[name], timing=Timing.of(samples, ready[name].method))
-        self.results.rows += found.values()
-        return found
+        results = {name: attempt(replace(empty, by=name), prepared) for name in names}
+        takes = {name: sampler.take for name, sampler in ready.items()}
+        for name, samples in self.take_turns(results, takes, rounds, seconds * len(takes)).items():
+            results[name] = replace(results[name], timing=Timing.of(samples, ready[name].method))
+        self.results.rows += results.values()
+        times = (f"{row.by} {1e6 * row.seconds:.1f} us" if row.seconds else f"{row.by} {row.verdict}"
+                 for row in results.values())  # fmt: skip
+        self.say(f"{' '.join(filter(None, (empty.part, empty.row, empty.dtype, empty.kind)))}: {', '.join(times)}")
 
     def measure_copy(self, moved_bytes: int | None = None) -> None:
         """Measure a copy that moves so many bytes, once for each size; without a size the large copy, at every call."""
         row = str(moved_bytes or (2**16 if self.quick else LARGE_COPY))
-        if moved_bytes is not None and any(one.row == row for one in self.results.of("copy")):
+        if moved_bytes is not None and any(copy.row == row for copy in self.results.of("copy")):
             return
         with own_stream(self.device):
-            one = copy_sampler(int(row), self.device)
-            timing = Timing.of([one.take() for _ in range(self.rounds(10, 10)[1])], one.method)
+            sampler = copy_sampler(int(row), self.device)
+            timing = Timing.of([sampler.take() for _ in range(self.rounds(10, 10)[1])], sampler.method)
         self.results.rows.append(Result("copy", row, "copy", bytes=int(row), timing=timing))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,27 +32,18 @@ Run = Callable[[], object]
 def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
     """Measure every case and length of chain, all providers in turns, as far as time allows."""
     lengths = ((1, 1), (2, 1)) if run.quick else ((1, _ALONE), (CHAIN, 1))
+    present = run.present(providers, "host time")
     with repeatable_backwards():
-        for case in HOST:
-            present = [
-                provider
-                for provider in providers
-                if not run.passes_over(f"host time of {case.name} by {provider.name}", provider.missing(run.device))
-            ]
-            for chain, repeats in lengths:
-                for kind in ("forward", "training"):
-                    _measure(run, case, present, kind, chain, repeats)
-            run.save()
+        for case in run.in_time(HOST, "host time of {}"):
+            for (chain, repeats), kind in itertools.product(lengths, ("forward", "training")):
+                _measure(run, case, present, kind, chain, repeats)
 
 
 def _measure(
-    run: BenchmarkRun, case: OperatorCase, providers: Sequence[Provider], kind: str, chain: int, repeats: int
+    run: BenchmarkRun, case: OperatorCase, providers: Mapping[str, Provider], kind: str, chain: int, repeats: int
 ) -> None:
-    row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
-    by_name = {provider.name: provider for provider in providers}
-
     def prepare(result: Result) -> tuple[Result, Sampler]:
-        calls = _chain(case, by_name[result.by], run.device, kind, chain)
+        calls = _chain(case, providers[result.by], run.device, kind, chain)
 
         def take() -> float:
             calls()  # what the others have driven out of the processor's caches comes back
@@ -59,16 +51,15 @@ def _measure(
 
         return result, Sampler(take, "wall")
 
-    found = run.compare([Result("host", row, name, kind) for name in by_name], prepare, _ROUNDS, _SECONDS)
-    times = (f"{name} {1e6 * one.seconds:.1f}" for name, one in found.items() if one.seconds)
-    run.say(f"host time of {row}, {kind}, us a call: {', '.join(times)}")
+    row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
+    run.compare(Result("host", row, "", kind), list(providers), prepare, _ROUNDS, _SECONDS)
 
 
 def _chain(case: OperatorCase, provider: Provider, device: torch.device, kind: str, chain: int) -> Run:
     """Make what runs a chain of calls: forward without autograd, or forward and backward for ``training``."""
     function = provider.build(case)
     inputs = case.inputs(torch.bfloat16 if device.type != "cpu" else torch.float32, device, seed=0)
-    count = len(inputs.arguments) - sum(one.dim() == 1 for one in inputs.arguments)
+    count = len(inputs.arguments) - sum(tensor.dim() == 1 for tensor in inputs.arguments)
     state, weights = inputs.arguments[:count], inputs.arguments[count:]
     layers = [tuple(w.detach().clone().requires_grad_() for w in weights) for _ in range(chain)]
     leaves = (*state, *(weight for layer in layers for weight in layer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -50,17 +49,11 @@ def measure(
         dtypes: of activations and weights.
         providers: those that cannot be measured here are noted as left out.
     """
-    why = {provider.name: provider.missing(run.device) for provider in providers}
-    for name, reason in why.items():
-        if reason is not None:
-            run.leave_out(name, reason)
-    present = [provider for provider in providers if why[provider.name] is None]
+    present = run.present(providers, "kernels")
     with own_stream(run.device), repeatable_backwards():
         for dtype in dtypes:
-            for case in cases:
-                if not run.passes_over(f"{case.name} {name_of(dtype)}"):
-                    _measure_case(run, case, dtype, present)
-                    run.save()
+            for case in run.in_time(cases, f"{{}} {name_of(dtype)}"):
+                _measure_case(run, case, dtype, present)
 
 
 def repeatable_backwards() -> AbstractContextManager[None]:
@@ -89,7 +82,7 @@ def operator_calls(
     return backwards
 
 
-def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, providers: Sequence[Provider]) -> None:
+def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, providers: Mapping[str, Provider]) -> None:
     count = input_sets(case.bytes("forward", dtype), run.device)
     sets = [case.inputs(dtype, run.device, seed=seed) for seed in range(count)]
     exact = dict(zip(DIRECTIONS, float64_results(case, sets[0]), strict=True))
@@ -99,12 +92,8 @@ def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, pro
         cold = leaves_cache(moved * len(sets), run.device)
         empty = Result("kernels", case.name, "", direction, name_of(dtype), bytes=moved, cold=cold)
         with torch.set_grad_enabled(direction == "backward"):
-            prepare = partial(_prepare, case, {one.name: one for one in providers}, sets, exact[direction])
-            found = run.compare([replace(empty, by=one.name) for one in providers], prepare, _ROUNDS, _SECONDS)
-        times = (
-            f"{name} {1e6 * one.seconds:.1f}" if one.seconds else f"{name} {one.verdict}" for name, one in found.items()
-        )
-        run.say(f"{case.name} {name_of(dtype)} {direction}, us: {', '.join(times)}")
+            prepare = partial(_prepare, case, providers, sets, exact[direction])
+            run.compare(empty, list(providers), prepare, _ROUNDS, _SECONDS)
 
 
 def _prepare(
@@ -121,11 +110,9 @@ def _prepare(
     calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
     device, dtype = first.arguments[0].device, first.arguments[0].dtype
     _poison(exact, device)
-    error = worst_error(calls[0](), exact)
-    result = replace(result, error=error if math.isfinite(error) else None)
-    if not error <= (allowed := tolerance(dtype, case)):
-        detail = f"relative error {error:.1e}, and {allowed:.1e} is allowed"
-        return replace(result, verdict="wrong", detail=detail), None
+    result = result.checked(worst_error(calls[0](), exact), tolerance(dtype, case))
+    if result.bad:
+        return result, None
     captured = sampler(calls, device)
     if case.operator not in provider.overwrites_arguments:  # else its copies of them would count
         result = replace(result, extra_bytes=extra_memory(function, direction, first, device))
@@ -147,12 +134,8 @@ def extra_memory(function: OperatorFunction, direction: Direction, inputs: Opera
 
     peak, results = memory_over(call, device)
     there = _storages((*inputs.attached(), *gradients))
-    tensors = [one for result in results for one in _tensors_of(result)]
+    tensors = [tensor for y in results for tensor in ((y.q, y.scale) if isinstance(y, Quantized) else (y,))]
     return peak - sum(size for address, size in _storages(tensors).items() if address not in there)
-
-
-def _tensors_of(result: Tensor | Quantized) -> tuple[Tensor, ...]:
-    return (result.q, result.scale) if isinstance(result, Quantized) else (result,)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -32,27 +32,13 @@ def measure(run: BenchmarkRun, cases: Sequence[LossCase], dtype: torch.dtype, pr
         dtype: of hidden states and weight.
         providers: of ``LOSS_PROVIDERS``; those that cannot be measured here are noted as left out.
     """
-    why = {provider.name: provider.missing(run.device) for provider in providers}
-    for name, reason in why.items():
-        if reason is not None and cases:
-            run.leave_out(f"losses by {name}", reason)
-    present = {provider.name: provider for provider in providers if why[provider.name] is None}
-    for case in cases if present else ():
-        if not run.passes_over(f"{case.name} {name_of(dtype)}"):
-            _measure_case(run, case, dtype, present)
-            run.save()
-
-
-def _measure_case(run: BenchmarkRun, case: LossCase, dtype: torch.dtype, providers: Mapping[str, Provider]) -> None:
-    release_memory(run.device)
-    inputs = case.inputs(dtype, run.device)
-    prepare = partial(_prepare, case, providers, inputs, float64_results(case, inputs))
-    empty = Result("losses", case.name, "", "training", name_of(dtype))
-    found = run.compare([replace(empty, by=name) for name in providers], prepare, _ROUNDS, _SECONDS)
-    times = (
-        f"{name} {1e3 * one.seconds:.1f}" if one.seconds else f"{name} {one.verdict}" for name, one in found.items()
-    )
-    run.say(f"{case.name} {name_of(dtype)}, ms: {', '.join(times)}")
+    present = run.present(providers, "losses") if cases else {}
+    for case in run.in_time(cases if present else (), f"{{}} {name_of(dtype)}"):
+        release_memory(run.device)
+        inputs = case.inputs(dtype, run.device)
+        prepare = partial(_prepare, case, present, inputs, float64_results(case, inputs))
+        empty = Result("losses", case.name, "", "training", name_of(dtype))
+        run.compare(empty, list(present), prepare, _ROUNDS, _SECONDS)
 
 
 def _prepare(
@@ -66,9 +52,9 @@ def _prepare(
         errors = relative_errors(call(), exact)
         worst = max(errors.values(), key=lambda error: error if math.isfinite(error) else math.inf)
         finite = {name: error if math.isfinite(error) else None for name, error in errors.items()}
-        result = replace(result, errors=finite, error=worst if math.isfinite(worst) else None)
-        if not worst <= (allowed := tolerance(inputs.x.dtype)):
-            detail = f"relative errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}"
-            return replace(result, verdict="wrong", detail=f"{detail}, and {allowed:.1e} is allowed"), None
+        detail = f"relative errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}"
+        result = replace(result, errors=finite).checked(worst, tolerance(inputs.x.dtype), detail)
+        if result.bad:
+            return result, None
     peak, _ = memory_over(call, device)
     return replace(result, extra_bytes=peak), long_call_sampler(call, device)

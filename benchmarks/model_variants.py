@@ -7,10 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -25,11 +26,7 @@ from .benchmark_run import RefusedError
 from .model_steps import BenchmarkedModel, Generation, body_of
 from .providers import PROVIDERS
 
-_MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
-
 Forward = Callable[[Tensor], Tensor]
-Replacement = tuple[Any, str, Any]
-"""An object, the name of one of its attributes, and the value that takes its place."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +46,6 @@ Variant = Callable[[BenchmarkedModel], Patched]
 """Changes the model of a step, which is a twin that nobody else calls."""
 
 
-@contextlib.contextmanager
-def in_force(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """A context in which attributes have other values."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    try:
-        for owner, name, value in replacements:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
 def missing(variant: str, device: torch.device) -> str | None:
     """The reason why a variant cannot be measured on ``device`` with what is installed, or None."""
     if "liger" in variant:
@@ -76,16 +60,12 @@ def missing(variant: str, device: torch.device) -> str | None:
     return None
 
 
-def replaced_norms(make: Callable[[nn.Module, NormSpec], Forward]) -> Variant:
-    """A variant in which every norm has the forward that ``make`` returns for it."""
-
-    def variant(step: BenchmarkedModel) -> Patched:
-        for path, spec in step.norms.items():
-            module = step.model.get_submodule(path)
-            module.forward = make(module, spec)
-        return Patched(step.model)
-
-    return variant
+def replaced_norms(step: BenchmarkedModel, make: Callable[[nn.Module, NormSpec], Forward]) -> Patched:
+    """Give every norm of the model the forward that ``make`` returns for it."""
+    for path, spec in step.norms.items():
+        module = step.model.get_submodule(path)
+        module.forward = make(module, spec)
+    return Patched(step.model)
 
 
 def _stock(step: BenchmarkedModel) -> Patched:
@@ -97,13 +77,10 @@ def _fused(step: BenchmarkedModel, **options: Any) -> Patched:
     return Patched(step.model)
 
 
-def _fused_recompute(level: RecomputeLevel) -> Variant:
-    def variant(step: BenchmarkedModel) -> Patched:
-        if isinstance(step, Generation):
-            raise RefusedError("nothing is kept for a backward")
-        return _fused(step, recompute=level)
-
-    return variant
+def _fused_recompute(step: BenchmarkedModel, level: RecomputeLevel) -> Patched:
+    if isinstance(step, Generation):
+        raise RefusedError("nothing is kept for a backward")
+    return _fused(step, recompute=level)
 
 
 def _fused_with_stock_loss(step: BenchmarkedModel) -> Patched:
@@ -112,21 +89,17 @@ def _fused_with_stock_loss(step: BenchmarkedModel) -> Patched:
     return _fused(step, loss=False)
 
 
-def _without(option: str) -> Variant:
-    """A variant with one option off; refused where it cannot be told from ``fused`` or from ``stock``."""
-
-    def variant(step: BenchmarkedModel) -> Patched:
-        everything = _fused_sites(apply_fused_norm(step.model, strict=False))
-        remove_fused_norm(step.model)
-        chosen: dict[str, Any] = {option: False}
-        fused = _fused_sites(apply_fused_norm(step.model, strict=False, **chosen))
-        if not fused:
-            raise RefusedError("nothing is left to fuse")
-        if fused == everything:
-            raise RefusedError("the model has nothing of the kind")
-        return Patched(step.model)
-
-    return variant
+def _without(step: BenchmarkedModel, option: str) -> Patched:
+    """Turn one option off; refused if that cannot be told from ``fused`` or from ``stock``."""
+    everything = _fused_sites(apply_fused_norm(step.model, strict=False))
+    remove_fused_norm(step.model)
+    options: dict[str, Any] = {option: False}
+    fused = _fused_sites(apply_fused_norm(step.model, strict=False, **options))
+    if not fused:
+        raise RefusedError("nothing is left to fuse")
+    if fused == everything:
+        raise RefusedError("the model has nothing of the kind")
+    return Patched(step.model)
 
 
 def _fused_sites(report: PatchReport) -> set[tuple[str, str]]:
@@ -134,23 +107,19 @@ def _fused_sites(report: PatchReport) -> set[tuple[str, str]]:
     return reading | {(site.path, site.kind) for site in report.fused}
 
 
-def _in_float8(eager: Variant, recipe: str) -> Variant:
-    """A variant after torchao's ``convert_to_float8_training`` of all linears in layers, by a recipe of its names."""
+def _in_float8(step: BenchmarkedModel, eager: Variant, recipe: str) -> Patched:
+    """Convert all linears in layers by a recipe of torchao's ``convert_to_float8_training``, before ``eager``."""
+    if isinstance(step, Generation):
+        raise RefusedError("measured for training steps: a generation quantises its weights again for every token")
+    if hasattr(step.model, "get_base_model"):
+        raise RefusedError("torchao would convert the adapters too")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    def variant(step: BenchmarkedModel) -> Patched:
-        if isinstance(step, Generation):
-            raise RefusedError("measured for training steps: a generation quantises its weights again for every token")
-        if hasattr(step.model, "get_base_model"):
-            raise RefusedError("torchao would convert the adapters too")
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        emulate = step.tokens.device.type == "cpu"
-        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-        fits = None if emulate else _fits_float8
-        convert_to_float8_training(body_of(step.model).layers, config=config, module_filter_fn=fits)
-        return eager(step)
-
-    return variant
+    emulate = step.tokens.device.type == "cpu"
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    fits = None if emulate else _fits_float8
+    convert_to_float8_training(body_of(step.model).layers, config=config, module_filter_fn=fits)
+    return eager(step)
 
 
 def _fits_float8(linear: nn.Module, path: str) -> bool:
@@ -171,16 +140,15 @@ def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
     loss = {"cross_entropy": False, "fused_linear_cross_entropy": step.has_loss}
     modelling: Any = sys.modules[type(base).__module__]
     before = dict(vars(modelling))
-    try:
+    with mock.patch.dict(vars(modelling)):  # What it adds is of another release of transformers: nobody calls it.
         patch(model=base, **{name: value for name, value in (loss | options).items() if name in takes})
-    finally:
-        now = dict(vars(modelling))
-        for name in now.keys() - before:  # Of another release of transformers: nobody there calls it.
-            delattr(modelling, name)
-        changed = [(modelling, name, now[name]) for name, value in before.items() if now[name] is not value]
-        for _, name, _ in changed:
-            setattr(modelling, name, before[name])
-    return Patched(step.model, partial(in_force, changed))
+        changed = {name: value for name, value in vars(modelling).items() if before.get(name, value) is not value}
+    return Patched(step.model, _with_names(modelling, changed))
+
+
+def _with_names(module: Any, values: Mapping[str, Any]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What makes a context in which names of a module have other values."""
+    return partial(mock.patch.multiple, module, **values) if values else contextlib.nullcontext
 
 
 def _liger_and_fused(step: BenchmarkedModel) -> Patched:
@@ -190,49 +158,31 @@ def _liger_and_fused(step: BenchmarkedModel) -> Patched:
     return patched
 
 
-def _compiled_by_layer(eager: Variant, mode: str | None = None) -> Variant:
-    def variant(step: BenchmarkedModel) -> Patched:
-        if isinstance(step, Generation):
-            raise RefusedError("measured for training steps; transformers itself compiles a generation as a whole")
-        patched = eager(step)
-        for layer in body_of(step.model).layers:
-            layer.compile(dynamic=False, mode=mode)
+def _compiled_by_layer(step: BenchmarkedModel, eager: Variant, mode: str | None = None) -> Patched:
+    if isinstance(step, Generation):
+        raise RefusedError("measured for training steps; transformers itself compiles a generation as a whole")
+    patched = eager(step)
+    for layer in body_of(step.model).layers:
+        layer.compile(dynamic=False, mode=mode)
+    return patched
+
+
+def _compiled_in_less_memory(step: BenchmarkedModel, budget: float) -> Patched:
+    """Compile the decoder layers, of what they would keep for their backward this share at most."""
+    patched = _compiled_by_layer(step, _stock)
+    return replace(patched, running=partial(functorch_config.patch, activation_memory_budget=budget))
+
+
+def _compiled(step: BenchmarkedModel, eager: Variant) -> Patched:
+    patched = eager(step)
+    if isinstance(step, Generation):
+        if not step.static_cache:
+            raise RefusedError("transformers compiles a generation with a static cache alone")
+        step.model.generation_config.disable_compile = False
         return patched
-
-    return variant
-
-
-def _compiled_in_less_memory(budget: float) -> Variant:
-    """A variant with the decoder layers compiled, of what they would keep for their backward this share at most."""
-
-    def variant(step: BenchmarkedModel) -> Patched:
-        patched = _compiled_by_layer(_stock)(step)
-        return replace(patched, running=partial(functorch_config.patch, activation_memory_budget=budget))
-
-    return variant
-
-
-def _compiled(eager: Variant) -> Variant:
-    def variant(step: BenchmarkedModel) -> Patched:
-        patched = eager(step)
-        if isinstance(step, Generation):
-            if not step.static_cache:
-                raise RefusedError("transformers compiles a generation with a static cache alone")
-            step.model.generation_config.disable_compile = False
-            return patched
-        modelling = sys.modules[type(body_of(step.model)).__module__]
-        changed = [] if step.inputs.keys() - {"labels"} else [(modelling, "create_causal_mask", _no_mask)]
-        return Patched(torch.compile(patched.model, dynamic=False), partial(_both, patched.running, changed))
-
-    return variant
-
-
-@contextlib.contextmanager
-def _both(
-    running: Callable[[], contextlib.AbstractContextManager[Any]], replacements: Sequence[Replacement]
-) -> Iterator[None]:
-    with running(), in_force(replacements):
-        yield
+    modelling = sys.modules[type(body_of(step.model)).__module__]
+    masks = {} if step.inputs.keys() - {"labels"} else {"create_causal_mask": _no_mask}
+    return Patched(torch.compile(patched.model, dynamic=False), _with_names(modelling, masks))
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -266,33 +216,34 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
 _OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "readers", "adapter")
 _MEMORY_BUDGETS = (0.7, 0.4, 0.1)
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
+_COMPILED_STOCK, _COMPILED_FUSED = (partial(_compiled_by_layer, eager=eager) for eager in (_stock, _fused))
 _FLOAT8_STEPS: Mapping[str, Variant] = {
     "": _stock,
-    "-compile-layers": _compiled_by_layer(_stock),
-    "-fused-compile-layers": _compiled_by_layer(_fused),
+    "-compile-layers": _COMPILED_STOCK,
+    "-fused-compile-layers": _COMPILED_FUSED,
 }
 
 VARIANTS: Mapping[str, Variant] = {
     "stock": _stock,
     "liger": _liger,
     "liger-fused": _liger_and_fused,
-    "compile-layers": _compiled_by_layer(_stock),
+    "compile-layers": _COMPILED_STOCK,
     "fused": _fused,
     "fused again": _fused,
     "fused-stock-loss": _fused_with_stock_loss,
-    **{f"without {option}": _without(option) for option in _OPTIONS},
-    "fused-compile-layers": _compiled_by_layer(_fused),
-    "fused-recompute": _fused_recompute(True),
-    "fused-recompute-mlp": _fused_recompute("mlp"),
-    "fused-recompute-attention": _fused_recompute("attention"),
-    "compile-layers-max": _compiled_by_layer(_stock, _MAX_AUTOTUNE),
-    **{f"compile-layers-budget-{budget}": _compiled_in_less_memory(budget) for budget in _MEMORY_BUDGETS},
-    "compile": _compiled(_stock),
-    "fused-compile": _compiled(_fused),
-    "liger-norms": replaced_norms(_liger_norm),
-    "torch": replaced_norms(_torch_norm),
+    **{f"without {option}": partial(_without, option=option) for option in _OPTIONS},
+    "fused-compile-layers": _COMPILED_FUSED,
+    "fused-recompute": partial(_fused_recompute, level=True),
+    "fused-recompute-mlp": partial(_fused_recompute, level="mlp"),
+    "fused-recompute-attention": partial(_fused_recompute, level="attention"),
+    "compile-layers-max": partial(_COMPILED_STOCK, mode="max-autotune-no-cudagraphs"),
+    **{f"compile-layers-budget-{share}": partial(_compiled_in_less_memory, budget=share) for share in _MEMORY_BUDGETS},
+    "compile": partial(_compiled, eager=_stock),
+    "fused-compile": partial(_compiled, eager=_fused),
+    "liger-norms": partial(replaced_norms, make=_liger_norm),
+    "torch": partial(replaced_norms, make=_torch_norm),
     **{
-        f"float8-{recipe}{name}": _in_float8(variant, recipe)
+        f"float8-{recipe}{name}": partial(_in_float8, eager=variant, recipe=recipe)
         for recipe in _FLOAT8_RECIPES
         for name, variant in _FLOAT8_STEPS.items()
     },

@@ -8,7 +8,6 @@ linears a model is far from stock; what is done to it beside them may take it ha
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,7 +81,7 @@ def measure(
         try:
             _measure_case(run, case, variants, dtype, part)
         except Exception as failure:  # Of the stock model, such as too little memory: there is nothing to compare.
-            run.leave_out(case.name, in_a_line(failure))
+            run.passes_over(case.name, in_a_line(failure))
         run.save()
 
 
@@ -138,11 +137,10 @@ def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     twin, patched = _made(result.by, row.step)
     with patched.running():
         error = relative_error(twin.outputs_and_gradients(patched.model), row.stock)
-        result = replace(result, error=error if math.isfinite(error) else None)
         allowed = _allowed(result.by, error, row)
-        if not error <= allowed:
-            detail = f"relative error {error:.1e} to stock, and {allowed:.2g} is allowed"
-            return replace(result, verdict="wrong", detail=detail)
+        result = result.checked(error, allowed, f"relative error {error:.1e} to stock")
+        if result.bad:
+            return result
         call = partial(twin.step, patched.model)
         peak = peak_memory(call, run.device)
     row.ready[result.by] = patched, call

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from .markdown import in_markdown, page_with
 from .results import Result, Results
-from .tables import in_markdown, losses_in_markdown, pivot, speed, steps_in_markdown
+from .tables import losses_in_markdown, pivot, speed, steps_in_markdown
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
@@ -66,7 +67,7 @@ def stored_run() -> Results:
 
 def step_of(run: Results, row: str, variant: str) -> Result | None:
     """The step of a variant, or None where it was not measured."""
-    return next((one for one in run.of("models") if (one.row, one.by) == (row, variant)), None)
+    return next((step for step in run.of("models") if (step.row, step.by) == (row, variant)), None)
 
 
 def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
@@ -122,11 +123,6 @@ def options(run: Results) -> str:
     return in_markdown(lines)
 
 
-def losses(run: Results) -> str:
-    """Milliseconds, GiB beyond the inputs and the error of dW, or of dX, of heads with their loss."""
-    return losses_in_markdown(run) or ""
-
-
 def operators(run: Results) -> str:
     """The share of a copy's bandwidth that operators reach, forward / backward."""
     assert run.copy_bandwidth is not None
@@ -135,25 +131,16 @@ def operators(run: Results) -> str:
 
 TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     "README.md": {"steps": first_table},
-    "docs/numbers.md": {"steps": all_steps, "losses": losses, "options": options, "operators": operators},
+    "docs/numbers.md": {"steps": all_steps, "losses": losses_in_markdown, "options": options, "operators": operators},
     "docs/options.md": {"memory": less_memory},
 }
 """What makes the tables of each page, by their marks."""
 
 
 def with_tables(page: str, text: str, run: Results) -> str:
-    """The text of a page with the tables of a run in place of those that it has.
-
-    Raises:
-        ValueError: a table has no marks in the page.
-    """
+    """The text of a page with the tables of a run in place of those that it has."""
     for mark, table in TABLES[page].items():
-        before, start, rest = text.partition(f"<!-- {mark}:")
-        comment, close, rest = rest.partition("-->\n")
-        _, end, after = rest.partition(f"<!-- end of {mark} -->")
-        if not (start and close and end):
-            raise ValueError(f"{page} has no place for {mark}")
-        text = f"{before}{start}{comment}{close}\n{table(run)}\n\n{end}{after}"
+        text = page_with(text, mark, table(run))
     return text
 
 

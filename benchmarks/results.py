@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +81,14 @@ class Result:
     def bad(self) -> bool:
         """Return whether something was computed wrongly, or raised what it should not."""
         return self.verdict in ("wrong", "failed")
+
+    def checked(self, error: float, allowed: float, errors: str | None = None) -> Result:
+        """Return the result with its error, ``wrong`` if that is above ``allowed`` or NaN; ``errors`` is its text."""
+        result = replace(self, error=error if math.isfinite(error) else None)
+        if error <= allowed:
+            return result
+        detail = f"{errors or f'relative error {error:.1e}'}, and {allowed:.2g} is allowed"
+        return replace(result, verdict="wrong", detail=detail)
 
 
 @dataclass

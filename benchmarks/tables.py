@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from .loss_providers import PRODUCTS
+from .markdown import in_markdown
 from .providers import FUSED
 from .results import Result, Results
 from .samples import Timing
@@ -147,22 +148,11 @@ def _lead(_: Result, rivals: Sequence[Result]) -> str:
 
 def _loss_table(losses: Sequence[Result]) -> str:
     lines = [["", "", "ms", "quartiles", "GiB", *(f"error of {name}" for name in _OF_A_LOSS), "rounds"]]
-    for row_name in dict.fromkeys(one.row for one in losses):
-        of_row = [one for one in losses if one.row == row_name]
-        best = _clearly_best([one for one in of_row if one.by != PRODUCTS.name])
-        for index, one in enumerate(of_row):
-            errors = one.errors or {}
-            lines.append(
-                [
-                    "" if index else row_name,
-                    one.by,
-                    f"{'*' if one is best else ''}{1e3 * one.seconds:.1f}" if one.seconds else one.verdict,
-                    _quartiles(one.timing),
-                    "" if one.extra_bytes is None else f"{one.extra_bytes / 2**30:.1f}",
-                    *(_error(errors[name]) if name in errors else "" for name in _OF_A_LOSS),
-                    str(one.timing.samples) if one.timing else "",
-                ]
-            )
+    for cells, loss in _lines(losses, floor=PRODUCTS.name):
+        errors = loss.errors or {}
+        extra = "" if loss.extra_bytes is None else f"{loss.extra_bytes / 2**30:.1f}"
+        of_each = (_error(errors[name]) if name in errors else "" for name in _OF_A_LOSS)
+        lines.append([*cells, extra, *of_each, _rounds(loss)])
     return (
         "Head and loss, forward and backward: time, peak of memory beyond the inputs, relative errors to float64; * is "
         "the fastest where its quartiles are apart from all others'; products: those of matrices alone, which no "
@@ -170,7 +160,7 @@ def _loss_table(losses: Sequence[Result]) -> str:
     )
 
 
-def losses_in_markdown(results: Results) -> str | None:
+def losses_in_markdown(results: Results) -> str:
     """The table of heads with their loss for a page: ms, GiB and the error of dW, or of dX if the head is frozen."""
 
     def text(result: Result, _: Sequence[Result]) -> str:
@@ -181,7 +171,21 @@ def losses_in_markdown(results: Results) -> str | None:
         return f"{cell}, {_error(errors.get('dW', errors['dX']))}" if errors else cell
 
     losses = results.of("losses")
-    return in_markdown(pivot(losses, text)) if losses else None
+    return in_markdown(pivot(losses, text)) if losses else ""
+
+
+def _lines(rows: Sequence[Result], floor: str = "") -> Iterator[tuple[list[str], Result]]:
+    """Every result with the first cells of its line, sorted by case; what is measured as a ``floor`` is not marked."""
+    for case in dict.fromkeys(row.row for row in rows):
+        of_case = [row for row in rows if row.row == case]
+        best = _clearly_best([row for row in of_case if row.by != floor])
+        for index, row in enumerate(of_case):
+            time = f"{'*' if row is best else ''}{1e3 * row.seconds:.1f}" if row.seconds else row.verdict
+            yield ["" if index else case, row.by, time, _quartiles(row.timing)], row
+
+
+def _rounds(result: Result) -> str:
+    return str(result.timing.samples) if result.timing else ""
 
 
 def _error(value: float | None) -> str:
@@ -194,28 +198,13 @@ def _step_table(steps: Sequence[Result]) -> str | None:
     lines: list[Sequence[str]] = [
         ("", "", "ms", "quartiles", "host, ms", "quartiles", "GiB", "reserved", "rounds", "to fused", "95 %", "verdict")
     ]
-    for row_name in dict.fromkeys(row.row for row in steps):
-        of_row = [row for row in steps if row.row == row_name]
-        best = _clearly_best(of_row)
-        for index, step in enumerate(of_row):
-            ratio = step.ratio
-            interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and ratio.low and ratio.high else ""
-            lines.append(
-                (
-                    "" if index else row_name,
-                    step.by,
-                    f"{'*' if step is best else ''}{1e3 * step.seconds:.1f}" if step.seconds else step.verdict,
-                    _quartiles(step.timing),
-                    f"{1e3 * step.host.median:.1f}" if step.host else "",
-                    _quartiles(step.host),
-                    _gibibytes(step.peak_bytes),
-                    _gibibytes(step.reserved_bytes),
-                    str(step.timing.samples) if step.timing else "",
-                    f"{ratio.median:.3f}" if ratio else "",
-                    interval,
-                    ratio.verdict if ratio else "",
-                )
-            )
+    for cells, step in _lines(steps):
+        ratio = step.ratio
+        host = f"{1e3 * step.host.median:.1f}" if step.host else ""
+        memory = _gibibytes(step.peak_bytes), _gibibytes(step.reserved_bytes)
+        interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and ratio.low and ratio.high else ""
+        to_fused = (f"{ratio.median:.3f}", interval, ratio.verdict) if ratio else ("", "", "")
+        lines.append((*cells, host, _quartiles(step.host), *memory, _rounds(step), *to_fused))
     if not any(step.ratio for step in steps):
         lines = [line[:-3] for line in lines]
     return (
@@ -236,12 +225,6 @@ def steps_in_markdown(results: Results, variants: Sequence[str] | None = None) -
     if variants is not None:
         steps = [step for variant in variants for step in steps if step.by == variant]
     return in_markdown(_ways(steps, "**{}**")) if steps else None
-
-
-def in_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first being the header, as a table whose numbers stand to the right."""
-    header, *lines = rows
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines))
 
 
 def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -54,17 +53,21 @@ class _InPlaceBackward(_WrongBackward):
         return dy.zero_()
 
 
-def test_right_results_are_timed(run):
-    found = measured(run, STOCK, FUSED)
-    assert set(found) == {(name, direction) for name in ("stock", "fused") for direction in ("forward", "backward")}
+def test_right_results_are_timed_and_the_default_beside_modes(run):
+    rows = measured(run, STOCK, FUSED)
+    assert set(rows) == {(name, direction) for name in ("stock", "fused") for direction in ("forward", "backward")}
     copies = {row.bytes for row in run.results.of("copy")}
-    for row in found.values():
+    for row in rows.values():
         assert row.verdict == "ok"
         assert row.timing is not None
         assert row.extra_bytes >= 0
         assert 0 < row.error < 1e-4
         assert row.bytes in copies
     assert Results.load(run.path) == run.results
+    run.results.rows.clear()
+    modes = measured(run, *(EVERY[name] for name in OURS), case=replace(CASE, backward=False))
+    names = ("fused", "static_persistent", "multi_wave_cached", "multi_wave_reload")
+    assert {key: row.verdict for key, row in modes.items()} == {(name, "forward"): "ok" for name in names}
 
 
 @pytest.mark.parametrize(
@@ -76,11 +79,11 @@ def test_right_results_are_timed(run):
     ],
 )
 def test_wrong_results_are_not_timed_and_fit_into_json(change, wrong_in, error, run):
-    found = measured(run, provider("wrong", change), STOCK)
-    row = found["wrong", wrong_in]
+    rows = measured(run, provider("wrong", change), STOCK)
+    row = rows["wrong", wrong_in]
     assert (row.verdict, row.timing, row.error) == ("wrong", None, error)
-    assert found["stock", wrong_in].verdict == "ok"
-    assert found["wrong", "forward"].verdict == ("wrong" if wrong_in == "forward" else "ok")
+    assert rows["stock", wrong_in].verdict == "ok"
+    assert rows["wrong", "forward"].verdict == ("wrong" if wrong_in == "forward" else "ok")
     assert Results.load(run.path) == run.results
 
 
@@ -95,77 +98,48 @@ def test_a_row_that_is_not_written_shows_even_when_the_memory_held_the_right_res
     assert measured(run, STOCK, provider("lazy", lazily), case=case)["lazy", "forward"].verdict == "wrong"
 
 
-@pytest.mark.parametrize(
-    ("error", "verdict", "detail"),
-    [
-        (RuntimeError("out of\n  shared memory"), "failed", "RuntimeError: out of shared memory"),
-        (RefusedError("rows are too wide"), "refused", "rows are too wide"),
-    ],
-)
-def test_an_exception_is_reported_a_refusal_is_no_failure_and_the_others_are_measured(error, verdict, detail, run):
-    found = measured(run, Provider("broken", mock.Mock(side_effect=error)), STOCK)
-    assert (found["broken", "forward"].verdict, found["broken", "forward"].detail) == (verdict, detail)
-    assert found["stock", "backward"].verdict == "ok"
+def test_who_refuses_raises_or_is_missing_does_not_keep_the_others_from_being_measured(run):
+    broken = Provider("broken", mock.Mock(side_effect=RuntimeError("out of\n  shared memory")))
+    refusing = Provider("refusing", mock.Mock(side_effect=RefusedError("rows are too wide")))
+    elsewhere = Provider("elsewhere", STOCK.build, package="no_such_package")
+    rows = measured(run, broken, refusing, elsewhere, STOCK, case=replace(CASE, backward=False))
+    assert {name: (row.verdict, row.detail) for (name, _), row in rows.items()} == {
+        "broken": ("failed", "RuntimeError: out of shared memory"),
+        "refusing": ("refused", "rows are too wide"),
+        "stock": ("ok", None),
+    }
+    assert run.results.left_out == ["kernels by elsewhere: no_such_package is not installed"]
 
 
-def test_who_is_missing_is_left_out_by_name(run):
-    assert measured(run, Provider("elsewhere", STOCK.build, package="no_such_package")) == {}
-    assert run.results.left_out == ["elsewhere: no_such_package is not installed"]
-
-
-def test_a_backward_that_writes_into_its_gradient_gets_copies(device):
-    inputs = CASE.inputs(torch.float32, torch.device(device), seed=0)
-    before = inputs.gradients[0].clone()
-    function = provider("in place", _InPlaceBackward.apply).build(CASE)
-    for copies in (True, False):
-        (backward,) = kernels.operator_calls(function, "backward", [inputs], copy_gradients=copies)
-        backward()
-        assert torch.equal(inputs.gradients[0], before) == copies
-
-
-def test_after_the_budget_nothing_is_measured(run):
-    run.budget, run.began = 5.0, time.perf_counter() - 6
-    assert measured(run, STOCK) == {}
-    assert run.results.left_out == [f"{CASE.name} float32: after 5 s"]
-
-
-def test_modes_are_measured_side_by_side(run):
-    cases = [replace(CASE, backward=False)]
-    kernels.measure(run, cases, [torch.float32], [EVERY[name] for name in OURS])
-    rows = run.results.of("kernels")
-    assert [row.by for row in rows] == ["fused", "static_persistent", "multi_wave_cached", "multi_wave_reload"]
-    assert {(row.kind, row.verdict) for row in rows} == {("forward", "ok")}
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_gradients_that_a_provider_overwrites_are_not_those_of_the_next(overwrites, run):
+    overwriting = provider("in place", _InPlaceBackward.apply, overwrites_gradients=overwrites)
+    rows = measured(run, overwriting, STOCK)
+    assert rows["stock", "backward"].verdict == ("ok" if overwrites else "wrong")
 
 
 def test_calls_go_through_all_sets_of_inputs(run):
-    sets = []
+    results = []
 
     def sampler(calls, device):
-        sets.append([call()[0] for call in calls])
+        results.append([call()[0] for call in calls])
         return Sampler(lambda: 1.0, "wall")
 
     changed = {"sampler": sampler, "input_sets": lambda *_: 3, "leaves_cache": lambda total_bytes, device: total_bytes}
     with mock.patch.multiple(kernels, **changed):
-        found = measured(run, STOCK)
-    for row, results_of_sets in zip(found.values(), sets, strict=True):
+        rows = measured(run, STOCK)
+    for row, of_sets in zip(rows.values(), results, strict=True):
         assert row.verdict == "ok"
         assert row.cold == 3 * row.bytes, "all sets together have to be larger than the cache"
-        assert len(results_of_sets) == 3
-        assert not any(torch.equal(one, other) for one, other in itertools.combinations(results_of_sets, 2))
-
-
-@pytest.mark.parametrize(("overwrites", "verdict"), [(True, "ok"), (False, "wrong")])
-def test_gradients_that_a_provider_overwrites_are_not_those_of_the_next(overwrites, verdict, run):
-    overwriting = provider("in place", _InPlaceBackward.apply, overwrites_gradients=overwrites)
-    assert measured(run, overwriting, STOCK)["stock", "backward"].verdict == verdict
+        assert len(of_sets) == 3
+        assert not any(torch.equal(*pair) for pair in itertools.combinations(of_sets, 2))
 
 
 def test_memory_is_what_is_kept_and_what_is_summed(run):
     """Of a norm: nothing by itself; with its backward rstd and each program's share of dw, fp32 all of them."""
     rows, width = 64, 128
-    case = OperatorCase.named(f"rms_norm {rows}x{width}")
-    inputs = case.inputs(torch.bfloat16, run.device, seed=0)
-    operator = FUSED.build(case)
+    inputs = OperatorCase.named(f"rms_norm {rows}x{width}").inputs(torch.bfloat16, run.device, seed=0)
+    operator = FUSED.build(CASE)
     with torch.no_grad():
         assert kernels.extra_memory(operator, "forward", inputs, run.device) == 0
     plan = backward_plan(width, 6, device_facts(run.device))
@@ -186,5 +160,5 @@ def test_memory_counts_what_is_given_back_before_the_end_and_no_result_in_place(
 
 
 def test_no_memory_is_told_of_who_gets_copies_of_its_arguments(run):
-    found = measured(run, replace(STOCK, overwrites_arguments=("rms_norm",)))
-    assert {(row.verdict, row.extra_bytes) for row in found.values()} == {("ok", None)}
+    rows = measured(run, replace(STOCK, overwrites_arguments=("rms_norm",)))
+    assert {(row.verdict, row.extra_bytes) for row in rows.values()} == {("ok", None)}

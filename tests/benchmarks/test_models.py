@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -35,23 +35,21 @@ IN_FEATURES = frozenset(FEATURES) - {"stock", "fused", "fused-stock-loss"}
 OF_MODELS = [name for name in VARIANTS if name not in IN_FEATURES]
 
 
-PREPARED = {}
-
-
-@pytest.fixture(autouse=True)
-def prepared_once(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def prepared_once():
     """A tiny model is built once for all tests that take a step of it; each has a twin of its own."""
-    prepare = models.prepare
+    prepare, steps = models.prepare, {}
 
     def twin_of_prepared(case, dtype, device):
         if case.step:
             return prepare(case, dtype, device)
         key = case, dtype, device
-        if key not in PREPARED:
-            PREPARED[key] = prepare(case, dtype, device)
-        return PREPARED[key].twin()
+        if key not in steps:
+            steps[key] = prepare(case, dtype, device)
+        return steps[key].twin()
 
-    monkeypatch.setattr(models, "prepare", twin_of_prepared)
+    with mock.patch.object(models, "prepare", twin_of_prepared):
+        yield
 
 
 @pytest.fixture
@@ -68,8 +66,23 @@ def clock(monkeypatch):
     return timed
 
 
-def results_of(run):
-    return {result.by: result for result in run.results.of("models")}
+@pytest.fixture
+def calls_of_steps(monkeypatch):
+    """Every forward and backward: what is called instead of the model, and the gradients that there are before it."""
+    calls = []
+    forward_backward = BenchmarkedModel.forward_backward
+
+    def watched(step, model=None):
+        calls.append((model, [parameter.grad for parameter in step.model.parameters()]))
+        return forward_backward(step, model)
+
+    monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
+    return calls
+
+
+def measured(run, *variants, case=TINY, part="models"):
+    models.measure(run, [case], variants, torch.float32, part)
+    return {result.by: result for result in run.results.of(part)}
 
 
 @pytest.mark.slow
@@ -79,36 +92,41 @@ def test_every_variant_that_is_here_is_right_and_timed(case, run):
         pytest.importorskip("bitsandbytes")
     autocast = {"autocast", "lora", "qlora"} & {*case.step}
     models.measure(run, [case], OF_MODELS, torch.bfloat16 if autocast else torch.float32)
-    assert run.results.of("models")
-    for result in run.results.of("models"):
-        if result.by.startswith("fused-recompute") and case.generates:
-            assert result.verdict == "refused"
-            continue
-        if result.by == "fused-stock-loss" and not {"loss", "masked"} & {*case.step}:
-            assert result.verdict == "refused"
-            continue
-        if result.by in FLOAT8 and (case.generates or {"lora", "qlora"} & {*case.step}):
+    rows = {result.by: result for result in run.results.of("models")}
+    steps = (FLOAT8 if case.generates or {"lora", "qlora"} & {*case.step} else set()) | (
+        set() if {"loss", "masked"} & {*case.step} else {"fused-stock-loss"}
+    )
+    for name, result in rows.items():
+        if name in steps or (name.startswith("fused-recompute") and case.generates):
             assert result.verdict == "refused"
             continue
         assert (result.verdict, result.detail) == ("ok", None)
-        assert result.timing is not None
         assert 0 < result.host.median <= result.timing.median
-        alone = results_of(run).get(float8_linears_alone(result.by) or "")
+        alone = rows.get(float8_linears_alone(name) or "")
         assert result.error < (1.25 * alone.error if alone else 0.1 if autocast else 1e-3)
     left_out = {line.partition(":")[0].rpartition(" ")[2] for line in run.results.left_out}
-    assert {"stock", "fused", "fused-recompute", "torch"} <= set(results_of(run))
-    assert set(results_of(run)) | left_out == set(OF_MODELS)
+    assert {"stock", "fused", "fused-recompute", "torch"} <= set(rows)
+    assert set(rows) | left_out == set(OF_MODELS)
 
 
-def test_a_variant_that_computes_something_else_is_not_timed(run, monkeypatch):
+def test_a_variant_that_is_wrong_raises_or_is_refused_is_not_timed_and_the_others_are(run, monkeypatch):
     def without_gamma(module, spec):
         return lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], None, spec.eps)
 
-    monkeypatch.setitem(VARIANTS, "torch", replaced_norms(without_gamma))
-    models.measure(run, [TINY], ["torch", "stock"], torch.float32)
-    wrong, stock = run.results.of("models")
-    assert (wrong.verdict, wrong.timing, stock.verdict) == ("wrong", None, "ok")
-    assert wrong.error > ALLOWED_ERROR
+    changed = {
+        "torch": partial(replaced_norms, make=without_gamma),
+        "liger-norms": mock.Mock(side_effect=RuntimeError("no\n such kernel")),
+        "liger": mock.Mock(side_effect=RefusedError("there is no such patch")),
+    }
+    monkeypatch.setattr(models, "missing", lambda variant, device: None)
+    with mock.patch.dict(VARIANTS, changed):
+        rows = measured(run, *changed, "stock")
+    assert [(row.verdict, row.timing is None) for row in rows.values()] == [
+        ("wrong", True), ("failed", True), ("refused", True), ("ok", False),
+    ]  # fmt: skip
+    assert rows["torch"].error > ALLOWED_ERROR
+    assert rows["liger-norms"].detail == "RuntimeError: no such kernel"
+    assert rows["liger"].detail == "there is no such patch"
     assert Results.load(run.path) == run.results
 
 
@@ -124,8 +142,8 @@ def test_float8_may_be_hardly_farther_from_stock_than_its_linears_take_it(run, m
 
     monkeypatch.setitem(VARIANTS, "float8-rowwise-compile-layers", smaller)
     monkeypatch.setattr(models, "missing", lambda variant, device: None)
-    models.measure(run, [replace(TINY, length=16)], ["float8-rowwise", "float8-rowwise-compile-layers"], torch.float32)
-    alone, wrong = run.results.of("models")
+    case = replace(TINY, length=16)
+    alone, wrong = measured(run, "float8-rowwise", "float8-rowwise-compile-layers", case=case).values()
     assert (alone.verdict, wrong.verdict) == ("ok", "wrong")
     assert wrong.error < ALLOWED_ERROR, "an error that would pass without float8"
 
@@ -141,41 +159,22 @@ def test_only_a_compiled_variant_may_draw_other_numbers_of_dropout(variant, verd
     monkeypatch.setitem(VARIANTS, variant, drawn_again)
     monkeypatch.setattr(models, "ALLOWED_ERROR", 1e-3)
     monkeypatch.setattr(models, "missing", lambda variant, device: None)
-    models.measure(run, [replace(TINY, step=("lora", "dropout"), length=32)], [variant], torch.float32)
-    (row,) = run.results.of("models")
+    row = measured(run, variant, case=replace(TINY, step=("lora", "dropout"), length=32))[variant]
     assert row.verdict == verdict
     assert row.error > 1e-3
-
-
-def test_a_variant_that_raises_is_reported_and_one_that_there_is_not_is_refused(run, monkeypatch):
-    def broken(module, spec):
-        raise RuntimeError("no such kernel")
-
-    def refused(step):
-        raise RefusedError("there is no such patch")
-
-    monkeypatch.setitem(VARIANTS, "torch", replaced_norms(broken))
-    monkeypatch.setitem(VARIANTS, "liger", refused)
-    monkeypatch.setattr(models, "missing", lambda variant, device: None)
-    models.measure(run, [TINY], ["torch", "liger", "stock"], torch.float32)
-    assert [(row.verdict, row.detail) for row in run.results.of("models")] == [
-        ("failed", "RuntimeError: no such kernel"),
-        ("refused", "there is no such patch"),
-        ("ok", None),
-    ]
 
 
 def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock, monkeypatch):
     run.quick = False
     monkeypatch.setitem(VARIANTS, "fused", VARIANTS["stock"])
-    models.measure(run, [TINY], ["stock", "torch", "fused"], torch.float32)
+    rows = measured(run, "stock", "torch", "fused")
     rounds = clock[1:]  # The first says how many calls a sample has.
     assert {calls for _, calls in rounds} == {1}
     turns = [tuple(id(model) for model, _ in rounds[start : start + 3]) for start in range(0, len(rounds), 3)]
     assert len(turns) == 15
     assert all(len(set(turn)) == 3 for turn in turns)
     assert len(set(turns)) > 2
-    for result in run.results.of("models"):
+    for result in rows.values():
         assert (result.timing.median, result.timing.samples) == (1.0, 15)
         assert (result.host.median, result.host.samples) == (0.5, 15)
 
@@ -184,57 +183,43 @@ def test_a_short_step_is_timed_several_times_in_a_sample(run, monkeypatch):
     run.quick = False
     series = []
     monkeypatch.setattr(models, "host_and_step_time", lambda call, calls, device: series.append(calls) or (0.01, 0.07))
-    models.measure(run, [TINY], ["stock"], torch.float32)
+    measured(run, "stock")
     assert set(series[1:]) == {2}
 
 
 def test_the_time_of_a_generation_is_that_of_a_token(run, clock):
-    models.measure(run, [ModelCase("qwen3", None, 1, 4, ("generate",))], ["stock"], torch.float32)
-    (result,) = run.results.of("models")
+    result = measured(run, "stock", case=ModelCase("qwen3", None, 1, 4, ("generate",)))["stock"]
     assert (result.timing.median, result.host.median) == (0.25, 0.125)
 
 
-def test_a_variant_runs_in_its_context_when_it_is_checked_and_timed(run, clock, monkeypatch):
-    inside = Counter()
-    running = []
+def test_a_variant_is_checked_and_timed_in_its_context_and_gradients_do_not_add_up(
+    run, clock, calls_of_steps, monkeypatch
+):
+    events = []
 
     @contextlib.contextmanager
     def context():
-        running.append(1)
+        events.append(len(calls_of_steps))
         yield
-        running.pop()
+        events.append(len(calls_of_steps))
 
-    forward_backward = BenchmarkedModel.forward_backward
-
-    def watched(step, model=None):
-        if model is not None:
-            inside[len(running)] += 1
-        return forward_backward(step, model)
-
-    monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
     monkeypatch.setitem(VARIANTS, "stock", lambda step: Patched(step.model, context))
-    models.measure(run, [TINY], ["stock"], torch.float32)
-    assert inside == {1: 1 + 2}, "a check, and a warm-up and a sample in each round"
-    assert not running
+    measured(run, "stock")
+    assert events == [1, 2, 2, 4], "after stock's own: a check; a warm-up and a sample"
+    assert all(gradient is None for _, gradients in calls_of_steps for gradient in gradients)
 
 
 def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, monkeypatch):
-    taken = Counter()
-
     def host_and_step_time(call, calls, device):
-        replaced = "forward" in vars(call.args[0].norm)
-        taken[replaced] += 1
-        if replaced:
+        if "forward" in vars(call.args[0].norm):
             raise RuntimeError("out of memory")
         return 0.5, 1.0
 
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
-    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    results = results_of(run)
-    assert (results["torch"].verdict, results["torch"].detail) == ("failed", "RuntimeError: out of memory")
-    assert results["torch"].timing is None
-    assert results["stock"].timing.samples == 1
-    assert taken == {True: 1, False: 1}
+    rows = measured(run, "stock", "torch")
+    assert (rows["torch"].verdict, rows["torch"].detail) == ("failed", "RuntimeError: out of memory")
+    assert rows["torch"].timing is None
+    assert rows["stock"].timing.samples == 1
 
 
 def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypatch):
@@ -248,22 +233,8 @@ def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypa
 
     monkeypatch.setattr(models, "peak_memory", peak_memory)
     monkeypatch.setattr(models, "_allocated", lambda device: next(held))
-    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert [(row.peak_bytes, row.reserved_bytes) for row in run.results.of("models")] == [(960, 1960), (953, 1953)]
-
-
-def test_gradients_do_not_add_up_over_steps(run, clock, monkeypatch):
-    before = []
-    forward_backward = BenchmarkedModel.forward_backward
-
-    def watched(step, model=None):
-        before.append([parameter.grad for parameter in step.model.parameters()])
-        return forward_backward(step, model)
-
-    monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
-    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert len(before) == 1 + 2 * (1 + 2), "stock's own, then for each a check, a warm-up and a sample"
-    assert all(gradient is None for gradients in before for gradient in gradients)
+    rows = measured(run, "stock", "torch").values()
+    assert [(row.peak_bytes, row.reserved_bytes) for row in rows] == [(960, 1960), (953, 1953)]
 
 
 def test_the_budget_is_asked_before_every_row_and_variant(run, clock, monkeypatch):
@@ -273,36 +244,32 @@ def test_the_budget_is_asked_before_every_row_and_variant(run, clock, monkeypatc
         run.began -= 6
         return Patched(step.model)
 
-    def too_late(*arguments):
-        raise AssertionError("a model is built after the budget")
-
     monkeypatch.setitem(VARIANTS, "stock", slow)
-    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    monkeypatch.setattr(models, "prepare", too_late)
-    models.measure(run, [TINY], ["stock", "torch"], torch.float32)
-    assert [row.by for row in run.results.of("models")] == ["stock"]
+    measured(run, "stock", "torch")
+    monkeypatch.setattr(models, "prepare", mock.Mock(side_effect=AssertionError("a model is built after the budget")))
+    assert list(measured(run, "stock", "torch")) == ["stock"]
     assert run.results.left_out == [f"{TINY.name} torch: after 5 s", f"models: {TINY.name} stock, torch: after 5 s"]
 
 
 def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypatch):
     config = torch._dynamo.config
     before = config.recompile_limit, config.fail_on_recompile_limit_hit
-    found = []
+    inside = []
 
     def variant(step):
-        found.append((config.recompile_limit, config.fail_on_recompile_limit_hit))
+        inside.append((config.recompile_limit, config.fail_on_recompile_limit_hit))
         return Patched(step.model)
 
     monkeypatch.setitem(VARIANTS, "stock", variant)
-    models.measure(run, [TINY], ["stock"], torch.float32)
-    assert found == [(256, True)]
+    measured(run, "stock")
+    assert inside == [(256, True)]
     assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
 
 
 def test_a_sharded_step_is_timed_by_the_same_calls_in_every_process(run, clock, monkeypatch):
     run.quick = False
     monkeypatch.setattr(BenchmarkedModel, "shares_weights", False)
-    models.measure(run, [TINY], ["stock"], torch.float32, "features")
+    measured(run, "stock", part="features")
     assert [calls for _, calls in clock] == [1] * 8, "the fewest rounds"
 
 
@@ -313,20 +280,16 @@ def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeyp
         step.model.is_slower = True
         return Patched(step.model)
 
-    def refused(step):
-        raise RefusedError("the model has nothing of the kind")
-
     def host_and_step_time(call, calls, device):
         return 0.5, 2.0 ** (next(rounds) // 2) * (1.5 if "is_slower" in vars(call.args[0]) else 1.0)
 
+    refused = mock.Mock(side_effect=RefusedError("the model has nothing of the kind"))
     changed = {"fused": VARIANTS["stock"], "without rope": slower, "without sandwich": refused}
     run.quick = False
     monkeypatch.setitem(models.CASE_SECONDS, "features", 0.0)
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
     with mock.patch.dict(VARIANTS, changed):
-        models.measure(run, [TINY], ["fused", "without rope", "without sandwich"], torch.float32, "features")
-    rows = {row.by: row for row in run.results.of("features")}
-    assert list(rows) == ["fused", "without rope", "without sandwich"]
+        rows = measured(run, *changed, part="features")
     assert (rows["without rope"].ratio, rows["fused"].ratio) == (PairedRatio(1.5, 1.5, 1.5, 8), PairedRatio(1, 1, 1, 8))
     assert rows["without rope"].ratio.verdict == "slower"
     assert (rows["without sandwich"].verdict, rows["without sandwich"].ratio) == ("refused", None)
@@ -354,12 +317,6 @@ def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measu
     assert run.results.left_out == ["tiny-llama 1x32: RuntimeError: out of memory"]
 
 
-def test_a_sharded_model_is_left_to_torchrun(run):
-    models.measure(run, [replace(TINY, step=("fsdp2",))], ["stock"], torch.float32)
-    assert run.results.rows == []
-    assert "torchrun --nproc-per-node 2" in run.results.left_out[0]
-
-
 @pytest.mark.slow
 def test_taking_turns_compiles_nothing_again(run, monkeypatch):
     graphs, while_timed = [], []
@@ -381,7 +338,7 @@ def test_taking_turns_compiles_nothing_again(run, monkeypatch):
     monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
     other_numbers = [name for name in COMPILED if "tensorwise" in name or name.endswith("max")]  # of the same code
     variants = ["stock", "fused", *sorted(COMPILED.difference(other_numbers))]
-    models.measure(run, [ModelCase("qwen3", None, 1, 16)], variants, torch.float32)
-    assert [(row.by, row.detail) for row in run.results.of("models")] == [(variant, None) for variant in variants]
+    rows = measured(run, *variants, case=ModelCase("qwen3", None, 1, 16))
+    assert {name: row.detail for name, row in rows.items()} == dict.fromkeys(variants)
     assert len(while_timed) == len(variants)
     assert set(while_timed) == {len(graphs)}

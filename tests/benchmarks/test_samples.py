@@ -10,18 +10,19 @@ import pytest
 from benchmarks.samples import PairedRatio, Timing, in_turns
 
 
-def test_ratios_are_of_the_same_round():
+def test_ratios_are_of_the_same_round_and_times_have_quartiles():
     base = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    found = PairedRatio.of([1.1 * time for time in base], base)
-    assert (found.median, found.low, found.high) == pytest.approx((1.1, 1.1, 1.1))
-    assert found.rounds == 7
+    ratio = PairedRatio.of([1.1 * time for time in base], base)
+    assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == pytest.approx((1.1, 1.1, 1.1, 7))
+    assert Timing.of([3.0, 1.0, 2.0, 5.0, 4.0], "wall") == Timing(3.0, 2.0, 4.0, 5, "wall")
+    assert Timing.of([7.0], "wall") == Timing(7.0, 7.0, 7.0, 1, "wall")
 
 
 @pytest.mark.parametrize("rounds", [6, 8, 9, 20, 60])
 def test_the_interval_is_the_narrowest_pair_of_samples_with_95_percent(rounds):
-    found = PairedRatio.of([float(index) for index in range(1, rounds + 1)], [1.0] * rounds)
-    rank = int(found.low)
-    assert found.high == rounds + 1 - rank
+    ratio = PairedRatio.of([float(index) for index in range(1, rounds + 1)], [1.0] * rounds)
+    rank = int(ratio.low)
+    assert ratio.high == rounds + 1 - rank
 
     def coverage(rank):
         return 1 - 2 * sum(comb(rounds, heads) for heads in range(rank)) / 2**rounds
@@ -31,17 +32,14 @@ def test_the_interval_is_the_narrowest_pair_of_samples_with_95_percent(rounds):
 
 def test_the_interval_holds_the_true_median_as_often_as_it_says():
     draw = random.Random(0)
-    held = 0
-    for _ in range(1000):
-        found = PairedRatio.of([draw.lognormvariate(0, 0.3) for _ in range(20)], [1.0] * 20)
-        held += found.low <= 1 <= found.high
-    assert 940 <= held <= 980, "95.9 percent for 20 rounds"
+    ratios = [PairedRatio.of([draw.lognormvariate(0, 0.3) for _ in range(20)], [1.0] * 20) for _ in range(1000)]
+    assert 940 <= sum(ratio.low <= 1 <= ratio.high for ratio in ratios) <= 980, "95.9 percent for 20 rounds"
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_too_few_rounds_have_no_interval_and_no_verdict(rounds):
-    found = PairedRatio.of([9.0] * rounds, [1.0] * rounds)
-    assert (found.median, found.low, found.high, found.verdict) == (9.0, None, None, "within noise")
+    ratio = PairedRatio.of([9.0] * rounds, [1.0] * rounds)
+    assert (ratio.median, ratio.low, ratio.high, ratio.verdict) == (9.0, None, None, "within noise")
 
 
 @pytest.mark.parametrize(
@@ -52,37 +50,20 @@ def test_the_verdict_is_by_the_interval(low, high, verdict):
     assert PairedRatio((low + high) / 2, low, high, 8).verdict == verdict
 
 
-def test_median_and_quartiles():
-    assert Timing.of([3.0, 1.0, 2.0, 5.0, 4.0], "wall") == Timing(3.0, 2.0, 4.0, 5, "wall")
-    assert Timing.of([7.0], "wall") == Timing(7.0, 7.0, 7.0, 1, "wall")
-
-
-def test_every_round_has_each_once_in_an_order_of_its_own_that_repeats():
+def test_every_round_has_each_once_in_an_order_of_its_own_that_repeats_until_it_raises():
     def turns():
-        taken = []
-        samplers = {name: lambda name=name: taken.append(name) or len(taken) for name in "abc"}
-        found = in_turns(samplers, rounds=(15, 100), seconds=0, failed=raise_again)
-        assert {len(samples) for samples in found.values()} == {15}, "the fewest rounds, whatever the time"
-        return [tuple(taken[start : start + 3]) for start in range(0, len(taken), 3)]
+        names, errors = [], []
+        samplers = {name: lambda name=name: names.append(name) or 1 // (len(names) != 7) for name in "abc"}
+        samples = in_turns(samplers, rounds=(15, 100), seconds=0, failed=lambda *error: errors.append(error))
+        ((broken, error),) = errors
+        assert isinstance(error, ZeroDivisionError)
+        assert {name: len(of_one) for name, of_one in samples.items()} == dict.fromkeys({*"abc"} - {broken}, 15)
+        rounds = [tuple(names[start : start + 3]) for start in (0, 3, 6)]
+        rounds += [tuple(names[start : start + 2]) for start in range(9, len(names), 2)]
+        assert [sorted(turn) for turn in rounds] == [[*"abc"]] * 3 + [sorted(samples)] * 12
+        return rounds
 
-    found = turns()
-    assert {tuple(sorted(turn)) for turn in found} == {("a", "b", "c")}
-    assert len(set(found)) > 2
-    assert turns() == found, "processes that share a model agree"
-
-
-def test_no_more_than_the_most_rounds_are_taken():
-    assert in_turns({"a": lambda: 1.0}, rounds=(1, 4), seconds=60, failed=raise_again) == {"a": [1.0] * 4}
-
-
-def test_what_raises_has_no_more_turns():
-    told = []
-    later = iter([1.0])
-    samplers = {"good": lambda: 1.0, "broken": lambda: next(later)}
-    found = in_turns(samplers, rounds=(3, 3), seconds=0, failed=lambda name, error: told.append((name, type(error))))
-    assert found == {"good": [1.0] * 3}
-    assert told == [("broken", StopIteration)]
-
-
-def raise_again(name, error):
-    raise error
+    first = turns()
+    assert len(set(first[3:])) > 1
+    assert turns() == first, "processes that share a model agree"
+    assert in_turns({"a": lambda: 1.0}, rounds=(1, 4), seconds=60, failed=None) == {"a": [1.0] * 4}, "the most rounds"

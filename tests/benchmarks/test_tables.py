@@ -69,15 +69,11 @@ def cells(text, start, nth=0):
     return re.split(r"\s{2,}", lines[nth])
 
 
-def test_results_survive_a_file(results, tmp_path):
-    results.save(tmp_path / "results.json")
-    assert Results.load(tmp_path / "results.json") == results
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-
-
-def test_what_only_former_runs_have_measured_is_left_out(results, tmp_path):
+def test_results_survive_a_file_and_what_only_former_runs_have_measured_is_left_out(results, tmp_path):
     path = tmp_path / "results.json"
     results.save(path)
+    assert Results.load(path) == results
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     path.write_text(path.read_text().replace('"part": "kernels"', '"profiled": 1e-5, "part": "kernels"'))
     assert Results.load(path) == results
 
@@ -98,10 +94,8 @@ def test_operators_stand_together_beside_their_peers_and_a_copy_of_the_same_byte
     ]  # fmt: skip
     listed = re.findall(r"^(\w+ \d+x\S+) ", text, re.MULTILINE)[: len(CASES)]
     assert listed[:3] == ["rms_norm 8192x2048", "rms_norm 8192x4096", "rms_norm 1x4096"]
-
-
-def test_small_cases_are_in_microseconds(results):
-    assert cells(tables.describe(results), "rms_norm 1x4096")[3].startswith(f"*{1e6 * 2 * 8192 / COPY / 0.9:.1f} us")
+    small = cells(text, "rms_norm 1x4096")[3]
+    assert small.startswith(f"*{1e6 * 2 * 8192 / COPY / 0.9:.1f} us"), "launches bound it"
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -146,13 +140,19 @@ def test_memory_has_a_table_where_it_was_measured(results):
     assert cells(text[text.index("Memory, bfloat16: MiB at the peak") :], row.row)[1] == "1.5 / 2.0"
 
 
+LOSS = Result("losses", "linear_cross_entropy 8x4x9", "fused", "training", timing=seconds(0.0281),
+              extra_bytes=3 * 2**29, errors={"loss": 1e-4, "dX": 2e-3, "dW": None})  # fmt: skip
+
+
+def losses(*measured):
+    floor = replace(LOSS, by="products", timing=seconds(0.02), errors=None)
+    refused = replace(LOSS, by="torch", verdict="refused", detail="it has no softcap", timing=None, errors=None)
+    return [*measured, floor, refused]
+
+
 def test_losses_have_a_table_of_times_memory_and_errors(results):
-    row, errors = "linear_cross_entropy 8x4x9", {"loss": 1e-4, "dX": 2e-3, "dW": None}
-    fused = Result("losses", row, "fused", "training", timing=seconds(0.0281), extra_bytes=3 * 2**29, errors=errors)
-    floor = replace(fused, by="products", timing=seconds(0.02), errors=None)
-    slower = replace(fused, by="stock", timing=replace(seconds(0.05), method="events"))
-    refused = replace(fused, by="torch", verdict="refused", detail="it has no softcap", timing=None, errors=None)
-    results.rows += slower, fused, floor, refused
+    row = LOSS.row
+    results.rows += losses(replace(LOSS, by="stock", timing=replace(seconds(0.05), method="events")), LOSS)
     text = tables.describe(results)
     assert cells(text, row) == [row, "stock", "50.0", "49.5 to 50.5", "1.5", "1.00e-04", "2.00e-03", "not finite", "9"]
     assert re.search(r"^ +fused +\*28.1 +27.8 to 28.4 +1.5 ", text, re.MULTILINE), "the floor is no implementation"
@@ -188,7 +188,7 @@ def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_other
     assert marked(fused=fused) == [], "alone it is not faster than any"
 
 
-def test_steps_have_a_line_each_and_variants_a_column_of_time_and_one_of_memory(results):
+def test_steps_and_losses_have_a_line_each_on_pages_and_variants_a_column_of_time_and_one_of_memory(results):
     assert tables.steps_in_markdown(results).splitlines() == [
         "| step | stock ms | GiB | fused ms | GiB | liger ms | GiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -197,19 +197,21 @@ def test_steps_have_a_line_each_and_variants_a_column_of_time_and_one_of_memory(
     ]
     assert cells(tables.describe(results), ROW) == [ROW, "295.6", "32.0", "*200.0", "20.0", "-"]
     assert tables.steps_in_markdown(Results({})) is None
+    results.rows += losses(replace(LOSS, by="frozen", errors={"loss": 1e-4, "dX": 2e-3}), replace(LOSS, by="dW"))
+    assert tables.losses_in_markdown(results).splitlines()[-1] == (
+        "| linear_cross_entropy 8x4x9 | 28.1, 1.5, 2.00e-03 | 28.1, 1.5, not finite | 20.0, 1.5 | - |"
+    )
 
 
-def test_the_copy_is_held_against_the_data_sheet_of_a_gpu_that_is_known(results):
-    assert "data sheet" not in tables.describe(results)
-    results.environment["GPU 0"] = "NVIDIA H200, capability 9.0, 140 GiB"
-    assert "data sheet, TB/s: 4.80; fractions of the copy's bandwidth times .83 are" in tables.describe(results)
-
-
-def test_meaningless_times_are_called_so_and_nothing_measured_is_no_error(results):
-    assert "MEAN NOTHING" not in tables.describe(results)
-    results.meaningless = True
-    assert tables.describe(results).startswith("THESE TIMES MEAN NOTHING")
-    assert tables.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU"
+def test_a_known_gpu_has_its_data_sheet_and_meaningless_times_are_called_so(results):
+    text = tables.describe(results)
+    assert "data sheet" not in text
+    assert "MEAN NOTHING" not in text
+    results.environment["GPU 0"], results.meaningless = "NVIDIA H200, capability 9.0, 140 GiB", True
+    text = tables.describe(results)
+    assert "data sheet, TB/s: 4.80; fractions of the copy's bandwidth times .83 are" in text
+    assert text.startswith("THESE TIMES MEAN NOTHING")
+    assert tables.describe(Results({"GPU 0": "a GPU"})) == "GPU 0: a GPU", "nothing measured is no error"
 
 
 @pytest.mark.slow

@@ -49,12 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Sweep, store, compare; 1 where --against found a change, else 0. Ctrl-C leaves what was counted, not stored."""
-    from .summary import Summary, changes, page_with_table, stored, tables
+    from benchmarks.markdown import page_with
+
+    from .summary import Summary, changes, stored, tables
 
     there = {release: Summary.load(path) for release, path in stored(STORED).items()}
     if args.table:
         for name, table in tables(list(there.values())).items():
-            page = page_with_table((DOCS / name).read_text(encoding="utf-8"), table)
+            page = page_with((DOCS / name).read_text(encoding="utf-8"), "coverage", table)
             (DOCS / name).write_text(page, encoding="utf-8")
         return 0
     if args.store and args.types:

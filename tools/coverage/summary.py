@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.markdown import in_markdown
 
 KINDS = {
     "norm": "norms",
@@ -25,8 +27,6 @@ whose logits a cross entropy takes."""
 
 PART = "a part of other models"
 """The reason why no model is built of a type that no auto class knows."""
-
-START, END = "<!-- coverage -->", "<!-- end of coverage -->"
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _counts(row: Mapping[str, Any] | None) -> str:
 def totals_table(summaries: Sequence[Summary]) -> str:
     """A table of what was found and fused, a column for each release."""
     heads = [f"transformers {one.transformers}" for one in summaries]
-    rows = [["", *heads], ["---", *["---"] * len(heads)]]
+    rows = [["", *heads]]
     totals = [one.totals() for one in summaries]
     for kind, what in KINDS.items():
         rows.append([what, *(_share(*one[kind]) for one in totals)])
@@ -149,7 +149,7 @@ def totals_table(summaries: Sequence[Summary]) -> str:
     rows.append(["model types with none", *(str(len(one.without)) for one in summaries)])
     rows.append(["parts of other types alone", *(str(len(one.parts)) for one in summaries)])
     rows.append(["not built", *(str(len(one.unbuilt)) for one in summaries)])
-    return _markdown(rows)
+    return in_markdown(rows, "---")
 
 
 def _share(found: int, fused: int, types: int) -> str:
@@ -160,7 +160,7 @@ def _share(found: int, fused: int, types: int) -> str:
 
 def types_table(summary: Summary) -> str:
     """A row for each model type that has anything of what is counted: what is fused, and what is kept and why."""
-    rows = [["model type", "fused", "kept"], ["---", "---", "---"]]
+    rows = [["model type", "fused", "kept"]]
     for name, row in sorted(summary.types.items()):
         kept = "; ".join(
             f"{number} {KINDS[kind]} ({cls.partition('.')[2]}): {reason}"
@@ -170,7 +170,7 @@ def types_table(summary: Summary) -> str:
         rows.append([f"`{name}`", _counts(row), kept.replace("|", "\\|").replace("<", "&lt;")])
     whole, there = sum("kept" not in row for row in summary.types.values()), len(summary.types)
     said = f"In transformers {summary.transformers}, {whole} of {there} model types keep nothing that is counted."
-    return f"{said}\n\n{_markdown(rows)}"
+    return f"{said}\n\n{in_markdown(rows, '---')}"
 
 
 def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
@@ -189,20 +189,3 @@ def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
 def tables(summaries: Sequence[Summary]) -> dict[str, str]:
     """What the pages of the documentation show of these summaries, oldest first, by the name of the page."""
     return {"supported.md": totals_table(summaries), "model_types.md": types_table(summaries[-1])}
-
-
-def page_with_table(page: str, table: str) -> str:
-    """The text of a page with a table between its two marks.
-
-    Raises:
-        ValueError: it has no such marks.
-    """
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the page has no {START} with {END} behind it")
-    return f"{before}{start}\n\n{table}\n\n{end}{after}"
-
-
-def _markdown(rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

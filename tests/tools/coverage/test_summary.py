@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.markdown import page_with
 from tools.coverage import command
-from tools.coverage.summary import PART, Summary, changes, gaps, page_with_table, stored, summarise, tables
+from tools.coverage.summary import PART, Summary, changes, gaps, stored, summarise, tables
 
 FOUND = {
     "found": {"norm": 5, "gated": 0, "qk": 0, "rope": 2, "residual": 2, "mlp": 0},
@@ -76,21 +77,14 @@ def test_summaries_are_found_in_the_order_of_releases(tmp_path: Path) -> None:
     assert list(stored(tmp_path)) == ["4.57.6", "5.9.0", "5.10.0"]
 
 
-def test_tables_replace_what_stands_between_the_marks(summary: Summary) -> None:
-    page = "before <!-- coverage -->\nold\n<!-- end of coverage --> after"
+def test_tables_show_shares_and_what_is_kept_and_why(summary: Summary) -> None:
     shown = tables([summary])
-    written = page_with_table(page, shown["supported.md"] + shown["model_types.md"])
-    assert written.startswith("before <!-- coverage -->\n")
-    assert written.endswith("<!-- end of coverage --> after")
-    assert "old" not in written
-    assert "| half rotations | 2 of 4 (50.0 %), 2 types |" in written
-    assert "In transformers 5.9.0, 1 of 2 model types keep nothing that is counted." in written
-    assert "| `two` | 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations |  |" in written
+    assert "| half rotations | 2 of 4 (50.0 %), 2 types |" in shown["supported.md"]
+    rows = shown["model_types.md"]
+    assert "In transformers 5.9.0, 1 of 2 model types keep nothing that is counted." in rows
+    assert "| `two` | 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations |  |" in rows
     kept = "2 half rotations (OneAttention): of another \\| kind"
-    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept} |" in written
-    assert page_with_table(page_with_table(page, "another"), "one") == page_with_table(page, "one")
-    with pytest.raises(ValueError, match="no <!-- coverage -->"):
-        page_with_table("without marks", "one")
+    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept} |" in rows
 
 
 def test_pages_show_the_stored_summaries() -> None:
@@ -98,7 +92,7 @@ def test_pages_show_the_stored_summaries() -> None:
     assert [one.transformers for one in summaries] == list(stored(command.STORED))
     for name, table in tables(summaries).items():
         page = (command.DOCS / name).read_text(encoding="utf-8")
-        assert page_with_table(page, table) == page, f"python -m tools.coverage --table writes {name}"
+        assert page_with(page, "coverage", table) == page, f"python -m tools.coverage --table writes {name}"
 
 
 def test_types_that_have_what_is_not_counted_are_examples_of_the_page() -> None:
