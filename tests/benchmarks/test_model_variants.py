@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -56,14 +57,52 @@ def test_a_variant_changes_its_twin_and_nothing_else(variant):
     assert vars(modelling(step)) == names
 
 
-def test_recompute_is_asked_for_by_its_keyword_and_has_no_meaning_without_a_backward(monkeypatch):
-    asked = []
-    monkeypatch.setattr(model_variants, "apply_fused_norm", lambda model, **options: asked.append(options))
-    step = prepared("qwen3")
-    VARIANTS["fused-recompute"](step)
-    assert asked == [{"recompute": True}]
-    with pytest.raises(RefusedError):
-        VARIANTS["fused-recompute"](prepared("qwen3", "generate", 2))
+@pytest.mark.parametrize(
+    ("variant", "step", "reason"),
+    [
+        ("fused-recompute", "qwen3 generate", "nothing is kept for a backward"),
+        ("fused-stock-loss", "qwen3", "the step has no loss"),
+        ("without adapter", "llama", "nothing of the kind"),
+        ("without sandwich", "llama", "nothing of the kind"),
+        ("compile", "qwen3 generate", "static cache"),
+        ("compile-layers", "qwen3 generate static", "as a whole"),
+        ("float8-rowwise", "qwen3 generate", "measured for training steps"),
+    ],
+)
+def test_a_variant_that_would_be_another_one_is_refused(variant, step, reason):
+    with pytest.raises(RefusedError, match=reason):
+        VARIANTS[variant](prepared(*step.split(maxsplit=1), length=2 if "generate" in step else 16))
+
+
+def test_an_option_that_is_left_out_leaves_out_that_and_nothing_else():
+    twin = prepared("llama").twin()
+    before = type(twin.model.norm)
+    VARIANTS["without residual"](twin)
+    assert type(twin.model.norm) is not before
+    assert not any(rewrite.pattern == "adds" for rewrite in twin.model.layers[0].fused_norm_rewrites)
+    with pytest.raises(RefusedError, match="nothing is left to fuse"):
+        VARIANTS["without mlp"](types.SimpleNamespace(model=twin.model.layers[0].mlp))
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("fused-recompute", {"recompute": True}),
+        ("fused-recompute-mlp", {"recompute": "mlp"}),
+        ("fused-recompute-attention", {"recompute": "attention"}),
+        ("fused", {}),
+        ("fused-stock-loss", {"loss": False}),
+    ],
+)
+def test_a_fused_variant_has_its_options_and_the_results_of_stock(variant, options, monkeypatch):
+    step = prepared("qwen3", "masked")
+    stock, twin = step.outputs_and_gradients(), step.twin()
+    apply = mock.Mock(wraps=model_variants.apply_fused_norm)
+    monkeypatch.setattr(model_variants, "apply_fused_norm", apply)
+    patched = VARIANTS[variant](twin)
+    assert apply.call_args == mock.call(twin.model, **options)
+    assert isinstance(twin.model.lm_head, FusedHead) == ("loss" not in options)
+    assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
 
 
 @pytest.fixture
@@ -108,51 +147,11 @@ def test_liger_patches_all_it_has_and_its_names_are_in_force_while_it_runs(liger
     assert "forward" not in vars(step.model.layers[0].mlp)
 
 
-def test_liger_brings_its_loss_where_there_is_a_head(liger):
+def test_liger_brings_its_loss_for_a_head_and_refuses_other_families(liger):
     VARIANTS["liger"](prepared("qwen3", "loss"))
     assert liger.asked[0]["loss"]
-
-
-def test_an_option_that_changes_nothing_or_leaves_nothing_is_refused():
-    twin = prepared("llama").twin()
-    before = type(twin.model.norm)
-    VARIANTS["without residual"](twin)
-    assert type(twin.model.norm) is not before
-    assert not any(one.pattern == "adds" for one in twin.model.layers[0].fused_norm_rewrites)
-    VARIANTS["without readers"](prepared("llama"))
-    with pytest.raises(RefusedError, match="nothing of the kind"):
-        VARIANTS["without adapter"](prepared("llama"))
-    with pytest.raises(RefusedError, match="nothing of the kind"):
-        VARIANTS["without sandwich"](prepared("llama"))
-    with pytest.raises(RefusedError, match="nothing is left to fuse"):
-        VARIANTS["without mlp"](types.SimpleNamespace(model=twin.model.layers[0].mlp))
-
-
-def test_what_liger_has_no_kernels_for_is_refused(liger):
     with pytest.raises(RefusedError, match="Liger has no kernels for gemma3_text"):
         VARIANTS["liger"](prepared())
-
-
-def test_the_head_and_its_loss_are_fused_unless_the_variant_leaves_them_stock():
-    step = prepared("qwen3", "loss")
-    stock = step.outputs_and_gradients()
-    for variant, loss_is_fused in (("fused", True), ("fused-stock-loss", False)):
-        twin = step.twin()
-        patched = VARIANTS[variant](twin)
-        assert isinstance(twin.model.lm_head, FusedHead) == loss_is_fused
-        assert type(twin.model.model.norm) is not type(step.model.model.norm)
-        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
-    with pytest.raises(RefusedError, match="the step has no loss"):
-        VARIANTS["fused-stock-loss"](prepared("qwen3"))
-
-
-@pytest.mark.parametrize("variant", ["fused-recompute", "fused-recompute-mlp", "fused-recompute-attention"])
-def test_levels_of_recompute_run_in_steps_with_a_loss(variant):
-    step = prepared("qwen3", "masked")
-    stock, twin = step.outputs_and_gradients(), step.twin()
-    patched = VARIANTS[variant](twin)
-    assert isinstance(twin.model.lm_head, FusedHead)
-    assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
 
 
 def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
@@ -219,8 +218,7 @@ def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
 
 def test_layer_by_layer_every_layer_is_compiled_in_the_mode_of_the_variant(compiled):
     twin = prepared("qwen3").twin()
-    patched = VARIANTS["compile-layers-max"](twin)
-    assert patched.model is twin.model
+    assert VARIANTS["compile-layers-max"](twin).model is twin.model
     assert compiled.modes == ["max-autotune-no-cudagraphs"] * len(twin.model.layers)
 
 
@@ -246,28 +244,22 @@ def test_a_model_compiled_as_a_whole_gets_no_mask_but_for_packed_sequences(kind,
     assert len(made) == masks
 
 
-def test_transformers_compiles_a_generation_with_a_static_cache_and_no_other():
-    dynamic, static = prepared("qwen3", "generate", 2), prepared("qwen3", "generate static", 2)
-    assert static.model.generation_config.disable_compile
+def test_transformers_compiles_a_generation_with_a_static_cache():
+    static = prepared("qwen3", "generate static", 2)
     twin = static.twin()
     VARIANTS["compile"](twin)
     assert not twin.model.generation_config.disable_compile
     assert static.model.generation_config.disable_compile
-    with pytest.raises(RefusedError, match="static cache"):
-        VARIANTS["compile"](dynamic)
-    with pytest.raises(RefusedError, match="as a whole"):
-        VARIANTS["compile-layers"](static)
-
-
-OF_LIGER = ("liger", "liger-fused", "liger-norms")
 
 
 def test_what_is_not_here_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    assert {name for name in VARIANTS if missing(name, CPU)} == {*COMPILED, *OF_LIGER}
-    assert set(DEFAULT) < set(VARIANTS)
-    assert {name for name in VARIANTS if name.startswith("fused")} < OURS
-    assert {*FEATURES} - {"stock"} < OURS
+    of_liger = {"liger", "liger-fused", "liger-norms"}
+    assert {name for name in VARIANTS if missing(name, CPU)} == {*COMPILED, *of_liger}
+    assert {*DEFAULT, *FEATURES} <= set(VARIANTS)
+    assert {name for name in VARIANTS if name.startswith("fused")} | {*FEATURES} - {"stock"} < OURS
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert missing("float8-rowwise", CPU) == "torchao is not installed"
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
@@ -281,16 +273,7 @@ def test_linears_of_layers_are_float8_and_share_their_weights(recipe):
     assert plain.model.layers[0].mlp.down_proj.weight is step.model.layers[0].mlp.down_proj.weight
 
 
-def test_float8_names_the_variant_with_its_linears_alone_and_needs_torchao(monkeypatch):
+def test_float8_names_the_variant_with_its_linears_alone():
     assert {float8_linears_alone(name) for name in FLOAT8} == {"float8-tensorwise", "float8-rowwise"}
     assert float8_linears_alone("float8-rowwise-fused-compile-layers") == "float8-rowwise"
     assert {float8_linears_alone(name) for name in VARIANTS if name not in FLOAT8} == {None}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert missing("float8-rowwise", CPU) == "torchao is not installed"
-    assert missing("fused", CPU) is None
-
-
-def test_float8_trains_and_does_not_generate():
-    pytest.importorskip("torchao.float8")
-    with pytest.raises(RefusedError, match="measured for training steps"):
-        VARIANTS["float8-rowwise"](prepared("qwen3", "generate", 2))

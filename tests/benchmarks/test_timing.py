@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import types
+import weakref
 from functools import partial
 
 import pytest
@@ -85,21 +86,14 @@ def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
 
 
 def test_outputs_of_one_set_do_not_take_the_memory_of_another(gpu):
-    class Output:
-        alive = 0
-
-        def __init__(self) -> None:
-            Output.alive += 1
-
-        def __del__(self) -> None:
-            Output.alive -= 1
-
+    outputs = weakref.WeakSet()
     most = []
 
     def call():
         gpu.now += 1e-5
-        output = Output()
-        most.append(Output.alive)
+        output = torch.empty(1)
+        outputs.add(output)
+        most.append(len(outputs))
         return output
 
     timing.sampler([call] * 5, GPU)
@@ -119,22 +113,16 @@ def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
         ran.append(index)
         gpu.now += 2e-5
 
-    found = timing.sampler([partial(call, index) for index in range(3)], GPU)
-    assert found.method == "events"
-    assert found.take() == pytest.approx(2e-5)
+    sampler = timing.sampler([partial(call, index) for index in range(3)], GPU)
+    assert (sampler.method, sampler.take()) == ("events", pytest.approx(2e-5))
     assert ran[-6:] == [0, 1, 2] * 2, "the sets take turns"
     assert "not permitted" in caplog.text
 
 
-def test_sets_of_inputs_exceed_the_cache_where_that_is_possible(gpu):
-    assert timing.input_sets(800_000_000, GPU) == 3
-    assert timing.input_sets(67_000_000, GPU) == 5
-    assert timing.input_sets(100, GPU) == 64
+def test_sets_of_inputs_exceed_the_cache_four_times_if_that_is_possible(gpu, monkeypatch):
+    assert [timing.input_sets(moved, GPU) for moved in (800_000_000, 67_000_000, 100)] == [3, 5, 64]
     assert timing.leaves_cache(5 * 67_000_000, GPU)
     assert not timing.leaves_cache(64 * 100, GPU)
-
-
-def test_sets_of_inputs_exceed_a_large_cache_four_times(gpu, monkeypatch):
     large = types.SimpleNamespace(L2_cache_size=128 * 2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
     assert timing.input_sets(64 * 2**20, GPU) == 8

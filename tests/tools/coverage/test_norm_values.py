@@ -12,98 +12,54 @@ from tools.coverage.norm_values import normalises
 WIDTH = 24
 
 
-class Weighted(nn.Module):
-    def __init__(self) -> None:
+class Module(nn.Module):
+    """A module of a weight, or a buffer, that computes what it is told."""
+
+    def __init__(self, weight: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-6
-
-    def root(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-
-class Thing(Weighted):
-    def forward(self, x):
-        return self.weight * self.root(x)
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        elif weight is not None:
+            self.register_buffer("weight", weight)
 
 
-class Centred(Weighted):
-    def forward(self, x):
-        return (1 + self.weight) * self.root(x)
+def root(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-class Grouped(Weighted):
-    def forward(self, x):
-        return self.weight * self.root(x.unflatten(-1, (4, -1))).flatten(-2)
+def module(name, forward, weight="parameter"):
+    """A module of a class of this name with this forward."""
+    ones = torch.ones(WIDTH)
+    cls = type(name, (Module,), {"forward": forward})
+    return cls({"parameter": nn.Parameter(ones), "buffer": ones, None: None}[weight])
 
 
-class Buffered(Thing):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.weight
-        self.register_buffer("weight", torch.ones(WIDTH))
+def gated_before(self, x, gate=None):
+    return self.weight * root(x if gate is None else x * functional.silu(gate))
 
 
-class Weightless(nn.Module):
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+MODULES = [
+    (module("Thing", lambda self, x: self.weight * root(x)), "rms"),
+    (module("Centred", lambda self, x: (1 + self.weight) * root(x)), "rms"),
+    (module("Grouped", lambda self, x: self.weight * root(x.unflatten(-1, (4, -1))).flatten(-2)), "rms"),
+    (module("Buffered", lambda self, x: self.weight * root(x), "buffer"), "rms"),
+    (module("Weightless", lambda self, x: root(x), None), "rms"),
+    (nn.RMSNorm(WIDTH), "rms"),
+    (module("GateBehind", lambda self, x, z: self.weight * root(x) * functional.silu(z)), "gated"),
+    (module("GateBefore", gated_before), "gated"),
+    (module("Length", lambda self, x: functional.normalize(x, dim=-1), None), "length"),
+    (module("Subtracting", lambda self, x: self.weight * root(x - x.mean(-1, keepdim=True))), "layer"),
+    (nn.LayerNorm(WIDTH), "layer"),
+    (module("RMSNorm", lambda self, x: self.weight * x), None),  # a norm by name alone
+    (module("Clip", lambda self, x: x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1), None), None),
+    (module("Softmax", lambda self, x: x.softmax(-1), None), None),
+    (module("Signs", lambda self, x: x.sign(), None), None),
+    (nn.SiLU(), None),
+    (nn.Linear(WIDTH, WIDTH), None),
+]
 
 
-class GateBehind(Weighted):
-    def forward(self, x, z):
-        return self.weight * self.root(x) * functional.silu(z)
-
-
-class GateBefore(Weighted):
-    def forward(self, x, gate=None):
-        return self.weight * self.root(x if gate is None else x * functional.silu(gate))
-
-
-class Length(nn.Module):
-    def forward(self, x):
-        return functional.normalize(x, dim=-1)
-
-
-class Subtracting(Weighted):
-    def forward(self, x):
-        return self.weight * self.root(x - x.mean(-1, keepdim=True))
-
-
-class RMSNorm(Weighted):
-    """A norm by name alone."""
-
-    def forward(self, x):
-        return self.weight * x
-
-
-class Clip(nn.Module):
-    def forward(self, x):
-        return x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1)
-
-
-class Softmax(nn.Module):
-    def forward(self, x):
-        return x.softmax(-1)
-
-
-class Signs(nn.Module):
-    def forward(self, x):
-        return x.sign()
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        *((cls(), "rms") for cls in (Thing, Centred, Grouped, Buffered, Weightless)),
-        (nn.RMSNorm(WIDTH), "rms"),
-        (GateBehind(), "gated"),
-        (GateBefore(), "gated"),
-        (Length(), "length"),
-        (Subtracting(), "layer"),
-        (nn.LayerNorm(WIDTH), "layer"),
-        *((module, None) for module in (RMSNorm(), Clip(), Softmax(), Signs(), nn.SiLU(), nn.Linear(WIDTH, WIDTH))),
-    ],
-    ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else str(one),
-)
+@pytest.mark.parametrize(("module", "expected"), MODULES, ids=lambda value: getattr(type(value), "__name__", None))
 def test_what_a_module_normalises_goes_by_its_results(module: nn.Module, expected: str | None) -> None:
     assert normalises(module) == expected
     assert normalises(module.to("meta")) == expected

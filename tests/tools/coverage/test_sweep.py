@@ -23,13 +23,14 @@ def job(name: str) -> dict:
 def test_each_job_has_a_result_whatever_another_one_does() -> None:
     names = ["dies", "first", "raises", "sleeps", "swells", "last"]
     results = dict(sweep(job, names, jobs=3, seconds=1, gigabytes=2))
-    assert sorted(results) == sorted(names)
-    assert results["first"] == {"name": "first"}
-    assert results["last"] == {"name": "last"}
-    assert results["raises"] == {"failed": "ValueError: of no use"}
-    assert results["dies"] == {"failed": "the process ended with code 3"}
-    assert results["sleeps"] == {"failed": "not done after 1 s"}
-    assert results["swells"]["failed"].startswith("MemoryError")
+    assert results.pop("swells")["failed"].startswith("MemoryError")
+    assert results == {
+        "first": {"name": "first"},
+        "last": {"name": "last"},
+        "raises": {"failed": "ValueError: of no use"},
+        "dies": {"failed": "the process ended with code 3"},
+        "sleeps": {"failed": "not done after 1 s"},
+    }
 
 
 def test_no_more_processes_run_than_are_allowed() -> None:
