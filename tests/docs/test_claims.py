@@ -13,7 +13,7 @@ import fused_norm
 from fused_norm import cli
 from fused_norm.model_configs import FAMILIES
 
-from ..patcher import test_encoders, test_families, test_residual_rows
+from ..patcher.other_families import OTHERS
 from .markdown_pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -63,14 +63,11 @@ def test_the_commands_that_print_json_are_those_that_are_named() -> None:
 
 def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes() -> None:
     """Families of the table are listed by a block of the page."""
-    modules = (test_families, test_encoders, test_residual_rows)
-    in_bf16 = {name for module in modules for name in module.IN_BF16}
-    sites = {name: expected for name, (_, expected) in test_families.FAMILIES.items() if name not in FAMILIES}
-    sites |= test_residual_rows.SITES | test_encoders.SITES
+    sites = {name: other.sites for name, other in OTHERS.items() if name not in FAMILIES}
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)
     assert sorted(name for name, *_ in rows) == sorted(sites)
     for name, fused, dtypes in rows:
         counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", fused)}
         assert {kind: counts.get(kind, 0) for kind in sites[name]} == sites[name], name
-        assert dtypes == ("fp32, bf16" if name in in_bf16 else "fp32"), name
+        assert dtypes == ("fp32, bf16" if OTHERS[name].in_bf16 else "fp32"), name

@@ -57,16 +57,26 @@ def tokens(device: str = "cpu", batch: int = 2, length: int = 5) -> torch.Tensor
     return torch.randint(0, 256, (batch, length), generator=torch.Generator().manual_seed(1), device="cpu").to(device)
 
 
-def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients_of(model: nn.Module) -> Gradients:
+    """Copies of the gradients that parameters have, by their names in a model that is not compiled."""
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name.removeprefix("_orig_mod."): grad.clone() for name, grad in gradients if grad is not None}
+
+
+def step(model: nn.Module, ids: torch.Tensor) -> Step:
+    """Logits and gradients of a step of training, in which every trained parameter gets one."""
     model.zero_grad()
     output = model(input_ids=ids, labels=ids, use_cache=False)
     output.loss.backward()
-    trained = ((name, one.grad.clone()) for name, one in model.named_parameters() if one.requires_grad)
-    return output.logits.detach(), {name.removeprefix("_orig_mod."): gradient for name, gradient in trained}
+    assert not [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    return output.logits.detach(), gradients_of(model)
 
 
-Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What ``step`` returns: logits, and gradients by name."""
+Gradients = dict[str, torch.Tensor]
+"""By the name of the parameter."""
+
+Step = tuple[torch.Tensor, Gradients]
+"""What ``step`` returns: logits, and gradients."""
 
 
 def assert_same_bits(one: Step, other: Step) -> None:
@@ -92,12 +102,17 @@ def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
+def assert_gradients_near(actual: Gradients, expected: Gradients, bound: float = 1e-5) -> None:
+    """The same parameters have gradients, and none is further away than ``bound``, relatively."""
+    assert actual.keys() == expected.keys()
+    worst = max((relative(actual[name], value), name) for name, value in expected.items())
+    assert worst[0] < bound, worst
+
+
 def assert_near(actual: Step, expected: Step, gradients: float = 1e-5) -> None:
     """In fp32, but for the order of sums."""
     assert relative(actual[0], expected[0]) < 2e-6
-    assert actual[1].keys() == expected[1].keys()
-    worst = max((relative(actual[1][name], value), name) for name, value in expected[1].items())
-    assert worst[0] < gradients, worst
+    assert_gradients_near(actual[1], expected[1], gradients)
 
 
 def assert_trains_as_stock(stock: nn.Module, fused: nn.Module, ids: torch.Tensor) -> None:
@@ -108,9 +123,14 @@ def snapshot(model: nn.Module) -> list[tuple[type, dict]]:
     return [(type(module), dict(vars(module))) for module in model.modules()]
 
 
+def fused_copy(stock: nn.Module, **options: Any) -> Any:
+    """A copy of a model, fused with these options."""
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, **options)
+    return fused
+
+
 def twins(config_or_type: Any, device: str, **kwargs) -> tuple[nn.Module, nn.Module]:
     """A stock model and its fused copy."""
     stock = build(config_or_type, seed=0, device=device, **kwargs)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
-    return stock, fused
+    return stock, fused_copy(stock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fused_norm
 from fused_norm.model_configs import build
 
-from .models import relative, tokens
+from .models import assert_gradients_near, fused_copy, gradients_of, tokens
 from .test_adapters import adapted
 
 BF16 = torch.bfloat16
@@ -53,15 +51,20 @@ def gradients(model: Any, device: str, write: Write, which: str, autocast: bool)
     finally:
         for one, value in zip(written, before, strict=True):
             one.data.copy_(value)
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return gradients_of(model)
 
 
-def assert_near(found: dict[str, Tensor] | None, stock: dict[str, Tensor] | None, tolerance: float) -> None:
-    if found is None or stock is None:
-        assert found is stock
-        return
-    worst = max((relative(found[name], value), name) for name, value in stock.items())
-    assert worst[0] < tolerance, worst
+def assert_trains_or_raises_as_stock(
+    stock: nn.Module, device: str, write: Write, which: str, tolerance: float, *, autocast: bool = False, **options: Any
+) -> bool:
+    """Compare the gradients of a model and its fused copy, and return whether there are any."""
+    fused = fused_copy(stock, **options)
+    actual, expected = (gradients(model, device, write, which, autocast) for model in (fused, stock))
+    if actual is None or expected is None:
+        assert actual is expected
+        return False
+    assert_gradients_near(actual, expected, tolerance)
+    return True
 
 
 LEVELS = [False, True, *(pytest.param(level, marks=pytest.mark.slow) for level in ("mlp", "attention"))]
@@ -71,51 +74,29 @@ LEVELS = [False, True, *(pytest.param(level, marks=pytest.mark.slow) for level i
 @pytest.mark.parametrize("level", LEVELS)
 def test_norms_that_stock_adds_one_to_keep_the_weight_of_their_forward(level: Any, write: Write, device: str) -> None:
     stock = build("gemma3_text", seed=0, device=device)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused, recompute=level)
-    found, expected = (gradients(one, device, write, "norm", False) for one in (fused, stock))
-    assert expected is not None
-    assert_near(found, expected, 1e-4)
-
-
-@WRITES
-def test_norms_whose_weight_stock_keeps_read_it_in_the_backward(write: Write, device: str) -> None:
-    stock = build("llama", seed=0, device=device)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
-    found, expected = (gradients(one, device, write, "norm", False) for one in (fused, stock))
-    assert (expected is None) == (write is counted)
-    assert_near(found, expected, 1e-4)
+    assert assert_trains_or_raises_as_stock(stock, device, write, "norm", 1e-4, recompute=level)
 
 
 @WRITES
 @pytest.mark.parametrize("level", LEVELS)
 def test_lora_layers_under_autocast_keep_the_casts_of_their_forward(level: Any, write: Write, device: str) -> None:
     stock = adapted(device, "qwen3", torch.float32)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused, recompute=level)
-    found, expected = (gradients(one, device, write, "lora_", True) for one in (fused, stock))
-    assert expected is not None
-    assert_near(found, expected, 0.05)
+    assert assert_trains_or_raises_as_stock(stock, device, write, "lora_", 0.05, autocast=True, recompute=level)
 
 
 @WRITES
-def test_lora_layers_of_16_bits_read_their_factors_in_the_backward(write: Write, device: str) -> None:
-    stock = adapted(device, "qwen3").bfloat16()
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
-    found, expected = (gradients(one, device, write, "lora_", False) for one in (fused, stock))
-    assert (expected is None) == (write is counted)
-    assert_near(found, expected, 0.1)
+def test_weights_that_stock_keeps_without_a_cast_are_read_in_the_backward(write: Write, device: str) -> None:
+    norms, lora = build("llama", seed=0, device=device), adapted(device, "qwen3").bfloat16()
+    for stock, which, tolerance in ((norms, "norm", 1e-4), (lora, "lora_", 0.1)):
+        trains = assert_trains_or_raises_as_stock(stock, device, write, which, tolerance)
+        assert trains == (write is through_data), which
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("lora", marks=pytest.mark.slow)])
 def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(kind: str, device: str) -> None:
     stock = build(kind, seed=0, device=device) if kind != "lora" else adapted(device, "qwen3", torch.float32)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
     trained = []
-    for model in (fused, stock):
+    for model in (fused_copy(stock), stock):
         optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
         ids = tokens(device)
         with torch.autocast(device, BF16):
@@ -124,8 +105,8 @@ def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(k
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        trained.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-    assert_near(*trained, 0.05)
+        trained.append(gradients_of(model))
+    assert_gradients_near(*trained, 0.05)
 
 
 @pytest.mark.parametrize("factors", [torch.float32, torch.float64])
@@ -133,8 +114,4 @@ def test_lora_layers_in_float64_run_under_autocast_as_stocks_do(factors: torch.d
     stock = adapted(device, "qwen3", torch.float64)
     for name, one in stock.named_parameters():
         one.data = one.data.to(factors) if "lora_" in name else one.data
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
-    found, expected = (gradients(one, device, lambda written: None, "lora_", True) for one in (fused, stock))
-    assert expected is not None
-    assert_near(found, expected, 1e-12)
+    assert assert_trains_or_raises_as_stock(stock, device, lambda written: None, "lora_", 1e-12, autocast=True)

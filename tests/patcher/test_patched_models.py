@@ -21,6 +21,7 @@ from .models import (
     SLOW_BUT_FOR_A_FEW,
     assert_same_bits,
     assert_trains_as_stock,
+    fused_copy,
     logged,
     relative,
     sites,
@@ -159,6 +160,20 @@ def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
 
 
+def functions_in_graphs(model: nn.Module, ids: torch.Tensor) -> Counter[str]:
+    """What the graphs of a compiled model call, those within them too, as in an operator that is differentiated."""
+    called: Counter[str] = Counter()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        called.update(str(node.target) for part in graphs for node in part.graph.nodes if node.op.startswith("call"))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(ids, use_cache=False)
+    return called
+
+
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
@@ -172,19 +187,11 @@ def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
 def test_compiled_code_calls_the_operators(
     model_type: str, expected: dict[str, int], trained: bool, device: str
 ) -> None:
-    """Equal numbers do not show it: where something in the way is misread, compiled code is stock's."""
-    torch._dynamo.reset()
+    """Equal numbers do not show it: if something in the way is misread, compiled code is stock's."""
     _, fused = twins(tiny_config(model_type, num_hidden_layers=1), device)
-    called: list[str] = []
-
-    def noting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        nodes = (node for part in graph.modules() for node in getattr(getattr(part, "graph", None), "nodes", ()))
-        called.extend(str(node.target) for node in nodes if "fused_norm" in str(node.target))
-        return graph.forward
-
     with torch.set_grad_enabled(trained):
-        torch.compile(fused, backend=noting)(tokens(device), use_cache=False)
-    assert {name: called.count(f"fused_norm.{name}_forward.default") for name in expected} == expected
+        called = functions_in_graphs(fused, tokens(device))
+    assert {name: called[f"fused_norm.{name}_forward.default"] for name in expected} == expected
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
@@ -192,20 +199,11 @@ def test_what_is_left_to_the_compiler_is_the_stock_forward(
     model_type: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "_in_all_graphs", False)
-    config, graphs = tiny_config(model_type, num_hidden_layers=1), {}
-    for name, model in zip(("stock", "fused"), twins(config, device), strict=True):
-        called: Counter[str] = Counter()
-
-        def noting(graph: torch.fx.GraphModule, inputs: list, called: Counter[str] = called) -> Callable:
-            called.update(str(node.target) for node in graph.graph.nodes if node.op.startswith("call"))
-            return graph.forward
-
-        torch._dynamo.reset()
-        with torch.no_grad():
-            torch.compile(model, backend=noting)(tokens(device), use_cache=False)
-        graphs[name] = called
-    assert graphs["fused"] == graphs["stock"]
-    assert sum(graphs["stock"].values()) > 20
+    models = twins(tiny_config(model_type, num_hidden_layers=1), device)
+    with torch.no_grad():
+        stock, fused = (functions_in_graphs(model, tokens(device)) for model in models)
+    assert fused == stock
+    assert stock.total() > 20
 
 
 def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> None:
@@ -245,8 +243,7 @@ def test_fp32_norm_weights_in_a_16_bit_model_keep_the_stock_dtypes(device: str, 
         *(getattr(layer, name) for layer in stock.model.layers for name in FAMILIES["llama"].layer_norms),
     ):
         norm.float()
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
+    fused = fused_copy(stock)
     x = torch.randn(3, 72, device=device, dtype=torch.bfloat16)
     assert fused.model.norm(x).dtype == stock.model.norm(x).dtype == torch.float32
     assert relative(fused.model.norm(x), stock.model.norm(x)) < 1e-6
@@ -261,8 +258,7 @@ def test_calls_that_kernels_cannot_take_run_stock_code_and_say_so(device: str, c
 
     for module in (stock.model.norm, stock.model.layers[0].post_attention_layernorm):
         module.__class__ = NewRMSNorm
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
+    fused = fused_copy(stock)
     norm, reference = fused.model.norm, stock.model.norm
     other = fused.model.layers[0].post_attention_layernorm
     x = torch.randn(2, 4, 72, device=device)

@@ -1,0 +1,350 @@
+"""Small models of families that are not in the table of the package: their sites, and the operators that they call."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+from fused_norm.model_configs import build
+from fused_norm.spec import Kind
+
+from .models import counts
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+}
+START, END, IMAGE, VIDEO = 60, 61, 62, 63
+
+
+def random_tokens(batch: int, length: int, end: int) -> Tensor:
+    return torch.randint(2, end, (batch, length), generator=torch.Generator().manual_seed(1), device="cpu")
+
+
+TOKENS, TOKENS_OF_TOWERS, TOKENS_WITH_AN_IMAGE = (
+    random_tokens(*shape) for shape in ((2, 9, 64), (2, 16, 64), (1, 19, START))
+)
+TOKENS_WITH_AN_IMAGE[0, 3:9] = torch.tensor([START, *[IMAGE] * 4, END])
+
+
+class Tower(nn.Module):
+    """A tower with a head that says a token of each feature; what it takes is the same at every call."""
+
+    def __init__(self, tower: nn.Module, name: str, features: Tensor, **others: Tensor) -> None:
+        super().__init__()
+        self.tower, self.head = tower, nn.Linear(64, 64)
+        self.name, self.features, self.others = name, features, others
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> SimpleNamespace:
+        features = self.features.bfloat16().to(input_ids.device, self.head.weight.dtype)
+        others = {name: value.to(input_ids.device) for name, value in self.others.items()}
+        logits = self.head(self.tower(**{self.name: features}, **others)[0])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return SimpleNamespace(logits=logits, loss=loss.to(logits.dtype))
+
+
+class WithAnImage(nn.Module):
+    """A model that is given the same image at every call, so that it takes nothing but tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(2))
+
+    def forward(self, input_ids, **named):
+        if "mm_token_type_ids" in inspect.signature(type(self.model).forward).parameters:
+            named["mm_token_type_ids"] = (input_ids == IMAGE).int()
+        pixels = self.pixels.bfloat16().to(self.model.device, self.model.dtype)
+        named["attention_mask"] = torch.ones_like(input_ids)
+        grid = torch.tensor([[1, 4, 4]], device=input_ids.device)
+        return self.model(input_ids, pixel_values=pixels, image_grid_thw=grid, **named)
+
+
+def encoder_and_decoder(config: Any) -> nn.Module:
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def tower_of_images(config: Any) -> nn.Module:
+    return Tower(AutoModel.from_config(config), "pixel_values", torch.randn(2, 3, 16, 16))
+
+
+def tower_of_sound(config: Any) -> nn.Module:
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nAudioEncoder
+
+    mask = torch.zeros(2, 128, dtype=torch.bool)
+    return Tower(Gemma3nAudioEncoder(config), "audio_mel", torch.randn(2, 128, 32), audio_mel_mask=mask)
+
+
+def decoder_with_a_tower(config: Any) -> nn.Module:
+    return WithAnImage(AutoModelForImageTextToText.from_config(config))
+
+
+@dataclass(frozen=True)
+class Other:
+    """A small model of a family.
+
+    Attributes:
+        sites: the counts of the report, of the kinds that are named.
+        launches: how often operators run in a forward.
+        sizes: arguments of the config; those of a decoder alone replace ``SIZES``, or None leaves one of these out.
+        make: makes the model of a config; None for a decoder.
+        tokens: its inputs.
+        other_launches: operators run too that are neither in ``launches`` nor fused adds.
+        expert_mlps: MLPs that are experts, if each of them is a module.
+        in_bf16: its errors in bf16 are tested too.
+        only_in_5: transformers 4 writes its attention, or its norms, in a way that is kept.
+    """
+
+    sites: Mapping[Kind, int]
+    launches: Mapping[str, int]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[Any], nn.Module] | None = None
+    tokens: Tensor = field(default_factory=lambda: TOKENS)
+    other_launches: bool = False
+    expert_mlps: int = 0
+    in_bf16: bool = False
+    only_in_5: bool = False
+
+    def counted(self, launches: list[str]) -> dict[str, int]:
+        """How often the operators ran that ``launches`` of this family says everything of."""
+        adds = {"add_rms_norm", "norm_add", "norm_add_norm"}
+        names = {*launches} & ({*self.launches} | adds) if self.other_launches else {*launches}
+        return {name: launches.count(name) for name in names}
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LAYERS = ["sliding_attention", "full_attention"]
+ROTATION = {"rope_type": "default", "type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+WITH_AN_IMAGE = {
+    "text_config": {name: value for name, value in SIZES.items() if name != "head_dim"} | {"rope_scaling": ROTATION},
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
+STACK = SIZES | {"num_hidden_layers": 1, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}
+
+
+def launched(**operators: int) -> dict[str, int]:
+    """How often operators run in a forward of a decoder, besides that of its head."""
+    return {"linear_cross_entropy": 1, **operators}
+
+
+OTHERS: Mapping[str, Other] = {
+    "glm4": Other(
+        counts(loss=1, norm=9, residual=2, sandwich=4, mlp=2),
+        launched(rms_norm=3, norm_add_norm=2, norm_add=2, glu=2),
+        in_bf16=True,
+    ),
+    # No norm in the layer takes a sum. The norms of q and k are over all heads, and differ in width: no pair.
+    "olmo2": Other(
+        counts(loss=1, norm=5, qk=4, rope=2, sandwich=4, mlp=2),
+        launched(rms_norm=5, norm_add=4, rope=2, glu=2),
+        in_bf16=True,
+    ),
+    # Its layers without a window do not rotate.
+    "exaone4": Other(
+        counts(loss=1, norm=5, qk=4, rope=1, sandwich=4, mlp=2),
+        launched(rms_norm=1, qk_norm=2, norm_add=4, rope=1, glu=2),
+        {"sliding_window": 8, "layer_types": LAYERS},
+    ),
+    "granite": Other(
+        counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
+        {"residual_multiplier": 0.22},
+        in_bf16=True,
+    ),
+    "glm4_moe": Other(
+        counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2),
+        {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
+        expert_mlps=4,
+    ),
+    "hunyuan_v1_dense": Other(
+        counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2),
+    ),
+    "phi3": Other(
+        counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
+        {"partial_rotary_factor": 0.5},
+    ),
+    "smollm3": Other(
+        counts(loss=1, norm=5, rope=1, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, rope=1, glu=2),
+        {"no_rope_layers": [1, 0]},
+    ),
+    # Its angles are those of one half.
+    "gpt_oss": Other(
+        counts(loss=1, norm=5, rope=2, residual=2),
+        launched(rms_norm=3, add_rms_norm=2, rope=2),
+        {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": LAYERS},
+    ),
+    "stablelm": Other(
+        counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), {"partial_rotary_factor": 0.5}, only_in_5=True
+    ),
+    # Queries and keys are rotated one at a time; the norm before each layer's router runs twice.
+    "gemma3n_text": Other(
+        counts(loss=1, norm=18, qk=4, rope=4, sandwich=6, mlp=2),
+        launched(rms_norm=18, norm_add=6, rope=4, glu=2),
+        {
+            "layer_types": LAYERS, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.9, 0.0],
+            "intermediate_size": [96, 96],
+        },
+        only_in_5=True,
+    ),
+    # The norm is called inside the branch's call, in both kinds of layers.
+    "lfm2": Other(
+        counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, qk_norm_rope=1, glu=2),
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        in_bf16=True,
+    ),
+    "qwen3_next": Other(
+        counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2),
+        launched(rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2),
+        {
+            **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+        expert_mlps=8,
+    ),
+    # Two attentions and two dense MLPs in a layer, whose norms are in lists: four of layers and four of attentions in
+    # each, and one at the end.
+    "longcat_flash": Other(
+        {"norm": 17, "residual": 6, "sandwich": 0},
+        {"add_rms_norm": 6},
+        {
+            "num_layers": 2, "num_hidden_layers": 4, "num_key_value_heads": 4, "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16, "v_head_dim": 16, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2,
+        },
+        tokens=TOKENS_WITH_AN_IMAGE,
+        other_launches=True,
+        in_bf16=True,
+    ),
+    # Its Mamba layers add what a transformer layer made, if there is one: two of three are given nothing to add. Three
+    # of its norms have a gate, and by its default settings nothing rotates.
+    "zamba2": Other(
+        {"norm": 9, "residual": 3, "sandwich": 0, "rope": 0},
+        {"add_rms_norm": 1},
+        {
+            "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 16,
+            "mamba_ngroups": 1, "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 8,
+            "head_dim": None,
+        },
+        tokens=TOKENS_WITH_AN_IMAGE,
+        other_launches=True,
+        in_bf16=True,
+    ),
+    # Two norms in a layer of the encoder, three in one of the decoder, one at the end of each. Sums are made at the
+    # ends of modules that hold one norm each, and reach the next one's from outside.
+    "t5": Other(
+        counts(norm=12, loss=1),
+        launched(rms_norm=12),
+        {
+            "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2,
+            "decoder_start_token_id": 0, "dropout_rate": 0.0,
+        },
+        encoder_and_decoder,
+        TOKENS_OF_TOWERS,
+        in_bf16=True,
+    ),
+    # Four norms in the layer of the encoder and six in that of the decoder; dropout comes after those of branches.
+    "t5gemma": Other(
+        {"norm": 12, "residual": 3, "sandwich": 5},
+        {"norm_add_norm": 3, "norm_add": 2},
+        {"encoder": STACK, "decoder": STACK, "dropout_rate": 0.2, "vocab_size": 64},
+        encoder_and_decoder,
+        TOKENS_WITH_AN_IMAGE,
+        other_launches=True,
+        in_bf16=True,
+    ),
+    # Two norms in a layer, one before all and one after.
+    "aimv2_vision_model": Other(
+        counts(norm=6, residual=2, mlp=2),
+        {"rms_norm": 4, "add_rms_norm": 2, "glu": 2},
+        {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 4, "use_head": False,
+        },
+        tower_of_images,
+        TOKENS_OF_TOWERS,
+        in_bf16=True,
+    ),
+    # Nine norms in a layer; of those after branches, one is added in a return, the others have a factor.
+    "gemma3n_audio": Other(
+        counts(norm=18, sandwich=2),
+        {"rms_norm": 16, "norm_add": 2},
+        {
+            "hidden_size": 64, "input_feat_size": 32, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 2,
+            "sscp_conv_channel_size": (16, 8), "conf_reduction_factor": 2,
+        },
+        tower_of_sound,
+        TOKENS_OF_TOWERS,
+        in_bf16=True,
+    ),
+    # A block of the tower has two norms, and so has a layer of the text; there are two more.
+    "qwen2_5_vl": Other(
+        {"norm": 10, "residual": 4, "sandwich": 0, "rope": 4},
+        {"add_rms_norm": 4, "rope": 4},
+        {
+            **WITH_AN_IMAGE, "vision_config": VISION | {"fullatt_block_indexes": [1], "window_size": 16},
+            "vision_start_token_id": START, "vision_end_token_id": END,
+        },
+        decoder_with_a_tower,
+        TOKENS_WITH_AN_IMAGE,
+        other_launches=True,
+        in_bf16=True,
+    ),
+    # A layer of the text has four norms; the tower has two besides those of its blocks, and alone turns halves.
+    "glm4v": Other(
+        {"norm": 15, "residual": 4, "sandwich": 4, "rope": 2},
+        {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 2},
+        {
+            **WITH_AN_IMAGE, "vision_config": VISION | {"image_size": 16}, "image_start_token_id": START,
+            "image_end_token_id": END,
+        },
+        decoder_with_a_tower,
+        TOKENS_WITH_AN_IMAGE,
+        other_launches=True,
+        in_bf16=True,
+    ),
+}  # fmt: skip
+"""By model type; sites and launches are counted by hand from the layers of each."""
+
+
+def model_of(model_type: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model of one of ``OTHERS``, or of a family in the table."""
+    if model_type not in OTHERS:
+        return build(model_type, seed=0, device=device, dtype=dtype)
+    other = OTHERS[model_type]
+    sizes = copy.deepcopy({**({} if other.make else SIZES), **other.sizes})
+    config = AutoConfig.for_model(model_type, **{name: value for name, value in sizes.items() if value is not None})
+    if other.make is None:
+        return build(config, seed=0, device=device, dtype=dtype)
+    model = other.make(config)
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__ or "T5LayerNorm" in type(module).__name__:
+            nn.init.normal_(module.weight, 1, 0.3)
+    return model.to(device, dtype)
