@@ -16,7 +16,6 @@ from fused_norm.convergence.step_checks import changed_bits
 from fused_norm.model_configs import build as build_on_cpu
 from fused_norm.model_configs import tiny_config
 from fused_norm.patcher import Site
-from fused_norm.patcher.patch_report import ReadingBlock
 
 from ..planted.faults import FAULTS
 from ..planted.planting import PlantedFault, linear_cross_entropy
@@ -279,7 +278,7 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     if execution != "eager":
         add_adapters(model, Comparison("llama", "mixed", execution))
     with fused_for("all")(model) as sites:
-        assert len([site for site in sites if isinstance(site, ReadingBlock)]) == 4
+        assert len([site for site in sites if site.kind == "readers"]) == 4
         assert sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True)) == ()
         model.get_submodule(f"{BLOCK}.k_proj").register_forward_hook(lambda *_: None)
         not_seen = sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True))

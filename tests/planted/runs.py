@@ -14,7 +14,7 @@ from fused_norm.cli.common import interpret_without_gpu
 from fused_norm.cli.converge_command import plan_for, tier_for
 from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison, Progress
-from fused_norm.convergence.fused_calls import AnySite, FusedCall, sites_not_seen
+from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
 from fused_norm.convergence.paired_runs import ModelChange, PairedRuns, fused_for
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.report_claims import claims_not_kept
@@ -23,6 +23,7 @@ from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run
 from fused_norm.convergence.verdict import BY_NAME
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.patcher import Site
 
 from .faults import FAULTS, ROUNDINGS, Fault
 from .planting import PlantedFault
@@ -132,7 +133,7 @@ def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> ModelCh
     """Fuse the model of a comparison with a fault in it; ``state`` counts what it has changed."""
 
     @contextmanager
-    def made(model: nn.Module) -> Iterator[Sequence[AnySite]]:
+    def made(model: nn.Module) -> Iterator[Sequence[Site]]:
         with fused_for(comparison.feature)(model) as sites, fault.planted(model) as planted:
             yield sites
         state.add(planted)

@@ -27,10 +27,7 @@ from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import outputs_of
 from ..patcher.losses import FusedHead
-from ..patcher.patch_report import ReadingBlock, Site
-
-AnySite = Site | ReadingBlock
-"""A row of a report: a site, or a block whose linears read a norm."""
+from ..patcher.patch_report import Site
 
 _IN_FLOAT32 = "float32"
 """Stands among operators for a LoRA layer that multiplies in float32, which is left to PyTorch."""
@@ -63,7 +60,7 @@ _KINDS: Mapping[str, _Kind] = {
     "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
     "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
-    ReadingBlock.kind: _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
+    "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }
 
 _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
@@ -76,7 +73,7 @@ _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_read", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS[ReadingBlock.kind].methods),
+        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["readers"].methods),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }
@@ -240,9 +237,7 @@ class _Watch:
             self._outermost.operators.append(operator.public_name(*arguments))
 
 
-def sites_not_seen(
-    sites: Iterable[AnySite], calls: Sequence[FusedCall], *, may_be_idle: bool = False
-) -> tuple[str, ...]:
+def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_idle: bool = False) -> tuple[str, ...]:
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind.
 
     Those without a call are among them; where they ``may_be_idle``, as experts are without tokens, only if no site of
@@ -258,13 +253,13 @@ def sites_not_seen(
     )
 
 
-def is_call_of(site: AnySite, call: FusedCall) -> bool:
+def is_call_of(site: Site, call: FusedCall) -> bool:
     """Return whether a call is one of a site's."""
     methods = _KINDS[site.kind].methods
     return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods
 
 
-def sites_not_compiled(sites: Iterable[AnySite], graphs: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """The sites, with their kinds, for which compiled code has no operator, from the names of what its graphs call.
 
     A single graph has a call for each site. One of several graphs may run for many layers, so then one call is enough
@@ -287,7 +282,7 @@ def sites_not_compiled(sites: Iterable[AnySite], graphs: Sequence[Sequence[str]]
 
 def computes(call: FusedCall) -> bool:
     """Return whether a call computes something, and does not just hand tensors to linears."""
-    return call.method.__name__ not in _KINDS[ReadingBlock.kind].methods
+    return call.method.__name__ not in _KINDS["readers"].methods
 
 
 def is_tensor(one: Any) -> bool:

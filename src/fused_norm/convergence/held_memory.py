@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..options import RecomputeLevel
 from ..patcher.fused_block import FusedBlock
-from ..patcher.patch_report import PatchReport, ReadingBlock
+from ..patcher.patch_report import PatchReport, Site
 
 LEVELS: tuple[RecomputeLevel, ...] = (False, True, "mlp", "attention")
 """The levels of ``recompute``, each of which holds less than the one before it."""
@@ -159,7 +159,7 @@ def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLev
             yield layer.path
 
 
-def _may_be_recomputed(model: nn.Module, row: ReadingBlock) -> bool:
+def _may_be_recomputed(model: nn.Module, row: Site) -> bool:
     """Return whether the outputs of a block's linears can be recomputed: the graph does not keep a frozen bias."""
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)

@@ -22,11 +22,11 @@ from ..kernels.operator import in_all_graphs
 from ..kernels.triton.devices import use_plans
 from ..options import RecomputeLevel
 from ..patcher import Site, apply_fused_norm
-from ..patcher.patch_report import PatchReport, ReadingBlock
+from ..patcher.patch_report import PatchReport
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import LORA, PRECISIONS, RECOMPUTE, SECOND_RUNS, Comparison, options_for_feature
-from .fused_calls import AnySite, FusedCall, observed, sites_not_compiled, sites_not_seen
+from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
@@ -35,7 +35,7 @@ from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, masked_labels, takes_number_of_labels, train
 
 OnStep = Callable[[int, float], object]
-ModelChange = Callable[[nn.Module], AbstractContextManager[Sequence[AnySite]]]
+ModelChange = Callable[[nn.Module], AbstractContextManager[Sequence[Site]]]
 """Changes a stock model for the length of a ``with``, and returns the sites that it changed."""
 
 CHECKED = 2
@@ -84,7 +84,7 @@ class PairedRuns:
             regrouped = regroup(self.sequences, self.options, processes=processes, seed=seed)
 
         @contextlib.contextmanager
-        def perturbed(model: nn.Module) -> Iterator[Sequence[AnySite]]:
+        def perturbed(model: nn.Module) -> Iterator[Sequence[Site]]:
             with reordered_norms(model, self.sites, seed=seed):
                 yield self.sites
 
@@ -225,7 +225,7 @@ class PairedRuns:
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
         if is_compiled:  # linears read what a stock norm returns, and the head is stock
-            changed = [site for site in changed if site.kind not in (ReadingBlock.kind, "loss")]
+            changed = [site for site in changed if site.kind not in ("readers", "loss")]
             not_seen = sites_not_compiled(changed, seen.graphs)
         else:
             not_seen = sites_not_seen(changed, seen.calls, may_be_idle=True)
@@ -240,7 +240,7 @@ class PairedRuns:
             final=final,
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
-            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, ReadingBlock.kind)},
+            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "readers")},
             not_seen=not_seen,
         )
 
@@ -275,7 +275,7 @@ def fused_for(feature: str) -> ModelChange:
     """
 
     @contextlib.contextmanager
-    def fused(model: nn.Module) -> Iterator[Sequence[AnySite]]:
+    def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
         report = apply_fused_norm(model, **options_for_feature(feature))
         yield *report.fused, *(row for row in report.readers if row.reason is None)
 

@@ -20,8 +20,8 @@ from ..patcher import disabled
 from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.hooks import is_idle_dropout
-from ..patcher.patch_report import ReadingBlock
-from .fused_calls import AnySite, FusedCall, is_call_of
+from ..patcher.patch_report import Site
+from .fused_calls import FusedCall, is_call_of
 from .model_source import layers_of
 
 _WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"
@@ -30,7 +30,7 @@ _NOT_JOINED = "the gradient of its residual connection did not join in the backw
 
 
 def claims_not_kept(
-    model: nn.Module, sites: Sequence[AnySite], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
+    model: nn.Module, sites: Sequence[Site], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
 ) -> dict[str, list[str]]:
     """Return the places in which a step has not done what rows of the report promise, by what it did instead.
 
@@ -58,7 +58,7 @@ def claims_not_kept(
     for site in sites if mixed else ():
         if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
             continue
-        if isinstance(site, ReadingBlock) and not _drops(model, site):
+        if site.kind == "readers" and not _drops(model, site):
             add(_WIDE_OUTPUT, site.path)
         elif site.kind == "rope" and site.path in casting:
             add(_WIDE_QUERIES, site.path)
@@ -80,7 +80,7 @@ def _joins(call: FusedCall) -> bool:
     return call.is_one_node and call.gradients[-1] is not None
 
 
-def _drops(model: nn.Module, row: ReadingBlock) -> bool:
+def _drops(model: nn.Module, row: Site) -> bool:
     """Return whether a LoRA layer of a block may drop some of its input, which it then reads in float32."""
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)

@@ -15,7 +15,6 @@ from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
 from .loss_survey import survey_losses
 from .patch_report import PatchReport, Site
-from .patterns import IN_A_HELPER
 from .reached_code import no_code_changes
 from .recompute_survey import survey_layers
 from .survey import survey
@@ -113,14 +112,8 @@ def apply_fused_norm(
     others = list(_sites_of_others(model, sites, expected))
     places = {(site.kind, site.path) for site in others}
     sites = [site for site in sites if (site.kind, site.path) not in places] + [*losses, *others]
-    report = PatchReport(
-        model=type(model).__name__,
-        model_type=getattr(getattr(model, "config", None), "model_type", None),
-        fused=tuple(site for site in sites if site.reason is None),
-        kept=tuple(site for site in sites if site.reason is not None),
-        recompute=tuple(layers) if recompute else None,
-        readers=tuple(reading),
-    )
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    report = PatchReport(type(model).__name__, model_type, (*sites, *layers, *reading), recompute)
     if options.strict:
         _check(model, report, expected)
     _change(changes)
@@ -168,7 +161,7 @@ def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected])
 
 def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
     """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is fused."""
-    known = [site for site in sites if site.reason is None or not site.reason.endswith(IN_A_HELPER)]
+    known = [site for site in sites if not site.in_helper]
     found = {(site.kind, path) for site in known for path in accumulate(site.path.split("."), "{}.{}".format)}
     for _, path, kind, _, layers in expected:
         if kind not in ("rope", "mlp") or path is None or (kind, path) in found:

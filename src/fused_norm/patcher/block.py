@@ -23,7 +23,7 @@ from .fused_norm_module import has_origin_forward
 from .hooks import has_hooks
 from .linear_inputs import reads_of
 from .norm_recognition import looks_like_norm, subtracts_mean
-from .patch_report import ReadingBlock, Site
+from .patch_report import Site
 from .rewrite import Rewrite
 
 
@@ -63,7 +63,7 @@ class Block:
         self.owner = foreign_forward(self.module)
         self.fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
         self.rewrites: list[Rewrite] = []
-        self.reading: ReadingBlock | None = None
+        self.reading: Site | None = None
         self._model = model
         self._done: tuple[Rewrite, ...] = ()
         if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
@@ -99,7 +99,7 @@ class Block:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
             reason = "not selected by modules"
-        self.reading = ReadingBlock(self.path, self.origin.__name__, reason)
+        self.reading = Site(self.path, "readers", self.origin.__name__, reason=reason)
         if reason is None and rewrite not in self.rewrites:
             self.rewrites.append(rewrite)
         return reason is None

@@ -8,11 +8,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
+from ..options import RecomputeLevel
 from ..spec import KINDS, Casting, Kind, NormSpec
 
 Cause = Literal["option", "overridden", "unrecognised"]
+RowKind = Kind | Literal["readers", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -23,25 +25,31 @@ class Site:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer. ``loss``: the head.
-        kind: one of ``KINDS``.
+            ``readers``: the attention or MLP. ``recompute``: the layer.
+        kind: one of ``KINDS``; ``readers`` for an attention or MLP that reads a fused norm, each of whose linears gets
+            an output of that norm of its own; ``recompute`` for a layer with something fused in it, which recomputes
+            outputs of fused operators in its backward.
         module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP, LoRA
             layer or language model.
         spec: what the norm computes; None where it was not recognised, and for a site without one.
         reason: why it was kept as it was; None where it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
-            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here.
+            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``readers`` and
+            ``recompute``.
         activation: what the activation of an MLP computes; None where it was not recognised.
         replaced: the casting of the stock norm where the caller's options give it another one, which ``spec`` has.
+        in_helper: it was kept because it is written in a method or function that the module's forward calls.
     """
 
     path: str
-    kind: Kind
+    kind: RowKind
     module: str
     spec: NormSpec | None = None
     reason: str | None = None
     cause: Cause | None = None
     activation: str | None = None
     replaced: Casting | None = None
+    in_helper: bool = False
 
     @property
     def what(self) -> str:
@@ -54,40 +62,17 @@ class Site:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"
 
-    def kept_for(self, reason: str, cause: Cause | None = "unrecognised") -> Site:
+    def kept_for(self, reason: str, cause: Cause | None = "unrecognised", *, in_helper: bool = False) -> Site:
         """This row as one that is kept for this reason; itself where it has a reason already."""
-        return self if self.reason is not None else replace(self, reason=reason, cause=cause)
+        return self if self.reason is not None else replace(self, reason=reason, cause=cause, in_helper=in_helper)
 
-
-@dataclass(frozen=True)
-class RecomputingLayer:
-    """A layer with something fused in it, and whether it recomputes outputs of fused operators in its backward.
-
-    Attributes:
-        path: its name in the model, as in ``named_modules``.
-        module: its class.
-        reason: why it keeps the outputs; None where it recomputes them.
-    """
-
-    path: str
-    module: str
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class ReadingBlock:
-    """An attention or MLP that reads a fused norm, and whether each of its linears gets an output of that of its own.
-
-    Attributes:
-        path: its name in the model, as in ``named_modules``.
-        module: its class.
-        reason: why they all read one output; None where each has its own.
-    """
-
-    kind: ClassVar = "readers"
-    path: str
-    module: str
-    reason: str | None = None
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        names: tuple[str, ...] = ("path", "module", "reason")
+        if self.kind in KINDS:
+            names = ("path", "kind", "module", "spec", "reason", "cause", "activation", "replaced")
+        values = asdict(self)
+        return {name: values[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -97,18 +82,34 @@ class PatchReport:
     Attributes:
         model: the model's class.
         model_type: ``config.model_type``, or None for a model without one.
-        fused: the sites that run fused now.
-        kept: the sites that run stock code, each with its reason.
-        recompute: under ``recompute`` the layers in which something is fused.
-        readers: under ``readers`` the blocks that read fused norms.
+        rows: all of them.
+        level: the option ``recompute``.
     """
 
     model: str
     model_type: str | None
-    fused: tuple[Site, ...]
-    kept: tuple[Site, ...]
-    recompute: tuple[RecomputingLayer, ...] | None = None
-    readers: tuple[ReadingBlock, ...] = ()
+    rows: tuple[Site, ...]
+    level: RecomputeLevel = False
+
+    @property
+    def fused(self) -> tuple[Site, ...]:
+        """The sites that run fused now."""
+        return tuple(row for row in self.rows if row.kind in KINDS and row.reason is None)
+
+    @property
+    def kept(self) -> tuple[Site, ...]:
+        """The sites that run stock code, each with its reason."""
+        return tuple(row for row in self.rows if row.kind in KINDS and row.reason is not None)
+
+    @property
+    def recompute(self) -> tuple[Site, ...] | None:
+        """Under ``recompute`` the layers in which something is fused; without it None."""
+        return tuple(row for row in self.rows if row.kind == "recompute") if self.level else None
+
+    @property
+    def readers(self) -> tuple[Site, ...]:
+        """Under ``readers`` the blocks that read fused norms."""
+        return tuple(row for row in self.rows if row.kind == "readers")
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -120,7 +121,7 @@ class PatchReport:
         """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and readers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
         lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "readers")}
-        rows = {name: [asdict(row) for row in found] for name, found in lists.items() if found is not None}
+        rows = {name: [row.to_dict() for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
@@ -133,12 +134,8 @@ class PatchReport:
         return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("fused", site.module, site.what, site.kind, site.path) for site in self.fused]
-        rows += [("kept", site.module, site.reason or site.what, site.kind, site.path) for site in self.kept]
-        layers = self.recompute or ()
-        rows += [("kept", row.module, row.reason, "recompute", row.path) for row in layers if row.reason is not None]
-        blocks = self.readers
-        rows += [("kept", row.module, row.reason, row.kind, row.path) for row in blocks if row.reason is not None]
+        rows = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
+        rows += [("kept", row.module, row.reason, row.kind, row.path) for row in self.rows if row.reason is not None]
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 

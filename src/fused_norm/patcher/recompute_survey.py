@@ -20,7 +20,7 @@ from .class_swap import (
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .norm_recognition import looks_like_norm
-from .patch_report import RecomputingLayer, Site
+from .patch_report import Site
 from .recompute import COMPILED
 from .rewrite import Rewrite
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("fused_norm")
 
 def survey_layers(
     model: nn.Module, sites: Iterable[Site], changes: list[ClassChange], *, recompute: RecomputeLevel
-) -> tuple[list[RecomputingLayer], list[ClassChange]]:
+) -> tuple[list[Site], list[ClassChange]]:
     """The layers in which something is fused, and ``changes`` with those of the layers' own classes.
 
     Args:
@@ -65,7 +65,7 @@ def survey_layers(
                 planned[id(layer)] = ClassChange(layer, new)
         elif reason is None and not _recomputes(layer):
             reason = "other code has built on its class since it was patched; remove_fused_norm before sharding"
-        rows.append(RecomputingLayer(path, current.__name__, reason))
+        rows.append(Site(path, "recompute", current.__name__, reason=reason))
     recomputing = {id(layers[row.path]) for row in rows if row.reason is None}
     for module in model.modules():
         if _recomputes(module) and id(module) not in recomputing and id(module) not in planned:

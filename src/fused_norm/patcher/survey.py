@@ -29,7 +29,7 @@ from .fused_norm_module import FusedNorm, has_origin_forward
 from .hooks import replaced_forward, replaced_linear
 from .loss_survey import language_models
 from .norm_recognition import Recognised, looks_like_norm, recognise
-from .patch_report import ReadingBlock, Site
+from .patch_report import Site
 from .patterns.heads import QK_NAME
 from .probe import UnrecognisedError
 
@@ -37,7 +37,7 @@ _ANY_WIDTH = 64
 """Of a weight that another device has all of."""
 
 
-def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange], list[ReadingBlock]]:
+def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange], list[Site]]:
     """A row for every site, the changes of class that fuse those to be fused, and a row for every block that reads.
 
     The model is not touched.
@@ -106,7 +106,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
 
 def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
     origin: Any = stock_class(norm)
-    site = Site(path, _kind_of(path), origin.__name__)
+    kind = _kind_of(path)
+    site = Site(path, kind, origin.__name__)
     owner = foreign_forward(norm)
     if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
         reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
@@ -123,7 +124,7 @@ def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
         return site.kept_for(owner, "overridden"), []
-    if unwanted := why_left_out(site.kind, path, norm, options):
+    if unwanted := why_left_out(kind, path, norm, options):
         return site.kept_for(unwanted, "option"), change_to(norm, origin)
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call

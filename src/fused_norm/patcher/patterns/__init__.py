@@ -87,7 +87,7 @@ def patterns_of(layer: Any) -> Patterns:
     return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, *missed)
 
 
-IN_A_HELPER = "which its forward calls, and which is not rewritten"
+_IN_A_HELPER = "which its forward calls, and which is not rewritten"
 
 
 @cached_by_forward
@@ -105,7 +105,7 @@ def decide_helpers(block: Block) -> Iterator[Site]:
     for name, helper in helpers_of(block.origin).items():
         with contextlib.suppress(SourceError):
             rotations, gates = _missed_in(helper)
-            reason = f"is in {name}, {IN_A_HELPER}"
+            reason = f"is in {name}, {_IN_A_HELPER}"
             yield from decide_missed_rotations(rotations, block, helper, reason)
             yield from decide_missed_gates(gates, block, helper, reason)
 

@@ -157,7 +157,8 @@ def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, r
         with suppress(UnrecognisedError):
             found = global_of(function, one.called.name) if one.called.is_function else block.member(one.called.name)
             row = dataclasses.replace(row, activation=recognise_activation(found).formula)
-            yield row.kept_for(f"its product, {shorten(one.source, 80)}, {reason}")
+            in_helper = function is not block.origin
+            yield row.kept_for(f"its product, {shorten(one.source, 80)}, {reason}", in_helper=in_helper)
 
 
 def find_gates(flow: Dataflow) -> list[Gate]:

@@ -110,7 +110,8 @@ def decide_missed_rotations(
         with suppress(UnrecognisedError):
             if rotation.arguments and come_out_so(rotation.conditions, block.module):
                 rotation_of(function, rotation.rotate, rotation.arguments)
-                yield block.own_row("rope", already=False).kept_for(f"its {rotation.rotate} {reason}")
+                row = block.own_row("rope", already=False)
+                yield row.kept_for(f"its {rotation.rotate} {reason}", in_helper=function is not block.origin)
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
