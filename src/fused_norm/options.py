@@ -47,26 +47,31 @@ class FuseOptions:
     Attributes:
         norms: fuse the RMSNorms that are not q or k norms. None is on.
         qk: fuse the norms of queries and keys. None is on.
-        rope: fuse the rotary embedding, with the norms of queries and keys where they come before it and are fused.
+        rope: fuse the rotary embedding, with the norms of queries and keys if they come before it and are fused.
             None follows ``qk``.
         residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
         adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
-        loss: fuse the vocabulary head of a language model with its loss, so that logits are not held; they are computed
-            if somebody reads them. None is on.
+        loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
+            ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
+            on.
         modules: which sites may be fused, by the path of the norm in the model, or of the attention, MLP or LoRA layer
-            where a site has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or
+            if a site has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or
             a function of path and module. None is all.
-        casting: rounding points that norms get in place of their own, ``"llama"`` or ``"gemma"``, by patterns of their
-            paths: for models that learn from what an inference engine wrote, which may round elsewhere than
-            transformers does. None replaces nothing.
-        readers: give each linear that reads a norm an output of that norm of its own.
-        recompute: recompute outputs of fused operators in the backward instead of keeping them for it: less memory for
-            a little more time, and the same bits unless tensors are written into behind autograd's back. ``"mlp"``:
-            those of the linears in front of a gate too; ``"attention"``: and those of queries, keys and values, which
-            is all that the linears behind a norm make.
-        strict: raise when nothing is fused, or when a known family does not have the sites it is known to have.
+        casting: rounding points that norms get in place of their own, by patterns of their paths:
+            ``{"*.q_norm": "gemma"}``, or ``"llama"``. For models that learn from what an inference engine wrote, which
+            may round elsewhere than transformers does. Under ``disabled()`` norms round as their own code does. None
+            replaces nothing.
+        readers: let the backward of a fused norm sum the gradients of the linears that consume it, and under autocast
+            write the norm in the dtype that they cast it to. Numbers stay the same to the bit, but for the order in
+            which a GPU adds up some rows, and for gradients if a loss reads hidden states too.
+        recompute: recompute norm outputs, rotated queries and keys and products of gates in the backward, instead of
+            keeping them for it: less memory for a little more time, and the same bits unless such a tensor is written
+            into in a way that autograd does not count, as ``.data`` and NumPy do. ``"mlp"`` also recomputes the
+            outputs of the linears before a gate, ``"attention"`` also queries, keys and values. It is a no-op in a
+            layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is kept.
+        strict: raise if nothing is fused, or if a known family does not have the sites it is known to have.
 
     Raises:
         TypeError: for a value of another type.

@@ -41,67 +41,33 @@ def apply_fused_norm(
     recompute: RecomputeLevel = False,
     strict: bool = True,
 ) -> PatchReport:
-    """Make the RMSNorms, residual adds, rotary embeddings, MLP gates and LoRA layers of ``model`` run fused, in place.
+    """Make the RMSNorms, residual adds, rotary embeddings, MLP gates, LoRA layers and loss of ``model`` run fused.
 
     They are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
-    code and is reported with the reason. Parameters, state-dict keys, hooks and class names stay as they are.
+    code and is reported with the reason. The model is changed in place: parameters, state-dict keys, hooks and class
+    names stay as they are.
 
-    Applied again it makes of the model what it would make of the stock one: the options are those of the last call, the
-    report is on the model as it is now, and where neither has changed nothing does. What other code has replaced
-    between two calls, a function or a flag that a site reaches, is seen by the second one.
+    Calling it again gives the same result as calling it on the unpatched model, and sees what other code has replaced
+    meanwhile, a function or a flag that a site reaches: the options are those of the last call, the report is on the
+    model as it is now. If neither has changed it is a no-op.
 
-    Args:
-        model: a transformers model, or any module that holds one; on any device, meta included.
-        norms: fuse the RMSNorms that are not q or k norms; None is on.
-        qk: fuse the norms of queries and keys; None is on.
-        rope: fuse the rotary embedding, with the q and k norms where they come before it; None follows ``qk``.
-        residual: fuse a residual add with the norm after it in the layer; None follows ``norms``.
-        sandwich: fuse the norm of a branch with the add of that branch; None follows ``residual``.
-        mlp: fuse the activation of a gated MLP with the product after it; None is on.
-        adapter: fuse what PEFT's LoRA layers add to their linear, the adapter's products, scale and sum; None is on.
-        loss: fuse the vocabulary head of a language model with its loss. Logits are then not held: ``outputs.logits``
-            computes them when it is read, and raises if weights have been written to since. None is on.
-        modules: which sites may be fused: patterns for their paths, or a function; see ``FuseOptions``.
-        casting: ``{"*.q_norm": "gemma"}``: norms at paths of that pattern round as that casting does, not as their own
-            code; under ``disabled()`` they round as their own code does. What an inference engine computes is a reason,
-            see ``FuseOptions``; None is what stock code computes, everywhere.
-        readers: give each linear that reads a fused norm an output of its own, all of them one tensor in memory: the
-            norm's backward adds up their gradients, as autograd would, and under autocast the norm is written in the
-            dtype that the linears cast it to. Numbers stay the same to the bit, but for the order in which a GPU adds
-            up some rows, and for gradients where a loss reads hidden states too.
-        recompute: norm outputs, rotated q and k and products of gates, which linears and attention keep for their
-            backward, are recomputed there from what is kept anyway; with ``"mlp"`` and ``"attention"`` outputs of
-            linears too, see ``FuseOptions``. Gradients stay the same to the bit, unless such a
-            tensor is written into in a way that autograd does not count, as ``.data`` and NumPy do. It saves nothing
-            in a layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is
-            kept.
-        strict: raise when nothing is fused, or when a known family lacks a site it should have.
+    ``model`` is a transformers model, or any module that holds one, on any device, meta included. All other arguments
+    are the fields of ``FuseOptions``, which describes each.
 
     Returns:
         A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``readers`` one
         for every block that reads a fused norm.
 
     Raises:
-        FusedNormError: where ``strict`` and nothing was fused, or a known family lacks a site it should have; where
-            ``modules`` has a pattern that selects nothing; where ``casting`` has one that selects no norm, or a norm
-            that stays stock; where a fused site is to be stock again, and other code has built on its class, as FSDP
-            does when it shards. The model is as it was.
+        FusedNormError: if ``strict`` and nothing was fused, or a known family lacks a site it should have; if
+            ``modules`` has a pattern that selects nothing; if ``casting`` has one that selects no norm, or a norm that
+            stays stock; if a fused site is to be stock again, and other code has built on its class, as FSDP does when
+            it shards. The model is as it was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
+    # In the order of its fields.
     options = FuseOptions(
-        norms=norms,
-        qk=qk,
-        rope=rope,
-        residual=residual,
-        sandwich=sandwich,
-        mlp=mlp,
-        adapter=adapter,
-        loss=loss,
-        modules=modules,
-        casting=casting,
-        readers=readers,
-        recompute=recompute,
-        strict=strict,
+        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, readers, recompute, strict
     )
     _check_is_module(model)
     with no_code_changes():
