@@ -20,26 +20,25 @@ import torch
 import triton
 from compiled_launches import TARGETS, Noted, Target, compiled
 
-from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.heads import QK_NORM, ROPE
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.norm_add import NORM_ADD
-from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
-from fused_norm.kernels.norms_for_readers import (
+from fused_norm.kernels.norm import (
+    ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_READERS,
+    NORM_ADD,
+    NORM_ADD_NORM,
     NORM_ADD_NORM_FOR_READERS,
+    RECOMPUTED_NORM,
+    RMS_NORM,
     RMS_NORM_FOR_READERS,
 )
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec
 from fused_norm.kernels.plans import TABLES, WIDEST_FORWARD, WIDEST_GATED, PlanTable
-from fused_norm.kernels.qk_norm import QK_NORM
-from fused_norm.kernels.recomputed_norm import RECOMPUTED_NORM
-from fused_norm.kernels.rms_norm import RMS_NORM
-from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import launches

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import norm_add, norm_add_norm, rms_norm
-from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
+from fused_norm.kernels.norm import NORM_ADD_NORM
 from fused_norm.kernels.plans import (
     WIDEST_SANDWICH_BACKWARD,
     WIDEST_SANDWICH_FORWARD,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_norm.kernels.norms_for_readers import (
+from fused_norm.kernels.norm import (
     ADD_RMS_NORM_FOR_READERS,
     NORM_ADD_NORM_FOR_READERS,
     RMS_NORM_FOR_READERS,

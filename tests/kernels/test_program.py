@@ -20,12 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 
 from fused_norm.kernels import add_rms_norm, guards, program, rms_norm, straight_lines
-from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.norm_add import NORM_ADD
+from fused_norm.kernels.norm import ADD_RMS_NORM, NORM_ADD, RMS_NORM
 from fused_norm.kernels.operator import calls, norm_spec
 from fused_norm.kernels.plans import PlanTable, Rule
-from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.kernels.triton.devices import use_plans
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.launch import launches as observed

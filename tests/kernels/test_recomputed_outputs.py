@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_norm.kernels.norm import RECOMPUTED_NORM
 from fused_norm.kernels.operator import calls, norm_spec
-from fused_norm.kernels.recomputed_norm import RECOMPUTED_NORM
 from fused_norm.spec import NormSpec
 
 from .conftest import OPERATORS

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm
 from fused_norm import FusedNormError
+from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import Operator, calls, norm_spec
-from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
 from fused_norm.options import RecomputeLevel
 from fused_norm.patcher import recompute

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import fused_norm
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
-from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.model_configs import build
 from fused_norm.patcher import recompute, recompute_linears
 from fused_norm.patcher.recompute import call_recomputing

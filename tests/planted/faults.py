@@ -19,23 +19,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels import reference
-from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.heads import QK_NORM, ROPE
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.norm_add import NORM_ADD
-from fused_norm.kernels.norm_add_norm import NORM_ADD_NORM
-from fused_norm.kernels.norms_for_readers import (
+from fused_norm.kernels.norm import (
+    ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_READERS,
+    NORM_ADD,
+    NORM_ADD_NORM,
     NORM_ADD_NORM_FOR_READERS,
+    RMS_NORM,
     RMS_NORM_FOR_READERS,
 )
 from fused_norm.kernels.operator import Recompute
-from fused_norm.kernels.qk_norm import QK_NORM
-from fused_norm.kernels.rms_norm import RMS_NORM
-from fused_norm.kernels.rope import ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
 from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute, recompute_linears
 from fused_norm.patcher.adapters import FusedAdapter

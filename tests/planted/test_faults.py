@@ -5,10 +5,10 @@ import torch
 
 from fused_norm import apply_fused_norm
 from fused_norm.kernels import glu, rope
-from fused_norm.kernels.add_rms_norm import ADD_RMS_NORM
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.norm import ADD_RMS_NORM
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
 from fused_norm.patcher import (

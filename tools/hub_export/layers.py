@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.kernels.arguments import wrong_eps
+from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
-from fused_norm.kernels.rms_norm import RMS_NORM
 from fused_norm.patcher.fused_norm_module import run_fused
 from fused_norm.patcher.norm_recognition import Recognised, recognise
 from fused_norm.patcher.probe import UnrecognisedError

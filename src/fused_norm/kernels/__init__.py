@@ -1,18 +1,14 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
 from . import fp8
-from .add_rms_norm import add_rms_norm
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
+from .heads import qk_norm, qk_norm_rope, rope
 from .linear_cross_entropy import linear_cross_entropy
 from .lora_add import lora_add
-from .norm_add import norm_add
-from .norm_add_norm import norm_add_norm
+from .norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from .plans import MODES
-from .qk_norm import qk_norm, qk_norm_rope
-from .rms_norm import rms_norm
-from .rope import rope
 
 __all__ = [
     "MODES",

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.glu import GLU
-from ..kernels.norm_add import NORM_ADD
-from ..kernels.norm_add_norm import NORM_ADD_NORM
-from ..kernels.norms_for_readers import NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
-from ..kernels.qk_norm import QK_NORM
+from ..kernels.heads import QK_NORM, ROPE
+from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
 from ..kernels.reference import written
-from ..kernels.rope import ROPE
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel

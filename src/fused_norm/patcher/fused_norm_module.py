@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.add_rms_norm import ADD_RMS_NORM
 from ..kernels.arguments import wrong_eps
 from ..kernels.autocast import autocast_dtype
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
-from ..kernels.norms_for_readers import ADD_RMS_NORM_FOR_READERS
+from ..kernels.norm import ADD_RMS_NORM, ADD_RMS_NORM_FOR_READERS, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
-from ..kernels.rms_norm import RMS_NORM
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .hooks import function_mode, has_hooks, is_plain_call
 from .running_code import RunningCode

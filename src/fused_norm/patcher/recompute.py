@@ -30,11 +30,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.glu import GLU
+from ..kernels.heads import QK_NORM, ROPE
 from ..kernels.lora_add import LORA_ADD
+from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, Spec, calls
-from ..kernels.qk_norm import QK_NORM
-from ..kernels.recomputed_norm import RECOMPUTED_NORM
-from ..kernels.rope import ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
 from .fused_norm_module import is_disabled

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...spec import Casting, NormSpec
 from .. import reference
-from ..add_rms_norm import ADD_RMS_NORM
 from ..arguments import KERNEL_DTYPES, Refusal, wrong_scale
+from ..norm import ADD_RMS_NORM, RecomputedNorm
 from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..triton.memory import empty_rows_like, empty_weight_grad

@@ -1,0 +1,313 @@
+"""The operators on q and k: the norm of their heads, with or without RoPE, and RoPE alone, in one launch each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, overload
+
+from torch import Tensor
+
+from ..spec import Casting, NormSpec
+from . import reference
+from .arguments import Refusal, angles_beyond_kernels, other_dtype, wrong_angles, wrong_flag, wrong_pair
+from .operator import BackwardCall, Operator, Recompute, Route, Spec, Tensors, norm_spec
+from .triton.memory import (
+    empty_copy,
+    empty_in_order,
+    empty_rows_like,
+    empty_weight_grad,
+    norm_dtype,
+    norm_reads_copy,
+)
+from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
+
+
+class HeadsOperator(Operator):
+    """An operator on q and k, whose outputs and ``gradients`` are those of q and of k by turns.
+
+    Kernels take angles that are the same for all heads and want no gradient. A side that is unused, or that needs no
+    gradient, gets no work in the backward.
+    """
+
+    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        q, *_ = arguments
+        cos, sin = arguments[self.tensor_count - 2 : self.tensor_count]
+        return None if cos is None else angles_beyond_kernels(q, cos, sin, arguments[self.tensor_count])
+
+    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+        return other_dtype("q", "k", *arguments[:2])
+
+    def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
+        return tuple(side for side in (0, 1) if not any(needed[side::2]))
+
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        idle = [side for side, d in enumerate(call.incoming) if d is None or not any(call.needed[side::2])]
+        incoming = [None if side in idle else d for side, d in enumerate(call.incoming)]
+        needed = [need and place % 2 not in idle for place, need in enumerate(call.needed)]
+        if not any(needed):
+            return (None,) * len(needed)
+        return super().gradients_by(route, spec, call._replace(incoming=incoming, needed=needed))
+
+
+class QKNorm(HeadsOperator):
+    """``qk_norm_rope`` as an operator; without cos and sin it is ``qk_norm``.
+
+    ``dtype``: if set, outputs that would be float32 are written in this dtype.
+    """
+
+    name = "qk_norm"
+    tensors = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
+    options = "int unsqueeze_dim, ScalarType? dtype"
+    outputs = ("q_out", "k_out")
+    saved = tensors
+    facts = "int unsqueeze_dim"
+    gradients = ("dq", "dk", "dq_weight", "dk_weight")
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"q_weight": ("q",), "k_weight": ("k",)}
+
+    def public_name(self, *arguments: Any) -> str:
+        return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
+
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        q, k, *weights, cos, sin, unsqueeze_dim, _ = arguments
+        for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
+            if (pair[0] is None) != (pair[1] is None):
+                missing, given = names if pair[0] is None else names[::-1]
+                return Refusal(f"{missing} is None and {given} is not; pass both or neither", ValueError)
+        refusal = wrong_pair(q, k, "rms_norm")
+        return refusal or (None if cos is None else wrong_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *known, dtype = arguments
+        q_out, k_out = reference.qk_norm_rope(spec, *known)
+        return reference.written(q_out, dtype), reference.written(k_out, dtype)
+
+    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
+        return norm_reads_copy(spec, weight)
+
+    def forward(
+        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
+        *inputs, unsqueeze_dim, dtype = arguments
+        q, k, q_weight, k_weight, cos, _ = inputs
+        normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
+        outputs = empty_heads(q, normed[0], cos, dtype), empty_heads(k, normed[1], cos, dtype)
+        copies = empty_copy(q_weight, "q_weight" in copied), empty_copy(k_weight, "k_weight" in copied)
+        if launch:
+            launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim, copies=copies)
+        return *outputs, *copies
+
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, spec, arguments)
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, *_ = call.saved
+        need_dq, need_dk, need_dq_weight, need_dk_weight = call.needed
+        dx = empty_rows_like(q) if need_dq else None, empty_rows_like(k) if need_dk else None
+        dw = (
+            empty_weight_grad(q_weight, need_dq_weight),
+            empty_weight_grad(k_weight, need_dk_weight),
+        )
+        if launch:
+            dq_out, dk_out = call.incoming
+            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, call.facts[0])
+        return *dx, *dw
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        *inputs, cos, sin = call.saved
+        dx: list[Tensor | None] = [None, None]
+        dw: list[Tensor | None] = [None, None]
+        for side, d in enumerate(call.incoming):
+            if d is None:
+                continue
+            x, weight = inputs[side::2]
+            if cos is not None:
+                d = reference.rope_backward(d, *(reference.against_heads(a, call.facts[0]) for a in (cos, sin)))
+            grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
+            dx[side] = grad.to(x.dtype)
+        return *dx, *dw
+
+
+class Rope(HeadsOperator):
+    """``rope`` as an operator, which has no norm.
+
+    The backward turns the other way: of q and k it knows the dtypes and the order in memory alone. ``dtype``: as in
+    ``QKNorm``.
+    """
+
+    name = "rope"
+    has_norm = False
+    tensors = "Tensor q, Tensor? k, Tensor cos, Tensor sin"
+    options = "int unsqueeze_dim, bool single_rounding, ScalarType? dtype"
+    outputs = ("q_out", "k_out")
+    saved = "Tensor cos, Tensor sin"
+    facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
+    gradients = ("dq", "dk")
+
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        q, k, *angles, single_rounding, _ = arguments
+        sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
+        pair = None if k is None else wrong_pair(q, k, self.name)
+        return wrong_angles(sides, *angles) or pair or wrong_flag("single_rounding", single_rounding)
+
+    def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
+        cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in (cos, sin))
+        q_out = reference.written(reference.rope(q, cos, sin, single_rounding), dtype)
+        return q_out, None if k is None else reference.written(reference.rope(k, cos, sin, single_rounding), dtype)
+
+    def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
+        q_out, k_out = super().run(spec, *arguments, training=training)
+        return q_out, None if arguments[1] is None else k_out
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
+        empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding)
+        outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
+        if launch:
+            inputs = q, k, None, None, cos, sin
+            launch_qk_forward(None, inputs, outputs, unsqueeze_dim, single_rounding=single_rounding)
+        return outputs
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.facts
+        dx = [
+            empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
+            for need, d, dtype, order in zip(call.needed, call.incoming, facts[:2], facts[2:], strict=True)
+        ]
+        if launch:
+            # The first of two sides is there in every launch.
+            (d, one), *others = [(d, one) for d, one in zip(call.incoming, dx, strict=True) if one is not None]
+            other_d, other = others[0] if others else (None, None)
+            inputs = d, other_d, None, None, cos, sin
+            launch_qk_forward(None, inputs, (one, other), unsqueeze_dim, inverse=True)
+        return tuple(dx)
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        unsqueeze_dim, *dtypes = call.facts[:3]
+        cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in call.saved)
+        return tuple(
+            None if d is None else reference.rope_backward(d, cos, sin).to(dtype)
+            for d, dtype in zip(call.incoming, dtypes, strict=True)
+        )
+
+
+QK_NORM, ROPE = QKNorm(), Rope()
+
+
+def qk_norm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of every head of q and of k, each with its weight, in one launch: ``rms_norm`` of both.
+
+    Args:
+        q: [..., D], any leading dimensions; dtypes as in ``rms_norm``. Read where it is if three strides lead to its
+            rows, as in heads that are transposed or a slice of a fused projection; copied first if not.
+        k: [..., D], its leading dimensions, strides and dtype its own.
+        q_weight: [D], or None.
+        k_weight: [D], or None if and only if q_weight is.
+        eps: added to the mean of squares of each head; for both, as are the next two.
+        casting: the rounding points and the outputs' dtype: one of ``fused_norm.spec.CASTINGS``, see ``NormSpec``.
+        zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
+
+    Returns:
+        q and k normalised, each of its own shape and memory order.
+
+    Raises:
+        TypeError: where ``rms_norm`` raises it.
+        ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
+    """
+    return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1, None)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of every head of q and of k, then the rotary position embedding (Su et al. 2021, arXiv 2104.09864).
+
+    With n the normalised head in its dtype, ``n * cos + rotate_half(n) * sin``, ``rotate_half(n)`` being its halves
+    swapped and the new first one negated. Products and sum are rounded to the dtype that n and cos promote to.
+
+    Args:
+        q: [B, H, S, D], or [B, S, H, D] with unsqueeze_dim=2; dtypes and strides as in ``qk_norm``.
+        k: the same with its own number of heads, strides and dtype.
+        q_weight: [D], or None.
+        k_weight: [D], or None if and only if q_weight is.
+        cos: [B or 1, S, R] or [S, R], the same for all heads, or what broadcasts against [B, H, S, R]; bfloat16,
+            float16 or float32. R is even; of a head's D elements the first R are rotated and the others only
+            normalised. One that needs a gradient, or varies from head to head, is computed by the PyTorch reference.
+        sin: cos's shape and dtype.
+        eps: as in ``qk_norm``; so are the next two.
+        casting: rounding points and output dtype of the norm.
+        zero_centered: gamma is ``1 + weight``.
+        unsqueeze_dim: the dimension of the heads, 1 or 2, where a cos with less than 4 dimensions gets one more.
+
+    Returns:
+        q and k normalised and rotated, of the dtype that n and cos promote to and of their own shape. Their memory
+        order is that of q and k if R is D; otherwise they are contiguous, as in stock code.
+
+    Raises:
+        TypeError: for cos and sin that are None, and where ``rms_norm`` raises it.
+        ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
+    """
+    if cos is None and sin is None:
+        raise TypeError("qk_norm_rope: cos and sin must be tensors, not None; qk_norm goes without them")
+    spec = norm_spec(casting, zero_centered, eps)
+    return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim, None)
+
+
+@overload
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(
+    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
+) -> tuple[Tensor, None]: ...
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The rotary position embedding (Su et al. 2021, arXiv 2104.09864) of q and k in one launch.
+
+    ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated.
+    Products and sum are rounded to the dtype that x and cos promote to; with ``single_rounding`` they are computed in
+    fp32, and the result is rounded to x's dtype. The backward keeps cos and sin alone.
+
+    Args:
+        q: [B, H, S, D], or [B, S, H, D] with unsqueeze_dim=2; float32, bfloat16 or float16, float64 is computed by the
+            PyTorch reference. Read where it is if its rows are contiguous, copied first if not.
+        k: the same with its own number of heads, strides and dtype; None rotates q alone.
+        cos: [B or 1, S, R] or [S, R], the same for all heads, or what broadcasts against [B, H, S, R]; any of these
+            dtypes. R is even; of a head's D elements the first R are rotated and the others stay what they are. One
+            that needs a gradient, or varies from head to head, is computed by the PyTorch reference.
+        sin: cos's shape and dtype.
+        unsqueeze_dim: the dimension of the heads, 1 or 2, where a cos with less than 4 dimensions gets one more.
+        single_rounding: nothing but the result is rounded, as in the vision towers of Qwen2-VL.
+
+    Returns:
+        q and k rotated (None without a k), of the dtype that each promotes to with cos, or with ``single_rounding``
+        of their own, and of their own shape. Their memory order is that of q and k if R is D; otherwise they are
+        contiguous, as in stock code.
+
+    Raises:
+        TypeError: for anything but a dense tensor of floating point, and a single_rounding that is no truth value.
+        ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
+    """
+    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, single_rounding, None)

@@ -1,0 +1,451 @@
+"""RMSNorm and what one kernel computes with it: the residual add, the norm of the branch, an output per consumer.
+
+The linears behind a norm consume the same tensor. Autograd adds up their gradients in kernels of its own, and under
+autocast each of them casts the tensor for itself, and its gradient back. An operator ``..._for_readers`` writes the
+tensor once, in the dtype that its consumers cast it to, and returns one alias of it per consumer, so that its backward
+takes the gradients of all consumers as they are. It adds them as autograd does: in the norm's own dtype, the last
+consumer's first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..spec import Casting, NormSpec
+from . import reference
+from .arguments import Refusal, other_order, wrong_mode, wrong_scale
+from .operator import BackwardCall, Operator, Recompute, Route, Tensors, by_kernels, norm_spec
+from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy, written_dtype
+from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
+from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
+
+
+class NormOperator(Operator):
+    """RMSNorm, with or without an add before it, and with or without a norm of the branch before that.
+
+    ``y = norm(s; weight)`` of ``s = residual + branch``; the branch is ``x * scale`` or ``norm(x; inner_weight)``. The
+    schema says which of these an operator has. An only weight is called ``weight``.
+
+    An operator with consumers has two more options: their number, and the dtype that they cast y to if its own is
+    float32, or None. A call that is trained returns y for each consumer and then s; one that is not, y and s.
+    """
+
+    same_shape = ("residual",)
+    outputs = ("y", "s")
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {
+        "weight": ("x", "residual", "inner_weight"),
+        "inner_weight": ("x",),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adds, self._has_inner_norm = "residual" in self.tensor_names, "inner_rstd" in self.kept
+        self._has_outer_norm, self._has_consumers = "y" in self.outputs, "readers" in self.options
+
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        args = self.by_name(arguments)
+        return wrong_mode(args["x"], args.get("mode")) or wrong_scale(args.get("scale", 1.0))
+
+    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
+        return other_order(*arguments[:2]) if self._adds else None
+
+    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
+        return norm_reads_copy(spec, weight)
+
+    def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
+        """The sum has no gradient to pass on if the norm's weight alone needs one."""
+        is_sum_needed = any(needed[: self.gradients.index("dw")])
+        return () if is_sum_needed or self.outputs != ("y", "s") else (-1,)
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
+        args = self.by_name(arguments)
+        scale = (args["scale"],) if "scale" in args else ()
+        formula = getattr(reference, self.plain_name or self.name)
+        outputs = formula(spec, *arguments[: self.tensor_count], *scale)
+        if not self._has_consumers:
+            return outputs
+        y, s = outputs if self._adds else (outputs, args["x"])
+        return reference.written(y, args["dtype"]), s
+
+    def forward(
+        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
+        args = self.by_name(arguments)
+        inner_weight, weight = self._weights_of(args)
+        added = args.get("residual"), args.get("scale", 1.0)
+        last = self._has_outer_norm, args.get("dtype")
+        inputs = NormInputs(args["x"], weight, *added, self._has_inner_norm, inner_weight, *last)
+        if copied and not self._has_outer_norm:
+            copied = ("inner_weight",)
+        outputs = empty_norm(spec, inputs, training, copied)
+        if launch:
+            launch_norm_forward(spec, inputs, outputs, args.get("mode"))
+        results = outputs._asdict()
+        if not self._has_outer_norm:
+            results["weight_copy"] = outputs.inner_weight_copy
+        return tuple([results[name] for name in self.result_names])
+
+    def handed_out(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
+        if not self._has_consumers:
+            return super().handed_out(arguments, results, trained=trained)
+        y, s, *_ = results
+        if not self._adds:  # s is x, for the residual connection: its gradient meets y's in the norm's backward
+            s = arguments[0].detach() if trained else arguments[0]
+        consumers = arguments[-2] if trained else 1
+        return (y, *(y.detach() for _ in range(consumers - 1)), s)
+
+    def by_output(self, found: Any) -> list[tuple[Tensor, ...]]:
+        return [found[:-1], found[-1:]] if self._has_consumers else super().by_output(found)
+
+    def _weights_of(self, args: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of the branch's norm and of the sum's."""
+        return (args.get("inner_weight"), args["weight"]) if self._has_outer_norm else (args["weight"], None)
+
+    @staticmethod
+    def _normalised(args: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
+        """The input of the last norm, and the dtype of x, from a backward's arguments."""
+        s = args["s"] if "s" in args else args["x"]
+        return s, args["x_dtype"] if "x_dtype" in args else args["x"].dtype
+
+    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        if not self._has_outer_norm or spec.casting == "none":  # which keeps another rstd than it uses
+            return None
+        args = self.by_name(arguments, results)
+        s = args.get("s", args["x"])
+        return Recompute(RECOMPUTED_NORM, spec, (s, args["weight"], args["rstd"], args.get("dtype")))
+
+    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        if self._has_consumers:
+            call = self._with_one_dy(route, spec, call)
+        args = self.backward_by_name(call)
+        if args.get("dy") is None and args.get("ds") is not None:
+            return self._gradients_of_sum(route, spec, args)
+        # If dx and dr are identical, the same tensor is both, as PyTorch's add has it: to write it again would take
+        # 25 % longer.
+        alike = (
+            args.get("need_dr", False)
+            and args["need_dx"]
+            and not self._has_inner_norm
+            and args["x_dtype"] == args["residual_dtype"]
+            and args["scale"] == 1.0
+        )
+        if alike:
+            need_dx, _, *others = call.needed
+            call = call._replace(needed=(need_dx, False, *others))
+        grads = super().gradients_by(route, spec, call)
+        return (grads[0], grads[0], *grads[2:]) if alike else grads
+
+    def _with_one_dy(self, route: Route, spec: NormSpec, call: BackwardCall) -> BackwardCall:
+        """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for other routes."""
+        *dys, ds = call.incoming
+        present = tuple([dy for dy in reversed(dys) if dy is not None])
+        dy: Any = present
+        if len(present) < 2:
+            dy = present[0] if present else None
+        elif route is not by_kernels:
+            args = self.backward_by_name(call._replace(incoming=(None, ds)))
+            dtype = norm_dtype(spec, self._normalised(args)[0].dtype, args["weight"])
+            dy = reduce(add, [t.to(dtype) for t in present])
+        return call._replace(incoming=(dy, ds))
+
+    def _gradients_of_sum(self, route: Route, spec: NormSpec, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        """The gradients if only the sum is used: ds is passed through, as by an add."""
+        ds, need_dx, need_inner = args["ds"], args["need_dx"], args.get("need_dinner", args["need_dw"])
+        dx = dw_inner = None
+        if self._has_inner_norm and (need_dx or need_inner):
+            saved = args["x"], self._weights_of(args)[0], args["inner_rstd"]
+            norm_call = BackwardCall((ds,), saved, (), (need_dx, need_inner))
+            dx, dw_inner = RMS_NORM.gradients_by(route, spec, norm_call)
+        elif need_dx and not self._has_inner_norm:
+            dx = ds if args.get("scale", 1.0) == 1.0 else ds * args["scale"]
+            dx = dx.to(self._normalised(args)[1])
+        dr = ds.to(args["residual_dtype"]) if args.get("need_dr") else None
+        return (dx, dr, dw_inner, None)[: len(self.gradients)]
+
+    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        args = self.backward_by_name(call)
+        inner_weight, weight = self._weights_of(args)
+        s, x_dtype = self._normalised(args)
+        dx = empty_rows_like(s, x_dtype) if args["need_dx"] else None
+        dr = empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
+        dw = empty_weight_grad(weight, args["need_dw"])
+        dinner = empty_weight_grad(inner_weight, args.get("need_dinner", False))
+        if launch:
+            saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
+            saved = saved._replace(apart=not self._adds)
+            if self._has_inner_norm:
+                saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
+            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dinner))
+        grads = {"dx": dx, "dr": dr, "dinner": dinner, "dw": dw}
+        return tuple([grads[name] for name in self.gradients])
+
+    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        args = self.backward_by_name(call)
+        inner_weight, weight = self._weights_of(args)
+        s, x_dtype = self._normalised(args)
+        g, dw = reference.rms_norm_backward(spec, args["dy"], s, weight, args.get("ds"))
+        grads = {"dx": g * args.get("scale", 1.0), "dw": dw}
+        if self._has_inner_norm:
+            grads["dx"], grads["dinner"] = reference.rms_norm_backward(spec, g, args["x"], inner_weight)
+        if "dr" in self.gradients:
+            grads["dr"] = g.to(args["residual_dtype"])
+        grads["dx"] = grads["dx"].to(x_dtype)
+        return tuple([grads[name] for name in self.gradients])
+
+
+class RMSNorm(NormOperator):
+    """``rms_norm`` as an operator."""
+
+    name = "rms_norm"
+    tensors = "Tensor x, Tensor? weight"
+    options = "str? mode"
+    outputs = ("y",)
+    kept = ("rstd",)
+    saved = "Tensor x, Tensor? weight, Tensor rstd"
+    gradients = ("dx", "dw")
+
+
+class AddRMSNorm(NormOperator):
+    """``add_rms_norm`` as an operator."""
+
+    name = "add_rms_norm"
+    tensors = "Tensor x, Tensor residual, Tensor? weight"
+    options = "str? mode, float scale"
+    kept = ("rstd",)
+    saved = "Tensor s, Tensor? weight, Tensor rstd"
+    facts = "ScalarType x_dtype, ScalarType residual_dtype, float scale"
+    gradients = ("dx", "dr", "dw")
+
+
+class NormAdd(NormOperator):
+    """``norm_add`` as an operator, the backward of which is that of ``rms_norm``."""
+
+    name = "norm_add"
+    tensors = "Tensor x, Tensor residual, Tensor? weight"
+    outputs = ("s",)
+    kept = ("inner_rstd",)
+    saved = "Tensor x, Tensor? weight, Tensor inner_rstd"
+    facts = "ScalarType residual_dtype"
+    gradients = ("dx", "dr", "dw")
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x",)}
+
+    backward, reference_backward = Operator.backward, Operator.reference_backward
+
+
+class NormAddNorm(NormOperator):
+    """``norm_add_norm`` as an operator."""
+
+    name = "norm_add_norm"
+    tensors = "Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight"
+    kept = ("inner_rstd", "rstd")
+    saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
+    facts = "ScalarType residual_dtype"
+    gradients = ("dx", "dr", "dinner", "dw")
+
+
+class RMSNormForReaders(RMSNorm):
+    """``rms_norm`` with consumers, and x again for the residual connection: both gradients meet in the backward."""
+
+    name = "rms_norm_for_readers"
+    plain_name = "rms_norm"
+    options = "int readers, ScalarType? dtype"
+    outputs = ("y", "s")
+
+
+class AddRMSNormForReaders(AddRMSNorm):
+    """``add_rms_norm`` with consumers."""
+
+    name = "add_rms_norm_for_readers"
+    plain_name = "add_rms_norm"
+    options = "float scale, int readers, ScalarType? dtype"
+
+
+class NormAddNormForReaders(NormAddNorm):
+    """``norm_add_norm`` with consumers."""
+
+    name = "norm_add_norm_for_readers"
+    plain_name = "norm_add_norm"
+    options = "int readers, ScalarType? dtype"
+
+
+class RecomputedNorm(Operator):
+    """The output of a norm computed again, bit for bit, from the rstd of the first time; it has no gradients."""
+
+    name = "recomputed_norm"
+    tensors = "Tensor x, Tensor? weight, Tensor rstd"
+    options = "ScalarType? dtype"
+    outputs: ClassVar[tuple[str, ...]] = ("y",)
+    saved = ""
+    gradients = ()
+
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+        x, _, rstd, *_ = arguments
+        if rstd.shape != (*x.shape[:-1], 1):
+            return Refusal(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
+        if rstd.dtype != torch.float32:
+            return Refusal(f"rstd must be float32, not {rstd.dtype}", TypeError)
+        if spec.casting == "none":
+            return Refusal("under casting 'none' the forward uses another rstd than it keeps", ValueError)
+        return None
+
+    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
+        x, weight, _, dtype = arguments
+        return reference.written(reference.rms_norm(spec, x, weight), dtype)
+
+    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, rstd, dtype = arguments
+        y = empty_rows_like(x, written_dtype(norm_dtype(spec, x.dtype, weight), dtype))
+        if launch:
+            launch_norm_from_rstd(spec, x, weight, rstd, y)
+        return (y,)
+
+
+RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM = RMSNorm(), AddRMSNorm(), NormAdd(), NormAddNorm()
+RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS = RMSNormForReaders(), AddRMSNormForReaders()
+NORM_ADD_NORM_FOR_READERS, RECOMPUTED_NORM = NormAddNormForReaders(), RecomputedNorm()
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+    mode: str | None = None,
+) -> Tensor:
+    """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    ``y = x * rsqrt(mean(x^2) + eps) * gamma``, gamma being ``weight`` or, zero-centered, ``1 + weight``.
+
+    Args:
+        x: [..., N], float32, bfloat16 or float16; float64 is computed by the PyTorch reference. Any strides; evenly
+            spaced rows are read where they are, others are copied first.
+        weight: [N] of any of these dtypes, or None.
+        eps: added to the mean of squares.
+        casting: the rounding points and the output's dtype: one of ``fused_norm.spec.CASTINGS``, see ``NormSpec``.
+        zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
+        mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest known.
+
+    Returns:
+        y, of x's shape and memory order. Its dtype is x's under ``gemma`` and ``rounded_gamma``, the weight's under
+        ``weight_dtype``, else what x and weight promote to.
+
+    Raises:
+        TypeError: for anything but a dense tensor of floating point, an eps that is no Python number, and a
+            zero_centered that is no truth value.
+        ValueError: for a weight of another width or device, none that could be zero-centered, an unknown casting, an
+            eps that is negative or not finite, or a mode that cannot hold a row this wide.
+    """
+    return RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, weight, mode)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+    mode: str | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The residual add and the RMSNorm of its sum, the sum read and written once.
+
+    ``s = residual + x * scale``, the product rounded to x's dtype and the sum to its own;
+    ``y = s * rsqrt(mean(s^2) + eps) * gamma`` of that rounded sum.
+
+    Args:
+        x: [..., N], the branch; dtypes and strides as in ``rms_norm``.
+        residual: x's shape and device; its dtype may differ.
+        weight: [N], or None.
+        eps: as in ``rms_norm``, for the norm of the sum; so are the next two.
+        casting: rounding points and output dtype.
+        zero_centered: gamma is ``1 + weight``.
+        mode: as in ``rms_norm``.
+        scale: a Python number that the branch is multiplied by, such as Granite's ``residual_multiplier``.
+
+    Returns:
+        ``(y, s)``: the norm and the new residual. s has the dtype that x and residual promote to; y follows from it.
+        Both have x's shape and memory order. The gradients with respect to x and residual may be one tensor, as those
+        of PyTorch's add are.
+
+    Raises:
+        TypeError: for a scale that is not a Python number, and where ``rms_norm`` raises it.
+        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+    """
+    return ADD_RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, weight, mode, scale)
+
+
+def norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+) -> Tensor:
+    """A residual plus the RMSNorm of its branch, what the norm returns never written.
+
+    ``s = residual + norm(x)``, the norm rounded to its own dtype first and the sum to its dtype after it.
+
+    Args:
+        x: [..., N], the branch; dtypes and strides as in ``rms_norm``.
+        residual: x's shape and device; its dtype may differ.
+        weight: [N], or None.
+        eps: as in ``rms_norm``; so are the next two.
+        casting: rounding points and the dtype of the norm.
+        zero_centered: gamma is ``1 + weight``.
+
+    Returns:
+        s, the new residual, of x's shape and memory order and the dtype that the norm and residual promote to. The
+        residual's gradient is the one that arrives.
+
+    Raises:
+        TypeError: where ``rms_norm`` raises it.
+        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+    """
+    return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)
+
+
+def norm_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    inner_weight: Tensor | None,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A residual plus the RMSNorm of its branch, and the RMSNorm of that sum, in one pass (Gemma 2's sandwich).
+
+    ``s = residual + norm(x; inner_weight)``, the norm rounded to its own dtype first and the sum to its dtype after
+    it; ``y = norm(s; weight)`` of that rounded sum.
+
+    Args:
+        x: [..., N], the branch; dtypes and strides as in ``rms_norm``.
+        residual: x's shape and device; its dtype may differ.
+        inner_weight: [N], or None: the norm of the branch's.
+        weight: [N], or None: the norm of the sum's.
+        eps: as in ``rms_norm``, for both norms; so are the next two.
+        casting: rounding points and the dtype of each norm.
+        zero_centered: gamma is ``1 + weight``.
+
+    Returns:
+        ``(y, s)``: the norm and the new residual. s has the dtype that the branch's norm and residual promote to; y
+        follows from it. Both have x's shape and memory order.
+
+    Raises:
+        TypeError: where ``rms_norm`` raises it.
+        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+    """
+    return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)
