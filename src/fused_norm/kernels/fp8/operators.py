@@ -11,7 +11,7 @@ from torch import Tensor
 from ...spec import Casting, NormSpec
 from .. import reference
 from ..arguments import KERNEL_DTYPES, Refusal, wrong_scale
-from ..norm import ADD_RMS_NORM, RecomputedNorm
+from ..norm import ADD_RMS_NORM
 from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..triton.memory import empty_rows_like, empty_weight_grad
