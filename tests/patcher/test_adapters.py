@@ -401,3 +401,15 @@ def test_layers_in_float64_are_those_of_peft(autocast: bool, device: str) -> Non
             logits.append(one(input_ids=tokens(device), use_cache=False).logits)
     assert logits[0].dtype == logits[1].dtype
     assert torch.equal(*logits)
+
+
+def test_adapted_linears_in_a_list_are_no_layers_that_recompute() -> None:
+    model = nn.Module()
+    model.linears = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["linears.0", "linears.1"]))
+    stock = [type(one) for one in model.modules()]
+    for _ in range(2):
+        report = fused_norm.apply_fused_norm(model, recompute=True)
+        assert (report.counts["adapter"], report.recompute) == (2, ())
+    assert fused_norm.remove_fused_norm(model) == 2
+    assert [type(one) for one in model.modules()] == stock

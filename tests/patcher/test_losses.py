@@ -886,6 +886,32 @@ def test_a_model_without_a_head_has_no_row_and_one_without_a_loss_keeps_it() -> 
     assert not [row for row in (*report.fused, *report.kept) if row.kind == "loss"]
 
 
+class WithASumOfItsOwn(modeling_llama.LlamaForCausalLM):
+    """A language model whose own forward has a residual add before a norm."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = modeling_llama.LlamaRMSNorm(config.hidden_size)
+        self.outer = modeling_llama.LlamaRMSNorm(config.hidden_size)
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        x = self.model(input_ids).last_hidden_state
+        h = self.inner(x)
+        h = x + h
+        h = self.outer(h)
+        logits = self.lm_head(h)
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+
+
+def test_a_model_that_is_rewritten_for_other_sites_keeps_its_loss_each_time() -> None:
+    model = WithASumOfItsOwn(tiny_config("llama"))
+    for options in ({}, {}, {"norms": False, "readers": False}, {}, {"loss": False}, {}):
+        report = fused_norm.apply_fused_norm(model, **options)
+        rewrites = getattr(model, "fused_norm_rewrites", ())
+        assert ("outer" in {site.path for site in report.fused if site.kind == "residual"}) == bool(rewrites), options
+        assert isinstance(model, FusedLoss) == report.counts["loss"] == (not rewrites), options
+
+
 def test_what_is_no_option_is_an_error() -> None:
     for value in ("liger", 1):
         with pytest.raises(TypeError, match="loss must be True, False or None"):

@@ -13,10 +13,8 @@ from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
-from .loss_survey import survey_losses
 from .patch_report import PatchReport, Site
 from .reached_code import no_code_changes
-from .recompute_survey import survey_layers
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")
@@ -71,15 +69,13 @@ def apply_fused_norm(
     )
     _check_is_module(model)
     with no_code_changes():
-        sites, changes, reading = survey(model, options)
-        layers, changes = survey_layers(model, sites, changes, recompute=recompute)
-        losses, changes = survey_losses(model, changes, options)
+        rows, changes = survey(model, options)
     expected = list(_expected_sites(model))
-    others = list(_sites_of_others(model, sites, expected))
+    others = list(_sites_of_others(model, rows, expected))
     places = {(site.kind, site.path) for site in others}
-    sites = [site for site in sites if (site.kind, site.path) not in places] + [*losses, *others]
+    rows = [row for row in rows if (row.kind, row.path) not in places]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    report = PatchReport(type(model).__name__, model_type, (*sites, *layers, *reading), recompute)
+    report = PatchReport(type(model).__name__, model_type, (*rows, *others), recompute)
     if options.strict:
         _check(model, report, expected)
     _change(changes)

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from ..options import FuseOptions
+from ..options import FuseOptions, RecomputeLevel
 from ..spec import Kind
 from .adapters import is_lora_layer, why_unfused
 from .class_swap import (
+    ClassChange,
     built_upon,
     change_to,
     foreign_forward,
@@ -23,19 +24,39 @@ from .fused_norm_module import has_origin_forward
 from .hooks import has_hooks
 from .linear_inputs import reads_of
 from .norm_recognition import looks_like_norm, subtracts_mean
-from .patch_report import Site
+from .patch_report import Cause, Site
 from .rewrite import Rewrite
 
 
 @dataclass(frozen=True)
 class SurveyedModel:
-    """A model's modules by path, their paths by identity, the rows of its norms, and the options."""
+    """A model under survey, which is not touched: its modules, what is known of them, and the classes they are to have.
+
+    Attributes:
+        modules: by their first path.
+        paths: the first path of each, by identity.
+        norm_sites: the rows of norms.
+        options: the caller's.
+        blocks: the modules whose forward may be rewritten, as far as somebody has asked for them.
+        changes: the modules that are to have another class, by identity: one change for each.
+    """
 
     modules: dict[str, nn.Module]
     paths: dict[int, str]
     norm_sites: dict[str, Site]
     options: FuseOptions
     blocks: dict[str, Block] = field(default_factory=dict)
+    changes: dict[int, ClassChange] = field(default_factory=dict)
+
+    def plan(self, module: nn.Module, new: type[nn.Module] | None) -> None:
+        """Plan the class of a module, in place of one that was planned before; None: it keeps the class it has.
+
+        Raises:
+            FusedNormError: if other code has built on the fused class that it has.
+        """
+        self.changes.pop(id(module), None)
+        if new is not None:
+            self.changes.update({id(module): change for change in change_to(module, new)})
 
     def block(self, path: str) -> Block:
         """The module at this path, which is the first of its paths, as one whose forward may be rewritten."""
@@ -53,8 +74,10 @@ class Block:
         origin: its class in the stock model.
         owner: why a change of its class would not take effect, for other code has it; None where it would.
         fixed: other code has built on its fused class.
+        sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
         reading: the row on how it reads a norm that is handed to it; None where it is handed none.
+        layer: the row on its recomputing; None where it is no layer with something fused in it, or the option is off.
     """
 
     def __init__(self, path: str, model: SurveyedModel) -> None:
@@ -62,8 +85,10 @@ class Block:
         self.origin: Any = stock_class(self.module)
         self.owner = foreign_forward(self.module)
         self.fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
+        self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
         self.reading: Site | None = None
+        self.layer: Site | None = None
         self._model = model
         self._done: tuple[Rewrite, ...] = ()
         if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
@@ -82,13 +107,13 @@ class Block:
         return found
 
     def child(self, name: str) -> Block | None:
-        """The module that an attribute is, as one whose forward may be rewritten; None for a norm and for no module."""
+        """The child module as a ``Block``; None if it is a norm or not a module."""
         path = self._model.paths.get(id(getattr(self.module, name, None)))
         return None if path is None or path in self._model.norm_sites else self._model.block(path)
 
     @property
     def wants_readers(self) -> bool:
-        """The options leave in that linears have inputs of their own."""
+        """Whether the option ``readers`` is on."""
         return self._model.options.readers
 
     def decide_reading(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
@@ -104,9 +129,16 @@ class Block:
             self.rewrites.append(rewrite)
         return reason is None
 
-    def keeps_one_input(self, reason: str) -> None:
-        """Say in the row why its linears read one tensor after all."""
-        self.reading = None if self.reading is None else replace(self.reading, reason=self.reading.reason or reason)
+    @property
+    def recompute(self) -> RecomputeLevel:
+        """The level of ``recompute`` that it is to have."""
+        return self._model.options.recompute if self.layer is not None and self.layer.reason is None else False
+
+    def keep(self, reason: str, cause: Cause) -> None:
+        """Leave its forward as it is, and say in its rows why."""
+        self.rewrites = []
+        self.sites = [row.kept_for(reason, cause) for row in self.sites]
+        self.reading = None if self.reading is None else self.reading.kept_for(reason, None)
 
     def reads_of(self, name: str) -> int:
         """Return the number of tensors that a linear of this name will read as its input; 0 where it is not plain."""

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..spec import Kind
 from .activation_recognition import looks_like_activation
-from .block import Block
-from .class_swap import ClassChange, change_to, class_forward_replaced, fused_forward_replaced, stock_class
+from .block import Block, SurveyedModel
+from .class_swap import class_forward_replaced, fused_forward_replaced, stock_class
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .patch_report import Cause, Site
@@ -23,42 +23,55 @@ from .patterns.rotations import ROTATION_NAME
 from .source import SourceError, WrappedError, global_of, helpers_of, names_in
 
 
-def decide_block(block: Block, *, is_layer: bool) -> list[Site]:
-    """The rows of a module; what is to be fused is among its rewrites, and those of blocks that it hands norms to."""
-    rows = list(decide_helpers(block))
+def decide_block(block: Block, *, is_layer: bool) -> None:
+    """Find the sites of a module; those to be fused are among its rewrites, and those of blocks it hands norms to."""
+    problem: SourceError | None = None
+    block.sites += decide_helpers(block)
     try:
-        rows += patterns_of(block.origin).decide(block)
-        return rows + _without_patterns(block, rows, is_layer=is_layer)
+        block.sites += patterns_of(block.origin).decide(block)
     except SourceError as error:
-        return rows + _without_patterns(block, rows, is_layer=is_layer, error=error)
+        problem = error
+    block.sites += _without_patterns(block, block.sites, is_layer=is_layer, error=problem)
 
 
-def change_block(block: Block, rows: list[Site]) -> tuple[list[Site], list[ClassChange]]:
-    """The rows of a module, and the change of class that its rewrites need."""
+def plan_block(block: Block, model: SurveyedModel) -> bool:
+    """Plan the class of a module whose rewrites and recomputing are decided.
+
+    Returns:
+        False if its forward cannot be rewritten. Its rows say why, and other modules may have to be planned again.
+
+    Raises:
+        FusedNormError: if its class is to change and other code has built on the fused one.
+    """
+    module, rewrites, recompute = block.module, tuple(block.rewrites), block.recompute
+    new = None
     if block.owner is not None or block.fixed:
-        return rows, []
-    new = block.origin
-    try:
-        if block.rewrites:
-            new = fused_block_class(new, tuple(block.rewrites))
-    except SourceError as error:
-        rows = [row.kept_for(str(error)) for row in rows]
-        block.keeps_one_input(str(error))
-    if new is not block.origin and (owner := fused_forward_replaced(new)):
-        block.keeps_one_input(owner)
-        return [row.kept_for(owner, "overridden") for row in rows], []
-    if new is block.origin and not isinstance(block.module, FusedBlock):  # a class that it has is not from here
-        return rows, []
-    return rows, change_to(block.module, new)
+        if isinstance(module, FusedBlock) and module.fused_norm_recompute and not recompute:
+            rewrites = module.fused_norm_rewrites
+            new = fused_block_class(block.origin, rewrites) if rewrites else block.origin
+    elif rewrites or recompute:
+        try:
+            new = fused_block_class(block.origin, rewrites, recompute)
+        except SourceError as error:
+            block.keep(str(error), "unrecognised")
+            return False
+        if owner := fused_forward_replaced(new):
+            if block.layer is None or not recompute:
+                block.keep(owner, "overridden")
+                return False
+            block.layer = block.layer.kept_for(owner, None)
+            return plan_block(block, model)
+    elif isinstance(module, FusedBlock):  # another class is not from here
+        new = block.origin
+    model.plan(module, new)
+    return True
 
 
-def _without_patterns(
-    block: Block, rows: Sequence[Site], *, is_layer: bool, error: SourceError | None = None
-) -> list[Site]:
-    """A row of each kind that ``rows`` has none of, for what other code has changed, and for an unreadable layer.
+def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, error: SourceError | None) -> list[Site]:
+    """A row for each kind of site that cannot be seen, if the forward was replaced or its source cannot be read.
 
     What a module had before follows from what it holds, what was fused in it, and the names in its forward. ``error``:
-    the one that its source gave, None where it can be read.
+    the one that its source gave, None if it can be read.
     """
     replaced = isinstance(error, WrappedError)  # which is another's doing
     reason = None if error is None else str(error)

@@ -1,4 +1,4 @@
-"""The survey of vocabulary heads and their losses: a row for each head, and the changes of class that fuse them."""
+"""The survey of vocabulary heads and their losses: a row for each head, and the classes that fuse them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from ..kernels.sharded import is_plain, is_sharded
 from ..options import FuseOptions
 from .adapters import name_of
-from .block import why_left_out
+from .block import SurveyedModel, why_left_out
 from .class_swap import (
-    ClassChange,
     built_upon,
-    change_to,
     class_forward_replaced,
     foreign_forward,
     fused_forward_replaced,
@@ -34,37 +32,32 @@ _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
 
 
-def survey_losses(
-    model: nn.Module, changes: list[ClassChange], options: FuseOptions
-) -> tuple[list[Site], list[ClassChange]]:
-    """The rows of heads of language models in ``model``, and ``changes`` with those of the classes of both.
-
-    The model is not touched.
+def survey_losses(known: SurveyedModel) -> list[Site]:
+    """The rows of heads of language models; the classes of both are planned, but for models that have a plan.
 
     Raises:
         FusedNormError: if a head is to be stock again and other code has built on its fused class.
     """
-    paths: dict[int, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), path)
     rows: dict[int, Site] = {}
-    changes, fused = list(changes), set()
-    changed = {id(change.module) for change in changes}
+    fused = set()
+    model = known.modules[""]
     for module, head in language_models(model):
-        if id(head) not in paths:
+        if id(head) not in known.paths:
             continue
-        row = rows.get(id(head)) or _row(paths[id(head)], head, module, options)
-        if row.reason is None and id(module) in changed:
+        block = known.blocks.get(known.paths[id(module)])
+        row = rows.get(id(head)) or _row(known.paths[id(head)], head, module, known.options)
+        if row.reason is None and block is not None and (block.rewrites or block.recompute):
             row = row.kept_for("its model recomputes as a whole, or is rewritten for other sites")
         rows[id(head)] = row
         if row.reason is None:
-            changes += change_to(module, fused_loss_class(stock_class(module)))
-            changes += [] if id(head) in fused else change_to(head, fused_head_class(stock_class(head)))
+            known.plan(module, fused_loss_class(stock_class(module)))
+            known.plan(head, fused_head_class(stock_class(head)))
             fused |= {id(head), id(module)}
     for module in model.modules():
-        if isinstance(module, FusedLoss | FusedHead) and id(module) not in fused and not built_upon(module):
-            changes += change_to(module, stock_class(module))
-    return list(rows.values()), changes
+        is_fused = isinstance(module, FusedLoss | FusedHead) and not built_upon(module)
+        if is_fused and id(module) not in fused and id(module) not in known.changes:
+            known.plan(module, stock_class(module))
+    return list(rows.values())
 
 
 def language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -135,7 +135,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         rows = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
-        rows += [("kept", row.module, row.reason, row.kind, row.path) for row in self.rows if row.reason is not None]
+        others = [row for row in (*(self.recompute or ()), *self.readers) if row.reason is not None]
+        rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in (*self.kept, *others)]
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 

@@ -14,11 +14,10 @@ from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_unfused
 from .block import SurveyedModel, why_left_out
-from .block_survey import change_block, decide_block, may_rotate_or_gate
+from .block_survey import decide_block, may_rotate_or_gate, plan_block
 from .class_swap import (
     ClassChange,
     built_upon,
-    change_to,
     class_forward_replaced,
     foreign_forward,
     fused_forward_replaced,
@@ -27,20 +26,19 @@ from .class_swap import (
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm, has_origin_forward
 from .hooks import replaced_forward, replaced_linear
-from .loss_survey import language_models
+from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Site
 from .patterns.heads import QK_NAME
 from .probe import UnrecognisedError
+from .recompute_survey import decide_recompute
 
 _ANY_WIDTH = 64
 """Of a weight that another device has all of."""
 
 
-def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange], list[Site]]:
-    """A row for every site, the changes of class that fuse those to be fused, and a row for every block that reads.
-
-    The model is not touched.
+def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
+    """A row for every site, and the changes of class that fuse those to be fused; the model is not touched.
 
     Each site is judged as if the model were stock, and what is fused already but is not to be gets its own class back.
 
@@ -75,75 +73,79 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
                 f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name};"
                 f" one of their paths is {next(iter(norms), None)}"
             )
-    changes: list[ClassChange] = []
-    norm_sites = {}
+    known = SurveyedModel(modules, paths, {}, options)
     for path, module in norms.items():
-        norm_sites[path], change = _survey_norm(path, module, options)
-        changes += change
-        gated, reason = isinstance(norm_sites[path].spec, GatedNormSpec), norm_sites[path].reason
-        if options.casting_at(path) is not None and (gated or reason is not None):
-            refused = f"casting gives {path} other rounding points, but it stays stock: {reason}"
+        known.norm_sites[path] = site = _survey_norm(path, module, known)
+        gated = isinstance(site.spec, GatedNormSpec)
+        if options.casting_at(path) is not None and (gated or site.reason is not None):
+            refused = f"casting gives {path} other rounding points, but it stays stock: {site.reason}"
             if gated:
                 refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
             raise FusedNormError(refused)
-    rows = list(norm_sites.values())
-    known = SurveyedModel(modules, paths, norm_sites, options)
     holders = _holders(everywhere, known)
-    decided = {}
-    for path in dict.fromkeys([*holders, *blocks]):
-        is_layer = path in holders and path.rpartition(".")[2].isdigit()
-        decided[path] = decide_block(known.block(path), is_layer=is_layer)
-    for path in dict.fromkeys([*decided, *known.blocks]):
-        found, change = change_block(known.block(path), decided.get(path, []))
-        rows += found
-        changes += change
-    for path, layer in adapters.items():
-        row, change = _survey_adapter(path, layer, options)
-        rows.append(row)
-        changes += change
-    return rows, changes, [block.reading for block in known.blocks.values() if block.reading is not None]
+    decided = dict.fromkeys([*holders, *blocks])
+    for path in decided:
+        decide_block(known.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
+    adapter_rows = [_survey_adapter(path, layer, known) for path, layer in adapters.items()]
+
+    def rows() -> list[Site]:
+        in_blocks = [row for path in decided for row in known.block(path).sites]
+        return [*known.norm_sites.values(), *in_blocks, *adapter_rows]
+
+    layers = decide_recompute(known, rows())
+    # A forward that cannot be rewritten after all may have had all that is fused in a layer.
+    while not all(plan_block(block, known) for block in known.blocks.values()):
+        layers = decide_recompute(known, rows())
+    losses = survey_losses(known)
+    about_blocks = [layer.layer for layer in layers] + [block.reading for block in known.blocks.values()]
+    return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*known.changes.values()]
 
 
-def _survey_norm(path: str, norm: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
+def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
+    """The row of a norm; its class is planned."""
     origin: Any = stock_class(norm)
     kind = _kind_of(path)
     site = Site(path, kind, origin.__name__)
     owner = foreign_forward(norm)
     if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
         reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
-        return site.kept_for(reason, "overridden"), []
+        return site.kept_for(reason, "overridden")
     try:
         known = _recognise(norm, origin)
     except UnrecognisedError as error:
+        model.plan(norm, None if owner else origin)
         replaced = class_forward_replaced(origin)
-        site = site.kept_for(replaced, "overridden") if replaced else site.kept_for(str(error))
-        return site, [] if owner else change_to(norm, origin)
+        return site.kept_for(replaced, "overridden") if replaced else site.kept_for(str(error))
     stock = known.spec.casting
-    casting = options.casting_at(path) or stock
+    casting = model.options.casting_at(path) or stock
     spec = replace(known.spec, casting=casting)
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if owner:  # it may call the forward that it found: the class stays
-        return site.kept_for(owner, "overridden"), []
-    if unwanted := why_left_out(kind, path, norm, options):
-        return site.kept_for(unwanted, "option"), change_to(norm, origin)
+        return site.kept_for(owner, "overridden")
+    if unwanted := why_left_out(kind, path, norm, model.options):
+        model.plan(norm, origin)
+        return site.kept_for(unwanted, "option")
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
     fused = fused_norm_class(origin, spec, known.eps_name, site.replaced)
     if owner := fused_forward_replaced(fused):
-        return site.kept_for(owner, "overridden"), []
-    return site, change_to(norm, fused)
+        return site.kept_for(owner, "overridden")
+    model.plan(norm, fused)
+    return site
 
 
-def _survey_adapter(path: str, layer: nn.Module, options: FuseOptions) -> tuple[Site, list[ClassChange]]:
+def _survey_adapter(path: str, layer: nn.Module, model: SurveyedModel) -> Site:
+    """The row of a LoRA layer; its class is planned."""
     origin = stock_class(layer)
-    site = Site(path, "adapter", name_of(origin))
+    row = Site(path, "adapter", name_of(origin))
     if owner := foreign_forward(layer) or replaced_forward(origin) or replaced_linear():
-        return site.kept_for(owner, "overridden"), []
-    if unwanted := why_left_out("adapter", path, layer, options):
-        return site.kept_for(unwanted, "option"), change_to(layer, origin)
-    if reason := why_unfused(layer):
-        return site.kept_for(reason), change_to(layer, origin)
-    return site, change_to(layer, fused_adapter_class(origin))
+        return row.kept_for(owner, "overridden")
+    if unwanted := why_left_out("adapter", path, layer, model.options):
+        row = row.kept_for(unwanted, "option")
+    elif reason := why_unfused(layer):
+        row = row.kept_for(reason)
+    model.plan(layer, fused_adapter_class(origin) if row.reason is None else origin)
+    return row
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:
