@@ -24,7 +24,7 @@ from .fused_classes import fused_head_class, fused_loss_class
 from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .losses import FusedHead, FusedLoss, replaced_function, why_seen
-from .patch_report import Site
+from .patch_report import Cause, Site
 from .probe import plain_pytorch
 from .source import names_in
 
@@ -45,7 +45,14 @@ def survey_losses(known: SurveyedModel) -> list[Site]:
         if id(head) not in known.paths:
             continue
         block = known.blocks.get(known.paths[id(module)])
-        row = rows.get(id(head)) or _row(known.paths[id(head)], head, module, known.options)
+        row = rows.get(id(head))
+        if row is None:
+            path = known.paths[id(head)]
+            row = Site(path, "loss", stock_class(module).__name__)
+            for reason, cause in _reasons(path, head, module, known.options):
+                if reason is not None:  # the first one counts, and others may ask what is not there
+                    row = row.kept_for(reason, cause)
+                    break
         if row.reason is None and block is not None and (block.rewrites or block.recompute):
             row = row.kept_for("its model recomputes as a whole, or is rewritten for other sites")
         rows[id(head)] = row
@@ -82,31 +89,24 @@ def _parameters(origin: Any) -> tuple[str, ...]:
         return ()
 
 
-def _row(path: str, head: Any, module: Any, options: FuseOptions) -> Site:
-    """The row of a head and of the language model that computes a loss of its logits."""
+def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterator[tuple[str | None, Cause]]:
+    """Why a head and the language model that computes a loss of its logits stay stock, each None if it is no reason."""
     origin, linear = stock_class(module), stock_class(head)
-    row = Site(path, "loss", origin.__name__)
-    if owner := foreign_forward(module) or class_forward_replaced(origin):
-        return row.kept_for(owner, "overridden")
-    if unwanted := why_left_out("loss", path, head, options):
-        return row.kept_for(unwanted, "option")
+    yield foreign_forward(module) or class_forward_replaced(origin), "overridden"
+    yield why_left_out("loss", path, head, options), "option"
     if linear is not nn.Linear:
-        return row.kept_for(f"its head is a {name_of(linear)}, no plain linear")
-    if owner := foreign_forward(head) or class_forward_replaced(linear):
-        return row.kept_for(f"its head: {owner}", "overridden")
-    if seen := why_seen(head):  # such as the forward of transformers' tensor parallelism
-        return row.kept_for(seen, "overridden")
+        yield f"its head is a {name_of(linear)}, no plain linear", "unrecognised"
+    owner = foreign_forward(head) or class_forward_replaced(linear)
+    yield owner and f"its head: {owner}", "overridden"
+    yield why_seen(head), "overridden"  # such as the forward of transformers' tensor parallelism
     if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
-        return row.kept_for(f"its head has a {type(head.weight).__name__} for a weight")
+        yield f"its head has a {type(head.weight).__name__} for a weight", "unrecognised"
     if head.weight.dtype == torch.float64:
-        return row.kept_for(f"its head computes in {head.weight.dtype}")
-    if owner := replaced_function():
-        return row.kept_for(owner, "overridden")
+        yield f"its head computes in {head.weight.dtype}", "unrecognised"
+    yield replaced_function(), "overridden"
     for fused in (fused_loss_class(origin), fused_head_class(linear)):
-        if owner := fused_forward_replaced(fused):
-            return row.kept_for(owner, "overridden")
-    reason = _why_other_loss(module, origin, head)
-    return row if reason is None else row.kept_for(reason)
+        yield fused_forward_replaced(fused), "overridden"
+    yield _why_other_loss(module, origin, head), "unrecognised"
 
 
 def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
