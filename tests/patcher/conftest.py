@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor
 
 from fused_norm.kernels.operator import Operator
@@ -45,3 +48,18 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(recompute_linears, "_linear", noted)
     return shapes
+
+
+@pytest.fixture
+def recomputed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the operators that make outputs again."""
+    names: list[str] = []
+    call = Operator.results_of
+
+    def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            names.append(operator.name)
+        return call(operator, spec, *arguments)
+
+    monkeypatch.setattr(Operator, "results_of", noted)
+    return names

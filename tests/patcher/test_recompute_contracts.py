@@ -17,6 +17,8 @@ from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.patcher.recompute import call_recomputing
 
+from .saved_tensors import assert_same
+
 BF16, FP16 = torch.bfloat16, torch.float16
 SPEC = norm_spec("llama", False, 1e-6)
 ROWS, WIDTH = 10, 16
@@ -41,10 +43,23 @@ def gradients(result: Tensor, inputs: list[Tensor], **how: Any) -> list[Tensor |
     return list(torch.autograd.grad(result.float().sin().sum(), wanted, allow_unused=True, **how))
 
 
-def assert_same(one: list[Tensor | None], other: list[Tensor | None]) -> None:
-    for mine, theirs in zip(one, other, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or (mine.dtype == theirs.dtype and torch.equal(mine, theirs))
+def assert_levels_agree(
+    forward: Callable[..., Tensor],
+    device: str,
+    count: int = 4,
+    *,
+    levels: tuple[Any, ...] = (False, "mlp"),
+    wanted: int | None = None,
+    shape: tuple[int, ...] = (ROWS, WIDTH),
+) -> None:
+    """Check that a forward of the first inputs has one result at all levels, and each input one gradient."""
+    results = []
+    for level in levels:
+        x, *rest = inputs_of(device, shape)[:count]
+        result = call_recomputing(forward, x, tuple(rest), {}, level)
+        results.append([result.detach(), *gradients(result, [x, *rest][:wanted])])
+    for found in results[1:]:
+        assert_same(results[0], found)
 
 
 # ---- Dtypes ----
@@ -218,12 +233,7 @@ def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
         other = other[-rows:, :columns] if (rows, columns) != (WIDTH, ROWS) else other.t()
         return GLU(None, *((read, other) if place == 0 else (other, read)), "silu")
 
-    found = []
-    for level in (False, "mlp"):
-        x, *rest = inputs_of(device)[:4]
-        result = call_recomputing(forward, x, tuple(rest), {}, level)
-        found.append([result.detach(), *gradients(result, [x, *rest[:2]])])
-    assert_same(*found)
+    assert_levels_agree(forward, device, wanted=3)
     assert len(products) == made
 
 
@@ -290,12 +300,7 @@ def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, devi
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
         return read(RMS_NORM(SPEC, x, norm, None), *weights)
 
-    found = []
-    for level in (False, "mlp"):
-        x, *rest = inputs_of(device)[:4]
-        result = call_recomputing(forward, x, tuple(rest), {}, level)
-        found.append([result.detach(), *gradients(result, [x, *rest])])
-    assert_same(*found)
+    assert_levels_agree(forward, device)
     assert len(products) == made
 
 
@@ -337,12 +342,7 @@ def test_products_with_a_bias_or_frozen_weights_are_recomputed_as_they_were_made
         y = RMS_NORM(SPEC, x, norm, None)
         return GLU(None, read(y, first, bias), nn.functional.linear(y, second), "silu")
 
-    found = []
-    for level in (False, "mlp"):
-        x, *rest = inputs_of(device)[:5]
-        result = call_recomputing(forward, x, tuple(rest), {}, level)
-        found.append([result.detach(), *gradients(result, [x, *rest])])
-    assert_same(*found)
+    assert_levels_agree(forward, device, 5)
     assert len(products) == made
 
 
@@ -362,13 +362,7 @@ def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
         q, k = ROPE(None, *heads, cos, sin, 1, False, None)
         return q * k
 
-    found = []
-    for level in (False, True, "mlp", "attention"):
-        x, *rest = inputs_of(device)[:4]
-        result = call_recomputing(forward, x, tuple(rest), {}, level)
-        found.append([result.detach(), *gradients(result, [x, *rest])])
-    for one in found[1:]:
-        assert_same(found[0], one)
+    assert_levels_agree(forward, device, levels=(False, True, "mlp", "attention"))
     assert len(products) == (2 if known == "both" else 0)
 
 
@@ -383,9 +377,4 @@ def test_a_norms_output_in_another_order_of_memory_is_no_rows_of_a_product(
         y = RMS_NORM(SPEC, x if order == "contiguous" else x.transpose(0, 1), norm, None)
         return GLU(None, *(nn.functional.linear(y, one) for one in weights), "silu")
 
-    found = []
-    for level in (False, "mlp"):
-        x, *rest = inputs_of(device, (2, 5, WIDTH))[:4]
-        result = call_recomputing(forward, x, tuple(rest), {}, level)
-        found.append([result.detach(), *gradients(result, [x, *rest])])
-    assert_same(*found)
+    assert_levels_agree(forward, device, shape=(2, 5, WIDTH))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from fused_norm.patcher import recompute, recompute_linears
 from fused_norm.patcher.recompute import call_recomputing
 
 from .models import tokens
-from .test_recompute import saved_bytes, saved_in
+from .saved_tensors import assert_same, recomputed_in, saved_bytes
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 LINEARS = 4 if transformers.__version__.startswith("4.") else 5
@@ -44,6 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"dtype": BF16, "autocast": True, "lora": LORA},
     "lora with dropout": {"dtype": BF16, "autocast": True, "lora": DROPOUT},
     "lora without autocast": {"dtype": BF16, "lora": DROPOUT, "adapter_dtype": BF16},
+    "a norm alone is trained": {"dtype": BF16, "trained": "input_layernorm"},
+    "queries alone are trained": {"dtype": BF16, "trained": "q_proj"},
 }
 QUICK = ("bfloat16", "autocast")
 
@@ -63,6 +65,7 @@ def stock(
     dtype: torch.dtype = torch.float32,
     lora: Any = None,
     adapter_dtype: torch.dtype = torch.float32,
+    trained: str = "",
 ) -> nn.Module:
     if model_type == "qwen2":
         model = stock_qwen2(dtype, device)
@@ -72,6 +75,8 @@ def stock(
         torch.manual_seed(1)
         cast = adapter_dtype == torch.float32
         model = peft.get_peft_model(model, peft.LoraConfig(**lora), autocast_adapter_dtype=cast)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and trained in name)
     return model.train()
 
 
@@ -91,31 +96,28 @@ def step(
     return kept, [loss.detach(), *torch.autograd.grad(loss, [embedded, *parameters, *states], allow_unused=True)]
 
 
-def assert_same(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    for one, other in zip(expected, found, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-
-
 @pytest.mark.parametrize("way", [name if name in QUICK else slow(name) for name in WAYS])
-@pytest.mark.parametrize("model_type", ["qwen3", slow("llama"), slow("gemma3_text"), slow("qwen2")])
+@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("llama", "gemma2", "gemma3_text", "qwen2"))])
 def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
-    model_type: str, way: str, device: str, products: list[tuple[int, ...]]
+    model_type: str, way: str, device: str, products: list[tuple[int, ...]], recomputed_by: list[str]
 ) -> None:
     options = dict(WAYS[way])
     autocast = options.pop("autocast", False)
-    kept, counts, results = [], [], []
+    kept, counts, norms_again, results = [], [], [], []
     for level in LEVELS:
         model = stock(model_type, device, **options)
         fused_norm.apply_fused_norm(model, recompute=level)
-        products.clear()
+        products.clear(), recomputed_by.clear()
         bytes_kept, found = step(model, device, autocast=autocast)
         kept.append(bytes_kept), counts.append(len(products)), results.append(found)
+        norms_again.append((recomputed_by.count("recomputed_norm"), recomputed_by.count("qk_norm")))
     for found in results[1:]:
         assert_same(results[0], found)
     none, norms, mlp, attention = kept
     layers, adapters = model.config.num_hidden_layers, options.get("lora") is not None
-    frozen_biases = model_type == "qwen2" and adapters
+    heads = model_type in ("qwen3", "gemma3_text")
+    assert norms_again == [(0, 0), *[(2 * layers, heads * layers)] * 3]
+    frozen_biases = model_type == "qwen2" and (adapters or "trained" in options)
     most = layers * (2 if frozen_biases else LINEARS)
     assert counts[:3] == [0, 0, 2 * layers]
     assert 2 * layers <= counts[3] <= most
@@ -123,10 +125,13 @@ def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
         assert counts[3] == most
         assert attention < mlp or frozen_biases
     item = 4 if options["dtype"] == torch.float32 and not autocast else 2
-    width = 2 * model.config.intermediate_size
     rows = tokens(batch=2, length=6).numel()
-    assert norms - mlp == rows * width * item * layers
-    assert none > norms or way.startswith("lora")  # whose dropped inputs are kept
+    assert norms - mlp == rows * 2 * model.config.intermediate_size * item * layers
+    read_by_linears = rows * (2 * model.config.hidden_size + model.config.intermediate_size) * item * layers
+    if "trained" in options:  # frozen linears keep nothing of what they read
+        assert none > norms
+    elif not adapters:  # whose dropped inputs are kept
+        assert none - norms >= read_by_linears
 
 
 class Halves(torch.autograd.Function):
@@ -286,7 +291,7 @@ def test_a_weight_with_other_memory_is_recomputed_from_what_the_forward_has_read
 
 def test_graphs_are_walked_twice_and_differentiated_again(device: str) -> None:
     results = []
-    for level in (False, "attention"):
+    for level in (False, True, "attention"):
         model = stock("qwen3", device)
         model.config._attn_implementation = "eager"  # the flash attention of a CPU has no second derivative
         fused_norm.apply_fused_norm(model, recompute=level)
@@ -300,7 +305,8 @@ def test_graphs_are_walked_twice_and_differentiated_again(device: str) -> None:
         second = torch.autograd.grad(sum(one.square().sum() for one in in_graph), weights)
         assert all(one.abs().max() > 0 for one in second)
         results.append([*first, *second])
-    assert_same(*results)
+    for found in results[1:]:
+        assert_same(results[0], found)
 
 
 def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
@@ -308,7 +314,7 @@ def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
     fused_norm.apply_fused_norm(model, recompute="attention")
     ids = tokens(device)
     loss = model(ids, labels=ids, use_cache=False).loss
-    held = [one.recomputed for one in saved_in(loss.grad_fn) if type(one) is recompute._View]
+    held = recomputed_in(loss.grad_fn)
     assert len({id(one) for one in held}) >= 8 * model.config.num_hidden_layers
     loss.backward(retain_graph=True)
     assert not any(one._made for one in held)

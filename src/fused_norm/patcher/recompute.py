@@ -9,8 +9,8 @@ matrices each, and are recomputed on demand: those that a gate reads, or all of 
 What is saved holds the tensors that are needed themselves, or other recomputed outputs. It is taken only for the output
 itself, for a cast of it, such as autocast makes for a linear, and for views of both, told by their history: whoever
 writes into an output by other means than PyTorch's must return it from an autograd function of its own, as Liger's
-rotary embedding does, and its result is saved as it is. Nobody but autograd is concerned: what holds the tensor
-otherwise, holds the tensor.
+rotary embedding does, and its result is saved as it is. Only autograd's saved tensors are replaced: other references
+keep the tensor alive.
 
 Versions of tensors are checked as autograd checks those of what it saves, and it is their memory that is held, so that
 a parameter may get other memory meanwhile. Writes that make no version (through ``.data``, or by NumPy) are not seen.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU
 from ..kernels.heads import QK_NORM, ROPE
 from ..kernels.lora_add import LORA_ADD
@@ -37,7 +38,7 @@ from ..kernels.operator import Operator, Recompute, Spec, calls
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
 from .fused_norm_module import is_disabled
-from .recompute_linears import CAST, Expression, Kept, LinearOutputs, LinearRecipe, Matrix, Recipe
+from .recompute_linears import CAST, Kept, LinearOutputs, Matrix, Recipe
 
 logger = logging.getLogger("fused_norm")
 
@@ -77,7 +78,7 @@ def call_recomputing(
         return forward(layer, *args, **kwargs)
     if not _is_possible():
         return forward(layer, *args, **kwargs)
-    register = _Register(level)
+    register = _SavedTensorHook(level)
     try:
         with saved_tensors_hooks(register.pack, _unpack), calls.by(register):
             return forward(layer, *args, **kwargs)
@@ -115,7 +116,7 @@ def _explain_compiled() -> None:
 _explain_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # without importing torch._dynamo
 
 
-class _Register:
+class _SavedTensorHook:
     """The hook on tensors that autograd saves while a layer runs; it knows the recomputable outputs, and holds none."""
 
     __slots__ = ("_operator", "_outputs", "_readers", "_saved_by_operator")
@@ -134,11 +135,16 @@ class _Register:
             return operator.results_of(spec, *arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack
-        saved: list[Tensor] | None = None
-        if is_first and operator not in self._readers:
-            results = _without_hooks(hooks, operator, spec, arguments)
+        reads_linears = operator in self._readers
+        saved: list[Tensor] = []
+        if is_first and not reads_linears:  # it keeps tensors as they are, sooner if no hook sees them
+            autograd: Any = torch._C._autograd
+            autograd._pop_saved_tensors_default_hooks()
+            try:
+                results = operator.results_of(spec, *arguments)
+            finally:
+                autograd._push_saved_tensors_default_hooks(*hooks)
         else:
-            saved = []
             self._operator, self._saved_by_operator = operator, saved
             try:
                 results = operator.results_of(spec, *arguments)
@@ -151,45 +157,44 @@ class _Register:
         if not is_first:
             _explain(_OTHER_HOOKS)
             return results
-        if saved is None:
+        if not reads_linears:
             node: Any = outputs[0].grad_fn
             saved = node.saved_tensors
         kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
         arguments = operator.as_saved(arguments, saved)
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
-        if operator in self._readers:
+        if reads_linears:
             linears = [self._recomputed(one) if _is_computed(one) else None for one in arguments[:2]]
             if operator is ROPE and None not in linears:  # it keeps neither, so that both have to be known
                 recompute = Recompute(operator, spec, arguments)
             if recompute is not None:
-                given = [one if made is None else made for one, made in zip(arguments, linears, strict=False)]
-                recompute = recompute._replace(arguments=(*given, *arguments[2:]))
-        if recompute is not None and not any(_is_gathered_for_its_module(one) for one in recompute.arguments):
-            recipe = Expression(partial(_outputs, recompute._replace(arguments=())), *recompute.arguments)
-            is_norm = recompute.operator is RECOMPUTED_NORM
-            recomputed = _Recomputed(recipe, feeds_linears=is_norm and bool(self._readers))
+                first = [one if recipe is None else recipe for one, recipe in zip(arguments, linears, strict=False)]
+                recompute = recompute._replace(arguments=(*first, *arguments[2:]))
+        if recompute is not None and not any(map(_is_gathered_for_its_module, recompute.arguments)):
+            call = recompute.operator, recompute.spec
+            recipe = Recipe.of(lambda *operands: Recompute(*call, operands).outputs(), *recompute.arguments)
+            feeds_linears = recompute.operator is RECOMPUTED_NORM and bool(self._readers)
+            recomputed = _Recomputed(recipe, feeds_linears=feeds_linears)
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
                 for output in tensors:
                     self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
         return results
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Recipe | Kept:
         """The value to save for a tensor: how to recompute it, or the tensor and its version."""
         operator, base = self._operator, tensor._base
         if operator is not None:
             self._saved_by_operator.append(tensor)
         if base is not None and base.is_leaf:  # such as a weight, transposed
             return Kept(tensor.detach(), tensor._version)
-        if self._outputs and _is_computed(tensor) and (operator is None or self._reads_linears):
-            recomputed = self._recomputed(tensor)
-            if recomputed is not None:
-                return recomputed
-            if operator is not None:
-                _explain(_name(tensor), "recompute keeps outputs of linears that nodes of this kind have made: %s")
+        if self._outputs and _is_computed(tensor) and (operator is None or operator in self._readers):
+            recipe = self._recomputed(tensor)
+            if recipe is not None:
+                return recipe
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
         return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
-    def _recomputed(self, tensor: Tensor) -> _View | None:
+    def _recomputed(self, tensor: Tensor) -> Recipe | None:
         """How to recompute a tensor; None for one that is no output, no view of one and no view of a cast of one."""
         node: Any = tensor.grad_fn
         number = tensor.output_nr
@@ -199,28 +204,31 @@ class _Register:
         is_cast = output is None and name == CAST
         if is_cast:
             output = self._outputs.get(node.next_functions[0])
-        if output is None and self._reads_linears:
+        if output is None and self._operator in self._readers:
             output, is_cast = self._linear_output(node, tensor), False
-        return None if output is None else output.seen_as(tensor, is_cast)
-
-    @property
-    def _reads_linears(self) -> bool:
-        """Outputs of linears that are saved now are to be recomputed."""
-        return self._operator in self._readers
+        recipe = None if output is None else output.seen_as(tensor, is_cast)
+        if recipe is None and self._operator is not None:
+            _explain(name, "recompute keeps outputs of linears that nodes of this kind have made: %s")
+        return recipe
 
     def _linear_output(self, node: Any, tensor: Tensor) -> _Output | None:
         """The output of a linear behind a norm, which a node has made, and this tensor is, or is a view of."""
         # Another product reads rows, and what it reads is kept: the small output of a LoRA layer's first one.
         if tensor._version != 0 or (self._operator is None and tensor.dim() == 2):
             return None
-        found = LinearOutputs(self._norm_output).of(node)
+        matrix = LinearOutputs(self._norm_output).of(node)
         whole = tensor if tensor._base is None else tensor._base
-        if found is None or not found.is_of_norm or whole.numel() != found.rows * found.columns:
+        if matrix is None or not matrix.is_of_norm or whole.numel() != matrix.rows * matrix.columns:
             return None
         if not whole.is_contiguous() or whole.untyped_storage().nbytes() != whole.numel() * whole.element_size():
             return None
-        recomputed = _Recomputed(LinearRecipe(found.recipe, whole.device.type))
-        output = self._outputs[node, 0] = _Output(recomputed, 0, whole)
+        (compute, reads), device = matrix.recipe, whole.device.type
+
+        def outputs() -> tuple[Tensor]:
+            with torch.no_grad(), set_autocast(device, None):  # its operands were cast in the forward
+                return (compute(),)
+
+        output = self._outputs[node, 0] = _Output(_Recomputed(Recipe(outputs, reads)), 0, whole)
         return output
 
     def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> Matrix | None:
@@ -249,15 +257,19 @@ class _Output:
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
-    def seen_as(self, tensor: Tensor, is_cast: bool) -> _View | None:
+    def seen_as(self, tensor: Tensor, is_cast: bool) -> Recipe | None:
         """How to recompute a view of the output, or of a cast of it; None where either may have been written into."""
         source: Any = tensor
         if is_cast:
             # What the cast has read is what the operator has written, if the output is that still.
             source, cast = self._output(), tensor if tensor._base is None else tensor._base
-            if source is None or tensor._version != 0 or _form(cast) != _form(source):
+            if source is None or tensor._version != 0:
                 return None
-        if not self._is_in(source) or not self._recomputed.is_possible():
+            if len({(one.shape, one.stride(), one.device) for one in (source, cast)}) > 1:
+                return None
+        if source._version != self._version or source.untyped_storage()._cdata != self._storage.cdata:
+            return None
+        if not self._recomputed.is_possible():
             return None
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
         return self._recomputed.saved_as((self._place, tensor.dtype), *layout, tensor)
@@ -270,34 +282,9 @@ class _Output:
         recipe = self._recomputed.saved_as((self._place, dtype), (self._rows, columns), (columns, 1), 0)
         return Matrix(recipe, self._rows, columns, is_of_norm=True)
 
-    def _is_in(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is the output's, as the operator has written it."""
-        return tensor._version == self._version and tensor.untyped_storage()._cdata == self._storage.cdata
 
-
-_Made = tuple[int, torch.dtype]
-"""An output of a call, by its place, as it is or cast to another dtype."""
-
-
-class _View(Recipe):
-    """The value that autograd saves, or another recipe has, in place of an output or its cast, or of a view of them."""
-
-    __slots__ = ("_layout", "_made", "_version", "_without_memory", "recomputed")
-
-    def __init__(
-        self, recomputed: _Recomputed, made: _Made, layout: tuple[Any, Any, Any], saved: Tensor | None
-    ) -> None:
-        self.recomputed, self._made, self._layout = recomputed, made, layout
-        self._without_memory = None if saved is None else _without_memory(saved)
-        self._version = 0 if saved is None else saved._version
-
-    def value(self) -> Tensor:
-        if self._without_memory is not None:
-            _check_version(self._without_memory, self._version, self._layout[0])
-        return self.recomputed.take(self._made).as_strided(*self._layout)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return self.recomputed.tensors()
+_Place = tuple[int, torch.dtype]
+"""Which output of a call, and the dtype that it is cast to."""
 
 
 class _Recomputed:
@@ -310,99 +297,81 @@ class _Recomputed:
         feeds_linears: its first output is a norm, and the linears behind that are recomputed.
     """
 
-    __slots__ = ("_made", "_read", "_recipe", "_saved", "_stream", "_waiting", "feeds_linears")
+    __slots__ = ("_compute", "_made", "_reads", "_saved", "_stream", "_versions", "_waiting", "feeds_linears")
 
     def __init__(self, recipe: Recipe, *, feeds_linears: bool = False) -> None:
-        self._recipe, self.feeds_linears = recipe, feeds_linears
-        self._read = [(one, one._version) for one in recipe.tensors()]
-        self._saved: dict[_Made, int] = {}
+        self._compute, self._reads = recipe
+        self.feeds_linears = feeds_linears
+        self._versions = [one._version for one in self._reads]
+        self._saved: dict[_Place, int] = {}
         """How many have saved it."""
-        self._waiting: dict[_Made, int] = {}
-        self._made: dict[_Made, Tensor] = {}
+        self._waiting: dict[_Place, int] = {}
+        self._made: dict[_Place, Tensor] = {}
         self._stream: Any = None
-
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors that it is recomputed from."""
-        return (one for one, _ in self._read)
 
     def is_possible(self) -> bool:
         """Return whether all that is needed is there, and unchanged."""
-        return all(one._version == version and not _is_freed(one) for one, version in self._read)
+        return [one._version for one in self._reads] == self._versions and not any(map(_is_freed, self._reads))
 
-    def saved_as(self, made: _Made, size: Any, strides: Any, offset: Any, saved: Tensor | None = None) -> _View:
-        """Note that an output is saved, in a dtype and so many views; ``saved``: by autograd, in place of this."""
-        self._saved[made] = self._saved.get(made, 0) + 1
-        return _View(self, made, (size, strides, offset), saved)
+    def saved_as(self, place: _Place, size: Any, strides: Any, offset: Any, saved: Tensor | None = None) -> Recipe:
+        """Note that an output, or its cast, is saved, and return how to compute this view of it.
 
-    def take(self, wanted: _Made) -> Tensor:
+        ``saved``: the tensor that autograd would have saved; None if another recipe reads the view.
+        """
+        self._saved[place] = self._saved.get(place, 0) + 1
+        guard = None if saved is None else Kept(_without_memory(saved), saved._version)
+        return Recipe(partial(self._view, place, guard, size, strides, offset), self._reads)
+
+    def _view(self, place: _Place, guard: Kept | None, size: Any, strides: Any, offset: int) -> Tensor:
+        """A view of an output, or of its cast; an error if the tensor that was saved was written into."""
+        if guard is not None and guard.tensor._version != guard.version:
+            raise _modified(*guard, size)
+        return self.take(place).as_strided(size, strides, offset)
+
+    def take(self, wanted: _Place) -> Tensor:
         """An output for one of those who have saved it."""
         # What was made on another stream may not be there yet.
         stream = _current_stream()
-        found = self._made.get(wanted) if stream == self._stream else None
-        if found is None:
-            self._check()
-            outputs = self._recipe.value()
+        output = self._made.get(wanted) if stream == self._stream else None
+        if output is None:
+            for one, version in zip(self._reads, self._versions, strict=True):
+                if one._version != version:
+                    raise _modified(one, version, one.shape)
+                if _is_freed(one):
+                    raise RuntimeError(
+                        f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
+                        "backward; apply_fused_norm(model, recompute=False) goes without it"
+                    )
+            outputs = self._compute()
             made = {(place, dtype): outputs[place].to(dtype) for place, dtype in self._saved}
-            found = made[wanted]
+            output = made[wanted]
             self._made, self._waiting, self._stream = made, self._saved.copy(), stream
         self._waiting[wanted] -= 1
         if self._waiting[wanted] <= 0:
             self._made.pop(wanted, None)
-        return found
-
-    def _check(self) -> None:
-        """Raise where what the forward has read is gone, or was written into."""
-        for one, version in self._read:
-            _check_version(one, version, one.shape)
-            if _is_freed(one):
-                raise RuntimeError(
-                    f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
-                    "backward; apply_fused_norm(model, recompute=False) goes without it"
-                )
+        return output
 
 
-def _unpack(saved: Any) -> Tensor:
-    if type(saved) is _View:
-        return saved.value()
+def _unpack(saved: Recipe | Kept) -> Tensor:
+    if isinstance(saved, Recipe):
+        value: Tensor = saved.value()
+        return value
     tensor, version = saved
     if tensor._version != version:
-        _check_version(tensor, version, tensor.shape)
+        raise _modified(tensor, version, tensor.shape)
     return tensor
-
-
-def _without_hooks(hooks: Any, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
-    """The results of a call that keeps tensors as they are, which costs the host less where no hook sees them."""
-    autograd: Any = torch._C._autograd
-    autograd._pop_saved_tensors_default_hooks()
-    try:
-        return operator.results_of(spec, *arguments)
-    finally:
-        autograd._push_saved_tensors_default_hooks(*hooks)
-
-
-def _outputs(recompute: Recompute, *arguments: Any) -> tuple[Tensor, ...]:
-    return recompute._replace(arguments=arguments).outputs()
-
-
-def _name(tensor: Tensor) -> str:
-    """The name of the node that has made a tensor; views are passed over."""
-    node: Any = tensor.grad_fn
-    while node.name() in _VIEWS:
-        node, _ = node.next_functions[0]
-    return str(node.name())
 
 
 def _is_computed(tensor: Any) -> bool:
     return type(tensor) is Tensor and not tensor.is_leaf
 
 
-def _check_version(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
-    """Raise as autograd does where nobody looks at what it saves."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {version} instead"
-        )
+def _modified(tensor: Tensor, version: int, shape: Sequence[int]) -> RuntimeError:
+    """The error that autograd raises if a tensor that it saves was written into; nobody looks at what hooks save."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {version} instead"
+    )
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -415,11 +384,6 @@ def _without_memory(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """What a cast leaves as it is."""
-    return tensor.shape, tensor.stride(), tensor.device
 
 
 def _hooks_in_use() -> Any:

@@ -11,14 +11,13 @@ The same library call with operands of the same shapes and memory orders makes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.autocast import set_autocast
 from ..kernels.lora_add import LORA_ADD
 
 CAST = "ToCopyBackward0"
@@ -29,54 +28,28 @@ _SAME_ORDER = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBa
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
-class Recipe:
-    """A value that can be computed when it is needed."""
+class Recipe(NamedTuple):
+    """How to compute a value again.
 
-    __slots__ = ()
+    Attributes:
+        value: computes it.
+        reads: the tensors that it is computed from.
+    """
 
-    def value(self) -> Any:
-        """Compute it."""
-        raise NotImplementedError
+    value: Callable[[], Any]
+    reads: tuple[Tensor, ...]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors that it is computed from."""
-        raise NotImplementedError
-
-
-class Expression(Recipe):
-    """A function of operands, which are recipes, tensors and plain values."""
-
-    __slots__ = ("_function", "_operands")
-
-    def __init__(self, function: Callable[..., Any], *operands: Any) -> None:
-        self._function = function
-        self._operands = tuple([one.detach() if isinstance(one, Tensor) else one for one in operands])
-
-    def value(self) -> Any:
-        return self._function(*[one.value() if isinstance(one, Recipe) else one for one in self._operands])
-
-    def tensors(self) -> Iterator[Tensor]:
-        for one in self._operands:
-            if isinstance(one, Tensor):
-                yield one
-            elif isinstance(one, Recipe):
-                yield from one.tensors()
-
-
-class LinearRecipe(Recipe):
-    """The output of a linear, the operands of which were cast in the forward: as it is computed outside of autocast."""
-
-    __slots__ = ("_device", "_recipe")
-
-    def __init__(self, recipe: Recipe, device: str) -> None:
-        self._recipe, self._device = recipe, device
-
-    def value(self) -> tuple[Tensor]:
-        with torch.no_grad(), set_autocast(self._device, None):
-            return (self._recipe.value(),)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return self._recipe.tensors()
+    @classmethod
+    def of(cls, function: Callable[..., Any], *operands: Any) -> Recipe:
+        """The recipe for what a function returns of operands, which are recipes, tensors and plain values."""
+        detached = [one.detach() if isinstance(one, Tensor) else one for one in operands]
+        reads: list[Tensor] = []
+        for one in detached:
+            reads += one.reads if type(one) is Recipe else [one] if isinstance(one, Tensor) else []
+        return cls(
+            lambda: function(*[one.value() if type(one) is Recipe else one for one in detached]),
+            tuple(reads),
+        )
 
 
 class Kept(NamedTuple):
@@ -145,11 +118,11 @@ class LinearOutputs:
             return None
         kept_x = _kept(raw_x)  # before what the graph tells, of which a cast may have been written into since
         if kept_x is not None:
-            return Matrix(Expression(_linear, kept_x, weight, *bias), rows, columns, False)
+            return Matrix(Recipe.of(_linear, kept_x, weight, *bias), rows, columns, False)
         found = self._of_norm(edge, width, weight.dtype) or self._behind(edge)
         if found is None or (found.rows, found.columns) != (rows, width):
             return None
-        return Matrix(Expression(_linear, found.recipe, weight, *bias), rows, columns, found.is_of_norm)
+        return Matrix(Recipe.of(_linear, found.recipe, weight, *bias), rows, columns, found.is_of_norm)
 
     def _of_norm(self, edge: Any, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, or a cast of it, that comes by an edge, in this dtype; None for anything else."""
@@ -170,7 +143,7 @@ class LinearOutputs:
         # bitsandbytes takes another kernel for a single row that wants no gradient.
         if x is None or x.rows < 2:
             return None
-        return Matrix(Expression(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
+        return Matrix(Recipe.of(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
@@ -180,14 +153,14 @@ class LinearOutputs:
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
         if found is None or b is None or h is None:
             return None
-        recipe = Expression(partial(_added, scale=LORA_ADD.facts_of(node)[0]), found.recipe, h.flatten(0, -2), b)
+        recipe = Recipe.of(partial(_added, scale=LORA_ADD.facts_of(node)[0]), found.recipe, h.flatten(0, -2), b)
         return found._replace(recipe=recipe)
 
     def _cast(self, node: Any) -> Matrix | None:
         found, made = self._behind(node.next_functions[0]), node._input_metadata[0]
         if found is None:
             return None
-        return found._replace(recipe=Expression(Tensor.to, found.recipe, made.device, made.dtype))
+        return found._replace(recipe=Recipe.of(Tensor.to, found.recipe, made.device, made.dtype))
 
     def _behind(self, edge: Any) -> Matrix | None:
         node, _ = _behind_views(edge)
