@@ -10,7 +10,6 @@ import fused_norm
 ROOT = Path(fused_norm.__file__).parent
 LAYERS = (
     "spec",
-    "kernels.observation",
     "kernels.autocast",
     "kernels.sharded",
     "kernels.plans",
@@ -18,7 +17,7 @@ LAYERS = (
     "kernels.reference",
     "kernels.arguments",
     "kernels.guards",
-    "kernels.straight_lines",
+    "kernels.codegen",
     "kernels.program",
     "kernels.operator",
 )

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 
-from fused_norm.kernels import add_rms_norm, guards, program, rms_norm, straight_lines
+from fused_norm.kernels import add_rms_norm, codegen, guards, program, rms_norm
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm import ADD_RMS_NORM, NORM_ADD, RMS_NORM
 from fused_norm.kernels.operator import calls, norm_spec
@@ -362,7 +362,7 @@ def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypat
         assert not rms_norm(x, w).requires_grad
 
 
-def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_straight_lines(
+def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_generated_lines(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w, copied = weight(device), rows(device, layout="columns")
@@ -670,7 +670,7 @@ def test_random_calls_in_turn_do_what_the_general_path_does(
             assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)
 
 
-@pytest.mark.parametrize("without", [(guards, "TensorGuards"), (straight_lines, "_empty_strided_cuda")])
+@pytest.mark.parametrize("without", [(guards, "TensorGuards"), (codegen, "_empty_strided_cuda")])
 def test_without_parts_of_pytorch_that_are_not_public(
     without: tuple[Any, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -711,7 +711,7 @@ def test_a_compiled_kernel_gets_its_arguments_as_its_triton_wants_them(
     x = rows(device)
     launch = Launch(kernel, (3, 1), (x, None, x), (6, 1, None), {"SPEC": LLAMA, "N": 16}, {})
     compiled = Compiled(dict(zip(names, kinds, strict=True)), release)
-    entry = straight_lines.Cuda.entry(launch, compiled)
+    entry = codegen.Cuda.entry(launch, compiled)
     addresses = [None if at is None else 16 * at for at in entry.tensors]
     arguments = (*addresses, *entry.numbers)
     entry.call(3, 1, 1, "stream", *entry.head, *([arguments] if entry.packed else arguments))
@@ -731,9 +731,9 @@ def test_a_compiled_kernel_gets_its_arguments_as_its_triton_wants_them(
 def test_a_kernel_that_counts_in_64_bits_is_launched_by_triton(number: float, is_recorded: bool, device: str) -> None:
     kernel = type("Kernel", (), {"arg_names": ["x_ptr", "stride"], "__name__": "kernel"})()
     launch = Launch(kernel, (3, 1), (rows(device),), (number,), {}, {})
-    entry = straight_lines.Interpreter.entry(launch, None)
+    entry = codegen.Interpreter.entry(launch, None)
     if is_recorded:
-        assert straight_lines._launch_line(0, launch, entry, ["px"])[1]["n0_0"] == number
+        assert codegen._launch_line(0, launch, entry, ["px"])[1]["n0_0"] == number
         return
-    with pytest.raises(straight_lines.NotRecordableError, match="compiled anew"):
-        straight_lines._launch_line(0, launch, entry, ["px"])
+    with pytest.raises(codegen.NotRecordableError, match="compiled anew"):
+        codegen._launch_line(0, launch, entry, ["px"])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..spec import NormSpec
 from .plans import forward_plan
 from .sharded import are_angles_of, is_plain
 from .triton.memory import against_heads, heads_dim_of, memory_order
@@ -54,6 +55,48 @@ def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Refusal |
         reason = f"{name} is on {value.device} and {first[0]} on {first[1].device}; move them to one device"
         return Refusal(reason, ValueError)
     return None
+
+
+class TensorRules:
+    """What an operator's schema asks of its tensors.
+
+    Attributes:
+        names: the names of the tensors.
+        is_shared: which of them every row needs: weights, cos and sin.
+    """
+
+    def __init__(
+        self, names: Sequence[str], schema: str, same_shape: Sequence[str], other_rules: Sequence[str]
+    ) -> None:
+        """Read the schema; tensors in ``same_shape`` have the first one's, those in ``other_rules`` are not checked."""
+        self.names, self._same_shape, self._other_rules = names, same_shape, other_rules
+        self._is_optional = ["?" in part for part in schema.split(",")]
+        self._is_weight = [name.endswith("weight") for name in names]
+        self.is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
+        self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
+
+    def weights(self, tensors: Sequence[Any]) -> list[Any]:
+        """The weights among the operator's tensors."""
+        return [t for t, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
+
+    def wrong(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Refusal | None:
+        """Refuse a tensor of a wrong type, layout, dtype, device or shape."""
+        first = self.names[0], tensors[0]
+        for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
+            if name in self._other_rules or (tensor is None and self._is_optional[place]):
+                continue
+            refusal = wrong_tensor(name, tensor, first)
+            if refusal is None and self._is_weight[place]:
+                rows = self._rows_of[place]
+                refusal = wrong_weight((name, tensor), (self.names[rows], tensors[rows]))
+            elif refusal is None and not self.is_shared[place]:
+                same = name in self._same_shape
+                refusal = wrong_shape((name, tensor), first) if same else wrong_rows(name, tensor)
+            if refusal is not None:
+                return refusal
+        if spec is not None and spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
+            return Refusal("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
+        return None
 
 
 def wrong_rows(name: str, x: Tensor) -> Refusal | None:

@@ -57,10 +57,6 @@ class LinearCrossEntropy(Operator):
     facts = options
     gradients = ("dx", "dweight", "dbias")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._apply_plain = super(torch.autograd.Function, _Eager).apply
-
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
         for name, one in (("linear_weight", weight), ("linear_bias", bias)):
@@ -89,6 +85,11 @@ class LinearCrossEntropy(Operator):
 
     def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         return None  # products are among the steps, which a program cannot repeat
+
+    def _launched(self, spec: Spec, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[: self.tensor_count]):
+            return _apply_eager(spec, *arguments)
+        return super()._launched(spec, *arguments)
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
@@ -168,6 +169,7 @@ class _Eager(torch.autograd.Function):
         return None, *made, *behind
 
 
+_apply_eager: Any = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
 
 

@@ -14,13 +14,12 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
-from .arguments import Refusal, wrong_eps, wrong_flag, wrong_rows, wrong_shape, wrong_tensor, wrong_weight
+from .arguments import Refusal, TensorRules, wrong_eps, wrong_flag
 from .autocast import autocast_dtype
-from .observation import Observation
-from .program import Programs, recorded, with_one_more
+from .program import Program, Programs, SingleCall, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
-from .triton.launch import launches
+from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -77,31 +76,30 @@ class Recompute(NamedTuple):
         return made if isinstance(made, tuple) else (made,)
 
 
-class CallObserver(Protocol):
-    """Stands between a thread and the operators that it calls."""
+class CallInterceptor(Protocol):
+    """Makes the calls of operators in the place of the thread that calls them."""
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """The outputs of the call, which are those of ``operator.results_of(spec, *arguments)``."""
 
 
-calls = Observation()
-"""The calls of operators, but for traced ones, which a ``CallObserver`` may take."""
+calls = Interceptors()
+"""The calls of operators, except traced ones, which a ``CallInterceptor`` may take."""
 
 
 class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
-    ``operator.checked(spec, *tensors, *options)`` is for users' arguments, ``operator.run_or_refuse(...)`` for those of
-    patched modules, and ``operator(spec, *tensors, *options)`` for arguments that kernels are known to take: the one
-    decision on that is ``refuses``. A call goes, in this order, to
+    There are three ways in: ``operator.checked(spec, *tensors, *options)`` for users' arguments, ``run_or_refuse`` for
+    those of patched modules, after ``known``, and ``operator(spec, *tensors, *options)`` for arguments that kernels are
+    known to take. ``refuses`` alone decides whether they do. If they do not, ``checked`` runs the PyTorch reference,
+    and ``run_or_refuse`` returns the reason. A call that kernels take runs in one of four ways:
 
-    - the PyTorch reference, where kernels do not take it (``checked``), or back (``run_or_refuse``);
-    - for DTensors, the same operator on the part that the device holds;
-    - a program that repeats the launches of a call like it, or is recorded now, where nobody watches the dispatcher;
-    - the launch itself, if a call does more than allocate and launch; both are inside an autograd function where a
-      gradient is wanted;
-    - the operators registered under ``torch.ops.fused_norm`` otherwise: what torch.compile, dispatch modes and tensor
-      subclasses see; in compiled graphs the reference where the compiler is faster with it.
+    - a plain eager call (``is_plain_call``) repeats a recorded program, or is recorded now (``program``);
+    - it runs by itself if it cannot be recorded;
+    - a call on DTensors runs on the part that the device holds;
+    - torch.compile, dispatch modes and tensor subclasses see the operators registered under ``torch.ops.fused_norm``,
+      or in compiled graphs the reference, if the compiler is faster with it.
     """
 
     name: ClassVar[str]
@@ -141,14 +139,14 @@ class Operator(ABC):
         """Register the operator with PyTorch."""
         semantics = _SPEC if self.has_norm else ""
         self.tensor_count, self.option_count = len(_names(self.tensors)), len(_names(self.options))
-        names = self.tensor_names = _names(self.tensors)
-        self._is_optional = ["?" in one for one in self.tensors.split(",")]
-        self._is_weight = [name.endswith("weight") for name in names]
-        self._is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
-        self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
-        self._option_names, self._saved_names, self._fact_names = map(_names, (self.options, self.saved, self.facts))
-        self._copied = [name for name in self.copies if name in names]
+        self.rules = TensorRules(_names(self.tensors), self.tensors, self.same_shape, self.other_rules)
+        self.tensor_names = self.rules.names
+        option_names, self._saved_names, self._fact_names = map(_names, (self.options, self.saved, self.facts))
+        self._copied = [name for name in self.copies if name in self.tensor_names]
         self.result_names = (*self.outputs, *self.kept, *(f"{name}_copy" for name in self._copied))
+        self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
+        incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
+        self._backward_names = (*incoming, *self._saved_names, *self._fact_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
             f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
@@ -156,22 +154,20 @@ class Operator(ABC):
             self._registered_forward,
         )
         if type(self).backward is not Operator.backward:
-            incoming = (f"Tensor? d{output}" for output in self.outputs)
-            needed = (f"bool need_{gradient}" for gradient in self.gradients)
+            tensors, flags = [f"Tensor? {name}" for name in incoming], [f"bool {name}" for name in needed]
             self._backward_op = _define(
-                f"{self.name}_backward({_joined(semantics, *incoming, self.saved, self.facts, *needed)})"
+                f"{self.name}_backward({_joined(semantics, *tensors, self.saved, self.facts, *flags)})"
                 f" -> {_results(self.gradients)}",
                 self._registered_backward,
             )
         OPERATORS[self.name] = self
-        self.function, programmed = _function_of_arguments(self), _function_of_program(self)
-        self._nodes = tuple([one._backward_cls for one in (self.function, programmed)])
+        self.function, in_eager = _function_of_arguments(self), _function_of_program(self)
+        self._nodes = self.function._backward_cls, in_eager._backward_cls
         self.programs = Programs()
         self.programs_as_stock = Programs()
         """The programs of calls that a patched module has checked: kernels may do them in place of its stock code."""
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
-        self._apply_plain = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
-        self._apply_program = super(torch.autograd.Function, programmed).apply  # type: ignore[misc]
+        self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
         """Refuse wrong options, and tensors that are good by themselves and do not go together."""
@@ -271,14 +267,11 @@ class Operator(ABC):
 
     def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
         """A forward's arguments, and its results where they are given, by their names."""
-        names = (*self.tensor_names, *self._option_names, *self.result_names)
-        return dict(zip(names, (*arguments, *results), strict=False))
+        return dict(zip(self._forward_names, (*arguments, *results), strict=False))
 
     def backward_by_name(self, call: BackwardCall) -> dict[str, Any]:
         """A backward's arguments by their names: ``dy``, the gradient of an output, and ``need_dx`` among them."""
-        incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
-        names = (*incoming, *self._saved_names, *self._fact_names, *needed)
-        return dict(zip(names, (*call.incoming, *call.saved, *call.facts, *call.needed), strict=True))
+        return dict(zip(self._backward_names, (*call.incoming, *call.saved, *call.facts, *call.needed), strict=True))
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         """Launch the backward, and return ``gradients``, None for those not needed.
@@ -341,42 +334,25 @@ class Operator(ABC):
         """
         tensors = arguments[: self.tensor_count]
         return (
-            self._wrong_tensors(spec, tensors)
+            self.rules.wrong(spec, tensors)
             or self.wrong(spec, *arguments)
             or self._tensors_beyond_kernels(spec, tensors)
             or self.beyond_kernels(spec, *arguments)
         )
-
-    def _wrong_tensors(self, spec: Spec, tensors: Sequence[Any]) -> Refusal | None:
-        """Refuse a tensor of a wrong type, layout, dtype, device or shape, by what the schema says of it."""
-        first = self.tensor_names[0], tensors[0]
-        for place, (name, one) in enumerate(zip(self.tensor_names, tensors, strict=True)):
-            if name in self.other_rules or (one is None and self._is_optional[place]):
-                continue
-            refusal = wrong_tensor(name, one, first)
-            if refusal is None and self._is_weight[place]:
-                rows = self._rows_of[place]
-                refusal = wrong_weight((name, one), (self.tensor_names[rows], tensors[rows]))
-            elif refusal is None and not self._is_shared[place]:
-                refusal = wrong_shape((name, one), first) if name in self.same_shape else wrong_rows(name, one)
-            if refusal is not None:
-                return refusal
-        if spec is not None and spec.zero_centered and all(one is None for one in self._weights(tensors)):
-            return Refusal("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
-        return None
 
     def _tensors_beyond_kernels(self, spec: Spec, tensors: Sequence[Any]) -> Refusal | None:
         """Refuse good tensors that kernels cannot compute with: of a dtype, device or kind that is not theirs."""
         reason = self._no_kernels_for(*tensors)
         if reason is not None:
             return Refusal(reason)
-        if _is_unwatched(tensors):
+        if is_plain_call(tensors):
             reason = self._inference_tensor(spec, tensors)
         elif self.not_differentiable or not self.takes_dtensors:
             reason = "it has no form for DTensors" if any(is_sharded(one) for one in tensors) else None
         else:
-            rows = [one for one, is_shared in zip(tensors, self._is_shared, strict=True) if not is_shared]
-            reason = placement_obstacle(rows, self._weights(tensors), elementwise=self.is_elementwise(*tensors))
+            rows = [t for t, is_shared in zip(tensors, self.rules.is_shared, strict=True) if not is_shared]
+            elementwise = self.is_elementwise(*tensors)
+            reason = placement_obstacle(rows, self.rules.weights(tensors), elementwise=elementwise)
         return None if reason is None else Refusal(reason)
 
     def _no_kernels_for(self, *tensors: Any) -> str | None:
@@ -392,15 +368,12 @@ class Operator(ABC):
 
     def _inference_tensor(self, spec: Spec, tensors: Tensors) -> str | None:
         """The reason not to run kernels that keep a tensor for their backward, which autograd cannot keep."""
-        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
+        if _is_trained(tensors):
             copied = self.copied(spec, tensors)
             for name, one in zip(self.tensor_names, tensors, strict=True):
                 if one is not None and one.is_inference() and name not in copied and self.keeps(name, tensors):
                     return f"{name} was made in inference mode, and is needed in the backward"
         return None
-
-    def _weights(self, tensors: Sequence[Any]) -> list[Any]:
-        return [one for one, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind, by the reference where kernels do not take them.
@@ -428,8 +401,8 @@ class Operator(ABC):
     ) -> tuple[Any, str | None]:
         """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
 
-        For calls that are not ``known`` among ``programs``, which know them from now on. The reason is empty where it
-        is not worth a log, as where the stock code is left to the compiler.
+        For calls that are not ``known`` among ``programs``, which know them from now on. An empty reason
+        is not logged, such as that of stock code that is left to the compiler.
 
         Args:
             spec: the meaning of the norm.
@@ -437,7 +410,7 @@ class Operator(ABC):
             programs: of calls that are known to do what that stock code does.
             unless: returns a further reason, or None, for arguments that kernels take.
         """
-        # What is wrong beside it is no matter here.
+        # If no kernel runs on this device, other problems are irrelevant.
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
             refusal = self.refuses(spec, *arguments)
@@ -450,11 +423,11 @@ class Operator(ABC):
         if torch.compiler._is_exporting_flag or is_left_to_the_compiler(arguments[0]):
             return None, ""
         outputs = self(spec, *arguments)
-        if not is_dynamo_compiling() and _is_unwatched(arguments[: self.tensor_count]):
+        if is_plain_call(arguments[: self.tensor_count]):
             shape = arguments[0].shape
-            for one in self.programs.of(shape):
-                if one.fits(spec, *arguments) and one not in programs.of(shape):
-                    programs.remember(shape, one)
+            for program in self.programs.of(shape):
+                if program.fits(spec, *arguments) and program not in programs.of(shape):
+                    programs.remember(shape, program)
         return outputs, None
 
     def _unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
@@ -466,13 +439,14 @@ class Operator(ABC):
 
     def known(self, among: Programs, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that has a program among these; None for all others, which nobody has checked."""
+        # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
         if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
         try:
             programs = among.by_shape.get(arguments[0].shape, ())
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
-        if Observation.active and (launches.observer is not None or calls.observer is not None):
+        if Interceptors.active and (launches.observer is not None or calls.observer is not None):
             if launches.observer is None and any(one.fits(spec, *arguments) for one in programs):
                 return calls.observer.called(self, spec, arguments)
             return None
@@ -490,15 +464,17 @@ class Operator(ABC):
             # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.
             if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
                 pass
-            return self._launched(spec, *arguments)
+            return self._registered(spec, *arguments)
         if calls.observer is not None:
             return calls.observer.called(self, spec, arguments)
         return self.results_of(spec, *arguments)
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs of a call that is not traced, whoever observes it."""
+        """The outputs of a call that is not traced, whoever intercepts calls."""
         tensors = arguments[: self.tensor_count]
-        if _is_unwatched(tensors) and launches.observer is None:
+        if not is_plain_call(tensors):
+            return self._registered(spec, *arguments)
+        if launches.observer is None:
             for program in self.programs.of(tensors[0].shape):
                 outputs = program.call(spec, *arguments)
                 if outputs is not None:
@@ -509,46 +485,52 @@ class Operator(ABC):
         return self._launched(spec, *arguments)
 
     def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
-        """The outputs of a plain call, and from now on a program for calls like it; None where there can be none."""
+        """The outputs of a plain call, and from now on a program for calls like it; None if there can be none."""
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
-        trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
-        apart = self.without_gradient(needed) if trained else ()
-
-        def forward(*tensors: Tensor | None) -> Any:
-            given = *tensors, *options
-            results = self.forward(spec, *given, **self._how(spec, given, trained))
-            outputs = self.handed_out(given, results, trained=trained)
-            if not trained:
-                return outputs
-            saved, facts = self.save(given, results)
-            sources = self.sources(given, saved)
-            kept = tuple([given[source] for _, source in sources])
-            return outputs, tuple(saved), kept, (spec, facts, apart, [at for at, _ in sources])
-
-        found = recorded(tensors, (spec, *options), forward, apply=self._apply_program if trained else None)
-        if found is None:
+        function, trained = self._launching(spec, tensors, options)
+        recording = recorded(tensors, (spec, *options), function, apply=self._apply if trained else None)
+        if recording is None:
             return None
-        program, outputs = found
+        program, outputs = recording
         self.programs.remember(tensors[0].shape, program)
         return outputs
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs by kernels, with a backward if a gradient is wanted."""
+        """The outputs of a plain call that is not recorded."""
         tensors = arguments[: self.tensor_count]
-        plain = _is_unwatched(tensors)
-        if not plain and is_sharded(tensors[0]):
-            options = arguments[self.tensor_count :]
-            return call_on_parts(lambda *parts: self.results_of(spec, *parts, *options), tensors, self._is_shared)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            apply = self._apply_plain if plain else self.function.apply
-            return apply(spec, *arguments)
+        function, trained = self._launching(spec, tensors, arguments[self.tensor_count :])
+        return self._apply(SingleCall(function), *tensors) if trained else function(*tensors)
+
+    def _launching(self, spec: Spec, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
+        """A function of a plain call's tensors that launches it, as ``program.recorded`` wants it; and if it trains."""
+        trained = _is_trained(tensors)
+        needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
+        apart = self.without_gradient(needed) if trained else ()
+
+        def launch(*tensors: Tensor | None) -> Any:
+            arguments = *tensors, *options
+            results = self.forward(spec, *arguments, **self._how(spec, arguments, trained))
+            outputs = self.handed_out(arguments, results, trained=trained)
+            if not trained:
+                return outputs
+            saved, facts = self.save(arguments, results)
+            sources = self.sources(arguments, saved)
+            kept = tuple([arguments[source] for _, source in sources])
+            return outputs, tuple(saved), kept, (spec, facts, apart, [at for at, _ in sources])
+
+        return launch, trained
+
+    def _registered(self, spec: Spec, *arguments: Any) -> Any:
+        """The outputs of a call that is not plain: by the parts of DTensors, or by the registered operators."""
+        tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
+        if is_sharded(tensors[0]):
+            return call_on_parts(lambda *parts: self.results_of(spec, *parts, *options), tensors, self.rules.is_shared)
+        if _is_trained(tensors):
+            return self.function.apply(spec, *arguments)
         return self.handed_out(arguments, self.run(spec, *arguments, training=False), trained=False)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
-        """``forward``, in the way that fits the tensors."""
-        if _is_unwatched(arguments[: self.tensor_count]):
-            return self.forward(spec, *arguments, **self._how(spec, arguments, training))
+        """``forward`` by the registered operator."""
         results = self._forward_op(*_values(spec), *arguments, training)
         return (results,) if isinstance(results, Tensor) else results
 
@@ -645,11 +627,11 @@ def route_of(call: BackwardCall) -> Route:
         return _without_kernels
     tensors = (*call.incoming, *call.saved)
     if not torch.compiler.is_compiling():
-        again = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+        again = _is_trained(tensors)
         batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
         if again or batched or is_transformed():
             return _by_reference
-    return by_kernels if _is_unwatched(tensors) else _by_registered_operator
+    return by_kernels if is_plain_call(tensors) else _by_registered_operator
 
 
 def _without_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -672,7 +654,7 @@ def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[T
 
 
 def _function_of_arguments(operator: Operator) -> Any:
-    """The autograd function that takes an operator's arguments: any tensors that have gradients."""
+    """The autograd function of calls that are not plain; it takes the operator's arguments."""
     behind = operator.tensor_count - len(operator.gradients) + operator.option_count
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
@@ -701,15 +683,15 @@ def _function_of_arguments(operator: Operator) -> Any:
 
 
 def _function_of_program(operator: Operator) -> Any:
-    """The autograd function that takes a program and the tensors of a call like the one that it was recorded for."""
+    """The autograd function of plain calls; it takes a program, or a ``SingleCall``, and the tensors."""
     differentiated = len(operator.gradients)
     behind = operator.tensor_count - differentiated
 
     def forward(ctx: Any, program: Any, *tensors: Any) -> Any:
         ctx.program, ctx.materialize_grads = program, False  # what the method for the latter does
         outputs = program.forward(ctx, *tensors)
-        if program.facts[2]:
-            _mark(ctx, outputs, program.facts[2])
+        if ctx.program.facts[2]:
+            _mark(ctx, outputs, ctx.program.facts[2])
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -718,7 +700,7 @@ def _function_of_program(operator: Operator) -> Any:
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or dispatch_modes()
-            or (Observation.active and launches.observer is not None)
+            or (Interceptors.active and launches.observer is not None)
             or is_dynamo_compiling()
         )
         if may_repeat:
@@ -731,7 +713,7 @@ def _function_of_program(operator: Operator) -> Any:
             saved = _with_sources(saved, copied, ctx.sources)
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
         route = route_of(call)
-        if may_repeat and route is by_kernels:
+        if may_repeat and route is by_kernels and isinstance(program, Program):
             function = _backward_function(operator, spec, facts, call.needed, len(saved))
             found = recorded((*saved, *incoming), (), function, in_any_grad_mode=True)
             if found is not None:
@@ -792,10 +774,10 @@ def _backward_function(operator: Operator, spec: Spec, facts: Facts, needed: Seq
     return backward
 
 
-def _is_unwatched(tensors: Tensors) -> bool:
+def is_plain_call(tensors: Tensors) -> bool:
     """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no unusual tensor.
 
-    Then nobody watches the dispatcher, and going round it saves its time on the host. Unusual are subclasses, and
+    Then nothing would see the dispatcher, and going round it saves its time on the host. Unusual are subclasses, and
     tensors whose memory does not hold their values.
     """
     return not (
@@ -804,6 +786,10 @@ def _is_unwatched(tensors: Tensors) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or any(t is not None and (type(t) not in _PLAIN or _is_without_values(t)) for t in tensors)
     )
+
+
+def _is_trained(tensors: Tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _is_without_values(tensor: Tensor) -> bool:

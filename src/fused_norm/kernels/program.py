@@ -2,8 +2,8 @@
 
 An operator's forward, or backward, is run once for tensors of certain facts (shapes, strides, dtypes, device, who
 wants a gradient), while a recorder notes what it allocates and launches. What it noted becomes a few lines of
-straight-line Python, compiled once for each sequence of steps: allocate, gather addresses, launch (``straight_lines``).
-A call that does anything else to a tensor, such as a copy, has a program that runs the operator's code every time.
+straight-line Python, compiled once for each sequence of steps: allocate, gather addresses, launch (``codegen``). A call
+that does anything else to a tensor, such as a copy, has a program that runs the operator's code every time.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .codegen import NotRecordableError, generated_lines, machine_of
 from .guards import Guard, function_of, is_comparable
-from .straight_lines import NotRecordableError, machine_of, straight_lines
 from .triton.devices import when_plans_change
 from .triton.launch import Launch, launches
 
@@ -35,27 +35,37 @@ _WITHOUT_WORK = ("detach", "promote_types")
 
 
 class Recorder(TorchDispatchMode):
-    """Notes allocations inside a ``with``, and the launches that it is told of; no other operator is let through."""
+    """Notes allocations inside a ``with``, and launches instead of making them, until it meets any other operator.
+
+    From that operator on, which may read what was launched, everything is done at once, and nothing is noted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.allocated: list[Tensor] = []
         self.launches: list[Launch] = []
+        self.obstacle: str | None = None
+        """The operator that cannot be repeated."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__ if func.namespace == "aten" else ""
-        if name not in _ALLOCATIONS and name not in _WITHOUT_WORK:
-            raise NotRecordableError(f"{func} is no allocation")
-        made = func(*args, **(kwargs or {}))
+        if self.obstacle is None and name not in _ALLOCATIONS and name not in _WITHOUT_WORK:
+            self.obstacle = str(func)
+            for launch in self.launches:
+                launch.run()
+        result = func(*args, **(kwargs or {}))
         if name in _ALLOCATIONS:
-            self.allocated.append(made)
-        return made
+            self.allocated.append(result)
+        return result
 
     def launched(self, launch: Launch) -> None:
-        """Note a launch."""
-        self.launches.append(launch)
+        """Note a launch, or make it."""
+        if self.obstacle is None:
+            self.launches.append(launch)
+        else:
+            launch.run()
 
 
 class Program:
@@ -100,21 +110,25 @@ class Program:
         return fits
 
 
-class _FirstCall(NamedTuple):
-    """Stands for a program in the call that it was made from: the results are there."""
+class SingleCall:
+    """Stands for a program in one call: the one that it was recorded in, or one that is not recorded.
 
-    program: Program
-    results: Any
+    Attributes:
+        facts: what else the backward has to know.
+        backwards: the programs of the backward, of which there are none.
+    """
 
-    @property
-    def facts(self) -> Any:
-        """What else the backward has to know."""
-        return self.results[3]
+    backwards: tuple[Program, ...] = ()
+
+    def __init__(self, function: Callable[..., Any], program: Program | None = None) -> None:
+        """Take a call's ``function``, as ``recorded`` does, and the program that autograd gets, if it is not this."""
+        self._function, self._program = function, program
+        self.facts: Any = None
 
     def forward(self, ctx: Any, *tensors: Tensor | None) -> Any:
-        """Hand the results to autograd."""
-        ctx.program = self.program
-        outputs, ctx.to_save, ctx.sources, self.program.facts = self.results
+        """Make the call, and hand its results to autograd."""
+        ctx.program = self if self._program is None else self._program
+        outputs, ctx.to_save, ctx.sources, ctx.program.facts = self._function(*tensors)
         return outputs
 
 
@@ -161,37 +175,38 @@ def recorded(
     apply: Callable[..., Any] | None = None,
     in_any_grad_mode: bool = False,
 ) -> tuple[Program, Any] | None:
-    """Make a call, and return a program for calls like it and its outputs.
+    """Run the call once, and return a program for calls like it, and its outputs.
 
-    None, and nothing is called, where calls like it cannot be told from others, and for tensors at odd addresses, for
-    which kernels are compiled apart.
+    Returns None without running the call if its arguments cannot be compared (NaN, 0.0 and -0.0), or if a tensor is not
+    16-byte aligned, because Triton specialises on alignment.
 
     Args:
         inputs: the tensors of the call, or None. Nobody may watch the dispatcher.
-        further: its other arguments, which stand before (``further[0]``) and behind the tensors.
-        function: makes it of tensors like these, and returns its outputs, in nested tuples. Where the call has a
-            backward it returns the outputs, what is saved for it, the weights that copies among that were made of, and
-            what else it has to know. It holds no tensor.
-        apply: of a call that has a backward, takes the program and the tensors to autograd.
-        in_any_grad_mode: whoever looks for the program knows the grad mode.
+        further: its other arguments: the first comes before the tensors (``further[0]``), the others after them.
+        function: makes it of tensors like these, and returns its outputs, in nested tuples. If the call has a backward
+            it returns the outputs, what is saved for it, the weights that copies among that were made of, and what else
+            it has to know. It holds no tensor.
+        apply: takes the program and the tensors to autograd, if the call has a backward.
+        in_any_grad_mode: leave grad mode out of the guard; the caller checks it.
     """
     present = [one for one in inputs if one is not None]
     if not all(map(is_comparable, further)) or any(one.data_ptr() % 16 for one in present):
         return None
     guard, machine = Guard(inputs, further, in_any_grad_mode), machine_of(present[0].device)
-    recorder, results, straight = Recorder(), None, None
-    try:
-        if machine is None:
-            raise NotRecordableError("kernels are launched by Triton itself here")
+    results, straight = None, None
+    if machine is not None:
         # Outside of inference mode, in which the dispatcher is passed over.
-        with torch.inference_mode(False), torch.no_grad(), launches.by(recorder), recorder:
+        with torch.inference_mode(False), torch.no_grad(), launches.by(recorder := Recorder()), recorder:
             results = function(*inputs)
-        performed = [(one, one.run()) for one in recorder.launches]
-        names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])
-        straight = straight_lines(machine, inputs, names, recorder.allocated, performed, repeated)
-    except NotRecordableError as reason:
-        logger.debug("a call is not repeated by straight lines: %s", reason)
+        try:
+            if recorder.obstacle is not None:
+                raise NotRecordableError(f"{recorder.obstacle} is no allocation")
+            performed = [(launch, launch.run()) for launch in recorder.launches]
+            names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])
+            straight = generated_lines(machine, inputs, names, recorder.allocated, performed, repeated)
+        except NotRecordableError as reason:
+            logger.debug("a call is not repeated by generated lines: %s", reason)
     program = Program(guard, function, apply, straight)
     if results is None or torch.is_inference_mode_enabled():
         return program, function(*inputs) if apply is None else apply(program, *inputs)
-    return program, results if apply is None else apply(_FirstCall(program, results), *inputs)
+    return program, results if apply is None else apply(SingleCall(lambda *_: results, program), *inputs)

@@ -1,13 +1,14 @@
-"""Launching kernels: the one function that every launcher calls, and what an observer is told instead."""
+"""Launching kernels: the one function that every launcher calls, and what takes launches instead."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..observation import Observation
 from .devices import INTERPRETED, on
 from .interpreter import one_launch
 
@@ -44,15 +45,40 @@ class Launch(NamedTuple):
             return self.kernel[self.grid](*self.tensors, *self.numbers, **self.options, **self.constants)
 
 
-class LaunchObserver(Protocol):
-    """Is told of every launch of its thread instead of the GPU."""
+class LaunchInterceptor(Protocol):
+    """Gets every launch of its thread instead of the GPU."""
 
     def launched(self, launch: Launch) -> None:
         """Take note of a launch."""
 
 
-launches = Observation()
-"""The launches of a thread, which a ``LaunchObserver`` may take."""
+class Interceptors(threading.local):
+    """The interceptor of one sort of event, launches or calls of operators, that each thread has for itself, or None.
+
+    The thread hands it these events instead of making them.
+    """
+
+    observer: Any = None
+    active: ClassVar[int] = 0
+    """The number of active interceptors of any sort in all threads; if 0, nothing needs to look for this thread's."""
+    _counting: ClassVar[Any] = threading.Lock()
+
+    @contextmanager
+    def by(self, observer: Any) -> Iterator[None]:
+        """Hand this thread's events to ``observer``."""
+        before, self.observer = self.observer, observer
+        with self._counting:
+            Interceptors.active += 1
+        try:
+            yield
+        finally:
+            self.observer = before
+            with self._counting:
+                Interceptors.active -= 1
+
+
+launches = Interceptors()
+"""The launches of a thread, which a ``LaunchInterceptor`` may take."""
 
 
 def launch(
@@ -66,7 +92,7 @@ def launch(
     fuse: bool = True,
     overlaps: bool = False,
 ) -> None:
-    """Launch ``kernel[grid](*tensors, *numbers, **constants)`` on the tensors' device, or hand it to an observer.
+    """Launch ``kernel[grid](*tensors, *numbers, **constants)`` on the tensors' device, or hand it to an interceptor.
 
     Nothing is remembered here: an operator's program (``kernels.program``) remembers the launches of a whole call.
 

@@ -1,4 +1,4 @@
-"""Straight lines: what a call allocates and launches, as lines of Python that do it again for tensors like its own.
+"""Code generation: what a call allocates and launches, as lines of Python that do it again for tensors like its own.
 
 They allocate, gather addresses and launch, by parts of PyTorch and Triton that are not public. Tensors have names:
 those of the inputs are given, what is allocated is m0, m1 and so on, and the address of m0 is pm0.
@@ -66,7 +66,7 @@ class _Names:
         return name
 
     def expression(self, results: Any, taken: set[str] | None = None) -> str:
-        """Results, in nested tuples, by their names; those whose names are ``taken`` as further tensors on them."""
+        """Source text for the results; a name that is ``taken`` is detached: autograd needs distinct outputs."""
         if results is None:
             return "None"
         if isinstance(results, Tensor):
@@ -86,7 +86,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return facts == others
 
 
-def straight_lines(
+def generated_lines(
     machine: Cuda | Interpreter,
     inputs: Sequence[Tensor | None],
     arguments: Sequence[str],
@@ -96,8 +96,7 @@ def straight_lines(
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines that repeat a call, and the names that they know, to which the caller adds ``repeat``.
 
-    They call that with all arguments where the compiled kernels are not for their addresses, and where someone wants to
-    hear of launches.
+    They fall back to ``repeat`` if an address is not 16-byte aligned or a launch hook is installed.
 
     Args:
         machine: where it was made.
