@@ -169,7 +169,7 @@ class _Eager(torch.autograd.Function):
         return None, *made, *behind
 
 
-_apply_eager: Any = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
+_apply_eager: Any = super(torch.autograd.Function, _Eager).apply
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
 
 

@@ -37,7 +37,7 @@ class NormOperator(Operator):
     """
 
     same_shape = ("residual",)
-    outputs = ("y", "s")
+    outputs: ClassVar[tuple[str, ...]] = ("y", "s")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {
         "weight": ("x", "residual", "inner_weight"),
         "inner_weight": ("x",),
@@ -205,7 +205,7 @@ class RMSNorm(NormOperator):
     name = "rms_norm"
     tensors = "Tensor x, Tensor? weight"
     options = "str? mode"
-    outputs = ("y",)
+    outputs: ClassVar[tuple[str, ...]] = ("y",)
     kept = ("rstd",)
     saved = "Tensor x, Tensor? weight, Tensor rstd"
     gradients = ("dx", "dw")
