@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import importlib
 import inspect
 import linecache
+import sys
 import traceback
 import weakref
 
@@ -16,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.source import SourceError, source_of
+from fused_norm.patcher.source import Helper, SourceError, source_of
 
 from .forwards import Recorder, everything, run
 
@@ -224,3 +226,53 @@ def test_matches_are_found_once_and_no_rewriting_changes_them() -> None:
     assert len(texts) == 1
     assert patterns_of(LlamaDecoderLayer) is patterns_of(LlamaDecoderLayer)
     assert ast.dump(source_of(LlamaDecoderLayer).definition) == first
+
+
+FILE = '''
+import functools
+from torch import nn
+
+def keep(function):
+    return function
+
+if nn is None:
+    class Other(nn.Module):
+        pass
+else:
+    class InAnElse(nn.Module):
+        def forward(self, a):
+            return functools.reduce(max, a)
+
+@keep
+class AfterText(nn.Module):
+    """Text
+class Text:
+    def forward(self): pass
+"""
+    @keep
+    def forward(self, a):
+        return helper(a)
+
+@keep
+@functools.lru_cache(
+    maxsize=4
+)
+def helper(a):
+    return functools.reduce(min, a)
+'''
+
+
+@pytest.mark.parametrize("name", ["InAnElse", "AfterText", "helper"])
+def test_a_definition_is_found_wherever_it_is_in_a_file(name: str, tmp_path, monkeypatch) -> None:
+    """The others are left out when it is compiled, as far as what is not indented shows where they begin."""
+    path = tmp_path / "odd_file.py"
+    path.write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("odd_file")
+    monkeypatch.delitem(sys.modules, "odd_file")
+    value = getattr(module, name)
+    source = source_of(value if inspect.isclass(value) else Helper(value.__wrapped__, is_method=False))
+    expected = "helper" if name == "helper" else "forward"
+    assert source.definition.name == expected
+    assert ast.unparse(source.definition.body) in path.read_text()
+    assert source.around == ("_" if name == "helper" else name)

@@ -10,8 +10,10 @@ import linecache
 import textwrap
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from itertools import pairwise
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -92,15 +94,17 @@ def source_of(layer: Any) -> Source:
     function, wrappers = _unwrap(layer.forward)
     if outer := [name for name in function.__code__.co_freevars if name != "__class__"]:
         raise SourceError(f"its forward closes over {', '.join(outer)}")
-    line = function.__code__.co_firstlineno
+    code, place = function.__code__, None
     try:
         lines, _ = inspect.findsource(function)
-        definitions, codes = _parsed("".join(lines), function.__code__.co_flags & _FUTURE_FLAGS)
+        with suppress(SyntaxError, ValueError):  # a whole file takes long, and is compiled only if this fails
+            place = _definition_in(_without_others(lines, code.co_firstlineno), code)
+        place = place or _definition_in("".join(lines), code)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise SourceError(f"the source of its forward cannot be read: {error}") from error
-    found, around = definitions.get(line, (None, "_"))
-    if found is None or not any(_same_code(code, function.__code__) for code in codes if code.co_firstlineno == line):
+    if place is None:
         raise SourceError("the source of its forward is not the code that runs")
+    found, around = place
     for call in ast.walk(found):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _SEE_NAMES:
             raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
@@ -109,11 +113,32 @@ def source_of(layer: Any) -> Source:
     return Source(definition, around, function.__code__.co_varnames[0])
 
 
+def _without_others(lines: list[str], line: int) -> str:
+    """A file with empty lines in place of its classes and functions, but for the one that a line is in.
+
+    What is left has the imports, which the code depends on that Python compiles.
+    """
+    starts = [number for number, text in enumerate(lines) if text[:1].isalpha() or text[:1] in ("@", "_")]
+    starts = [now for before, now in pairwise([0, *starts]) if not lines[before].startswith("@")]
+    kept = list(lines)
+    for start, end in pairwise([*starts, len(lines)]):
+        if not start < line <= end and lines[start].startswith(("class ", "def ", "async ", "@")):
+            kept[start:end] = ["\n"] * (end - start)
+    return "".join(kept)
+
+
+def _definition_in(text: str, code: CodeType) -> tuple[ast.FunctionDef, str] | None:
+    """The function that code was compiled from, and the name of the class around it; None if the text has another."""
+    definitions, codes = _parsed(text, code.co_flags & _FUTURE_FLAGS)
+    line = code.co_firstlineno
+    return definitions.get(line) if any(one.co_firstlineno == line and _same_code(one, code) for one in codes) else None
+
+
 @lru_cache(maxsize=4)
 def _parsed(text: str, flags: int) -> tuple[dict[int, tuple[ast.FunctionDef, str]], tuple[CodeType, ...]]:
     """The functions of a file by first line, each with the name of the class around it, and all code in the file.
 
-    Nobody changes them: several layers of a model are in one file, which is read once.
+    Nobody changes them: several methods of a class are read once.
     """
     tree = ast.parse(text)
     functions: dict[int, tuple[ast.FunctionDef, str]] = {}
