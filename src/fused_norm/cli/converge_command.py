@@ -260,7 +260,7 @@ def _texts(args: argparse.Namespace) -> Any:
     if args.data is None:
         return read_files(standard_library())
     if Path(args.data).is_file():
-        return read_files([args.data])
+        return read_files([Path(args.data)])
     on_this_machine(args.data.partition(":")[0], may_be_kept=False)
     return read_dataset(args.data, column=args.column)
 

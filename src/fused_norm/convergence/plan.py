@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from .comparison import PRECISIONS, Comparison, features_of
 from .model_source import ModelSource
-from .result_store import fingerprint
 from .tiers import Settings, Tier, TrainingOptions
 
 
@@ -41,17 +43,29 @@ class Plan:
         return replace(options, learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate)
 
     def settings_key(self, comparison: Comparison) -> str:
-        """A fingerprint of everything that decides a result; a kept one is used again only under the same key."""
+        """A hash of everything that decides a result; a kept one is used again only under the same key.
+
+        The code of this package is part of it: a result of yesterday's kernels says nothing about today's.
+        """
         source = self.sources[comparison.model]
-        return fingerprint(
-            {
-                **self.facts,
-                "settings": {**asdict(self.settings), "options": asdict(self.options(comparison))},
-                "config": source.config.to_dict(),
-                "weights": source.weights,
-                "tokens": hashlib.sha256(self.sequences(comparison).numpy().tobytes()).hexdigest(),
-            }
-        )
+        facts = {
+            **self.facts,
+            "settings": asdict(self.settings),
+            "config": source.config.to_dict(),
+            "weights": source.weights,
+            "tokens": hashlib.sha256(self.sequences(comparison).numpy().tobytes()).hexdigest(),
+            "code": code_digest(Path(__file__).parents[1]),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest(folder: Path) -> str:
+    """A hash of the names and contents of all Python files below ``folder``."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def comparisons_of(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +88,3 @@ def _record(kind: type[Any], kept: Mapping[str, Any] | None) -> Any:
 def _values(kept: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a record, in which JSON has lists for tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
-
-
-def fingerprint(facts: Mapping[str, Any]) -> str:
-    """A short hash of settings, which must be plain values, and of the code of this package.
-
-    A result of yesterday's kernels says nothing about today's.
-    """
-    code = code_digest(Path(__file__).parents[1])
-    return hashlib.sha256(json.dumps([facts, code], sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-@cache
-def code_digest(folder: Path) -> str:
-    """A hash of the names and contents of all Python files below ``folder``."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}".encode() + path.read_bytes())
-    return digest.hexdigest()

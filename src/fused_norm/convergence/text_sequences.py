@@ -32,24 +32,13 @@ def standard_library() -> list[Path]:
     return sorted(files)
 
 
-def read_files(paths: Iterable[str | Path]) -> Iterator[str]:
-    """The lines of UTF-8 text files, in the order given, line ends included.
+def read_files(paths: Iterable[Path]) -> Iterator[str]:
+    """The lines of UTF-8 text files, in the order of ``paths``, line ends included.
 
     Raises:
-        FileNotFoundError: a path is no file.
-        ValueError: no path is given, or, while reading, a file is not UTF-8.
+        ValueError: a file is not UTF-8.
     """
-    files = [Path(path) for path in paths]
-    if not files:
-        raise ValueError("no text files given")
-    for path in files:
-        if not path.is_file():
-            raise FileNotFoundError(f"no such text file: {path}")
-    return _lines(files)
-
-
-def _lines(files: list[Path]) -> Iterator[str]:
-    for path in files:
+    for path in paths:
         try:
             with path.open(encoding="utf-8") as file:
                 yield from file
@@ -88,17 +77,15 @@ def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = 
     Args:
         texts: read only as far as needed.
         length: tokens in a sequence.
-        limit: sequences wanted at most.
+        limit: the largest number of sequences.
         tokenize: makes token ids of a text.
 
     Returns:
         Token ids, (sequences, length), int64.
 
     Raises:
-        ValueError: ``length`` or ``limit`` is below 1, or the texts do not fill one sequence.
+        ValueError: the texts do not fill one sequence.
     """
-    if length < 1 or limit < 1:
-        raise ValueError(f"length and limit must be at least 1, not {length} and {limit}")
     tokens: list[int] = []
     for text in texts:
         tokens.extend(tokenize(text))
@@ -126,18 +113,13 @@ def training_order(sequences: Tensor, *, count: int, seed: int) -> Tensor:
     """``count`` sequences in training order: one shuffled pass over all of them after another.
 
     Args:
-        sequences: (sequences, length), any dtype.
+        sequences: (sequences, length), any dtype, one sequence or more.
         count: how many to draw.
         seed: of the order.
 
     Returns:
         (count, length), of the dtype of ``sequences``.
-
-    Raises:
-        ValueError: there is no sequence to draw from.
     """
-    if len(sequences) == 0:
-        raise ValueError("no sequences to train on")
     generator = torch.Generator().manual_seed(seed)
     passes = [torch.randperm(len(sequences), generator=generator) for _ in range(-(-count // len(sequences)))]
-    return sequences[torch.cat(passes)[:count]] if passes else sequences[:0]
+    return sequences[torch.cat(passes)[:count]]

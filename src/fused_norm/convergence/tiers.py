@@ -18,7 +18,7 @@ class TrainingOptions:
     Attributes:
         steps: optimizer steps.
         batch_size: sequences in a step, on each process.
-        accumulation: micro-batches that a step's sequences are taken in.
+        accumulation: micro-batches that a step's sequences are taken in, a divisor of their number.
         learning_rate: AdamW's, after the warm-up.
         warmup_steps: steps over which the learning rate rises linearly from 0; it stays constant afterwards.
         weight_decay: AdamW's.
@@ -32,13 +32,6 @@ class TrainingOptions:
     warmup_steps: int = 5
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.batch_size % self.accumulation:
-            raise ValueError(f"{self.batch_size} sequences cannot be split into {self.accumulation} micro-batches")
 
 
 @dataclass(frozen=True)

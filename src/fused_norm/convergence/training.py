@@ -91,9 +91,6 @@ def train(
         on_step: called after each step with its index and loss, the mean over all processes.
         on_gradients: called in each step, with its index and the prepared model, before gradients are clipped.
         on_end: called with the prepared model after the last step.
-
-    Raises:
-        ValueError: there are fewer sequences than ``options`` ask for.
     """
     accelerator = accelerator or accelerator_for(accumulation=options.accumulation)
     step_size = options.batch_size * accelerator.num_processes
@@ -171,11 +168,6 @@ def _prepare(
     model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
 ) -> _Prepared:
     wanted = options.steps * options.batch_size * accelerator.num_processes
-    if len(sequences) < wanted:
-        raise ValueError(
-            f"{options.steps} steps of {options.batch_size} sequences on {accelerator.num_processes} process(es) take "
-            f"{wanted} sequences, and there are {len(sequences)}; draw them with text_sequences.training_order"
-        )
     shards_here = _shards_here(accelerator)
     if shards_here:
         _shard(model, accelerator.num_processes)
