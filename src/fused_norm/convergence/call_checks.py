@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,23 +52,22 @@ class CallRecord:
     """Distances of fused calls from the stock modules, by the call's name and what was special about it.
 
     Attributes:
-        outputs: share of the numbers returned that are not the stock modules': that are another number in 16 bits, or
-            two roundings off in fp32. Of a LoRA layer's the rows do not count that one rounding may have turned.
-        rows: share of the numbers in the worst row that are far off, by ``FAR`` of the largest in the row; all of them
-            where NaN is in other places.
+        outputs: share of the returned numbers that differ from the stock modules': in 16 bits any other number counts,
+            in fp32 one that is two roundings off. For LoRA layers, the 1/16 of rows that differ most is ignored.
+        rows: share of the numbers in the worst row that are off by more than ``FAR`` of the largest in the row; 1 if
+            NaN is in other places.
         gradients: distance from the stock modules' gradients over the size of those, in last places of the coarsest
             dtype on their way.
-        losses: relative gap of the loss that a head's call returns, over what roundings explain of it.
-        turned: share of the numbers in a gradient of a head's call that are rounded otherwise in 16 bits. Its products
-            are of the numbers that those of the stock modules are of, and are rounded where those are.
-        slopes: relative difference of the slope from one, of a line through the gradients over the stock modules', in
-            the last places of the same dtype that chance would explain.
-        changes: share of the numbers handed to the call, or to its backward, that it changed.
-        bits: share of the numbers in a parameter's gradient that are others where values of the forward are computed
-            a second time in the backward, each linear that reads a norm has an output of that of its own, or logits are
-            computed when they are read.
-        not_seen: sites, with their kinds, that did not run fused, and layers that were to recompute and did not.
-        not_done: places by what the report or an option says of them, and a step did not do, in words.
+        losses: relative gap of the loss that a head's call returns, divided by what roundings explain of it.
+        turned: share of the numbers in a 16-bit gradient of a head's call that are rounded to another number than
+            stock's, whose products have the same factors and are rounded in the same places.
+        slopes: ``|slope - 1|`` of a least-squares fit of fused gradients against stock gradients, in units of the
+            deviation expected from rounding.
+        changes: share of the numbers handed to the call, or to its backward, that it overwrote.
+        bits: share of the numbers in a parameter's gradient that differ from a step without recomputation, with one
+            output for all linears that read a norm, or with a head that returns its logits.
+        not_seen: sites, with their kinds, that did not run fused, and layers that should have recomputed.
+        not_done: by what the report or an option promises and a step did not do, in words: the places.
     """
 
     outputs: dict[str, float] = field(default_factory=dict)
@@ -110,13 +109,13 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
 
 
 def compare(
-    found: CallRecord, model: nn.Module, calls: Iterable[FusedCall], *, mixed: bool = False, where: str = ""
+    record: CallRecord, model: nn.Module, calls: Iterable[FusedCall], *, mixed: bool = False, where: str = ""
 ) -> None:
-    """Make fused calls of a model again, hold them to the stock modules, and add the distances to a record.
+    """Repeat fused calls of a model, fused and by the stock modules, and add their distances to a record.
 
-    Each is made as it was. The first of each kind is also made with its norms frozen, without gradients, of the
-    beginning of the first sequence and of larger numbers in packed sequences, which are other shapes, and with a number
-    that is none. ``where`` goes behind the names of all. Of several calls with one name the worst counts.
+    The first call of each kind is also repeated with frozen norms, without gradients, on the beginning of the first
+    sequence, on larger numbers in packed sequences, which are other shapes, and with one NaN. ``where`` is appended to
+    all names. Of several calls with one name the worst counts.
     """
     kinds: set[tuple[Any, ...]] = set()
 
@@ -124,33 +123,33 @@ def compare(
         distances[name] = max(distances.get(name, 0.0), value)
 
     for call in filter(computes, calls):
-        add(found.changes, f"{call.name}{where}", call.changed)
+        add(record.changes, f"{call.name}{where}", call.changed)
         ways = _ways(call)
         if call.kind in kinds:
             ways = {"": ways[""]}
         kinds.add(call.kind)
         for special, (again, frozen, differentiated) in ways.items():
             name = f"{call.name}{special}{where}"
-            fused = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
+            fused = _Repeated(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             with disabled():
-                stock = _Made(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
+                stock = _Repeated(model, again, frozen=frozen, differentiated=differentiated, mixed=mixed)
             pairs = list(zip(fused.outputs, stock.outputs, strict=True))
             if _is_of_head(call):
-                one, other = pairs[0]
-                gap = 0.0 if one.isnan() and other.isnan() else distance(one, other)
-                add(found.losses, name, gap / stock.rounding_of_loss())
+                loss, right = pairs[0]
+                gap = 0.0 if loss.isnan() and right.isnan() else distance(loss, right)
+                add(record.losses, name, gap / stock.rounding_of_loss())
             else:
                 left_out = TURNED_ROWS if _has_products(call) else 0.0
-                add(found.outputs, name, max(share_apart(*pair, rows_left_out=left_out) for pair in pairs))
-                add(found.rows, name, max(share_far_in_worst_row(*pair) for pair in pairs))
-            add(found.changes, name, fused.changed)
-            for argument, one in fused.gradients.items():
-                place, other = f"{name}: gradient of {argument}", stock.gradients[argument]
+                add(record.outputs, name, max(share_apart(*pair, rows_left_out=left_out) for pair in pairs))
+                add(record.rows, name, max(share_far_in_worst_row(*pair) for pair in pairs))
+            add(record.changes, name, fused.changed)
+            for argument, gradient in fused.gradients.items():
+                place, right = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = stock.rounding_of(argument)
-                add(found.gradients, place, distance(one, other) / rounding)
+                add(record.gradients, place, distance(gradient, right) / rounding)
                 if _is_of_head(call) and stock.computes_in_16_bits:
-                    add(found.turned, place, share_apart(one, other))
-                add(found.slopes, place, slope_error(one, other) / _slope_by_chance(rounding, one.numel()))
+                    add(record.turned, place, share_apart(gradient, right))
+                add(record.slopes, place, slope_error(gradient, right) / _slope_by_chance(rounding, right.numel()))
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
@@ -173,16 +172,20 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
     }
 
 
-class _Made:
-    """A call made once more: outputs, gradients by argument or weight, and what it changed."""
+class _Repeated:
+    """A call that is repeated: its outputs, gradients by argument or weight, and what it overwrote."""
 
     def __init__(self, model: nn.Module, call: FusedCall, *, frozen: bool, differentiated: bool, mixed: bool) -> None:
-        given = with_arguments(call.arguments, copied)
-        parameters = {f"{path}.{name}": one for path in call.weighted for name, one in _parameters_of(model, path)}
-        trained = {name: one for name, one in parameters.items() if one.requires_grad}
-        leaves = {name: one for name, one in given.arguments.items() if is_tensor(one) and one.requires_grad}
-        self._rows = tensors_in(given.arguments)[0].shape[:-1].numel()
-        device = tensors_in(given.arguments)[0].device
+        bound = with_arguments(call.arguments, copied)
+        trained = {
+            f"{path}.{name}": parameter
+            for path in call.weighted
+            for name, parameter in model.get_submodule(path)._parameters.items()
+            if parameter is not None and parameter.requires_grad and name in ("weight", "bias")
+        }
+        leaves = {name: value for name, value in bound.arguments.items() if is_tensor(value) and value.requires_grad}
+        tensors = tensors_in(bound.arguments)
+        self._rows, device = tensors[0].shape[:-1].numel(), tensors[0].device
         with contextlib.ExitStack() as stack:
             for weight in trained.values() if frozen else ():
                 weight.requires_grad_(False)
@@ -192,32 +195,36 @@ class _Made:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False))
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
-            outputs = returned(call.method(*given.args, **given.kwargs))
+            outputs = returned(call.method(*bound.args, **bound.kwargs))
             self._has_products = _has_products(call)
-            self._dtypes = [one.dtype for one in (*tensors_in(given.arguments), *outputs)]
+            self._dtypes = [tensor.dtype for tensor in (*tensors, *outputs)]
             self._dtypes += [torch.bfloat16] if mixed and self._has_products else []
             # Stock code returns one norm, which each reader reads, and autocast casts.
             readers = 1 + len(call.dtypes) - len(outputs)
             outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:readers]]
         self.outputs = [output.detach() for output in outputs]
-        self.changed = share_changed(given, call.arguments)
+        self.changed = share_changed(bound, call.arguments)
         self.gradients: dict[str, Tensor] = {}
-        wanted = leaves if frozen else leaves | trained
-        pairs = zip(outputs, call.gradients, strict=True)
-        given_back = [(output, gradient) for output, gradient in pairs if output.requires_grad and gradient is not None]
-        if not differentiated or not wanted or not given_back:
+        inputs = leaves if frozen else leaves | trained
+        returned_gradients = zip(outputs, call.gradients, strict=True)
+        pairs = [
+            (output, gradient)
+            for output, gradient in returned_gradients
+            if output.requires_grad and gradient is not None
+        ]
+        if not differentiated or not inputs or not pairs:
             return
-        handed = [gradient.clone() for _, gradient in given_back]
-        found = torch.autograd.grad(
-            [output for output, _ in given_back],
-            list(wanted.values()),
-            handed,
+        incoming = [gradient.clone() for _, gradient in pairs]
+        gradients = torch.autograd.grad(
+            [output for output, _ in pairs],
+            list(inputs.values()),
+            incoming,
             allow_unused=True,
             materialize_grads=True,
         )
-        self.gradients = dict(zip(wanted, found, strict=True))
-        spoilt = [share_different(one, gradient) for one, (_, gradient) in zip(handed, given_back, strict=True)]
-        self.changed = max(self.changed, share_changed(given, call.arguments), *spoilt)
+        self.gradients = dict(zip(inputs, gradients, strict=True))
+        spoilt = [share_different(used, gradient) for used, (_, gradient) in zip(incoming, pairs, strict=True)]
+        self.changed = max(self.changed, share_changed(bound, call.arguments), *spoilt)
 
     def rounding_of(self, name: str) -> float:
         """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
@@ -241,12 +248,6 @@ class _Made:
 def _last_place(*dtypes: torch.dtype) -> float:
     """The last place of the coarsest of some dtypes."""
     return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-
-
-def _parameters_of(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    for name, one in model.get_submodule(path)._parameters.items():
-        if one is not None and name in ("weight", "bias"):
-            yield name, one
 
 
 def _is_of_head(call: FusedCall) -> bool:
