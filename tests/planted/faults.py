@@ -87,7 +87,6 @@ class Fault:
 
     Attributes:
         name: its key in ``FAULTS``.
-        what: is wrong, in words.
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
@@ -97,7 +96,6 @@ class Fault:
     """
 
     name: str
-    what: str
     planted: Planting
     hidden: str = ""
     where: str = "eager"
@@ -562,315 +560,208 @@ _num_items_unheeded = in_head(lambda how: replace(how, num_items=(how.target != 
 _real_logits = replaced_by(losses, "_why_real", lambda *_: "")
 
 _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
-    ("size", "the loss is .3 % too large", in_losses(_edited(lambda losses: losses * 1.003, "losses"))),
-    ("nan", "NaN becomes 0", in_losses(_edited(lambda losses: losses.nan_to_num(0.0), "losses"))),
-    ("no-grad", "wrong where no gradient is wanted", in_losses(_losses_wrong_without_gradients)),
-    ("in-place", "the input is written over", in_losses(_writes_over_its_rows)),
-    ("dx-size", "the gradient of the input is 1 % too small", in_losses(_edited(lambda dx: dx * 0.99, "dx"))),
-    ("dw-size", "the gradient of the weight is 1 % too large", in_losses(_edited(lambda dw: dw * 1.01, "dweight"))),
-    ("dw", "the gradient of the weight is zero", in_losses(_edited(torch.zeros_like, "dweight"))),
-    ("dbias", "the gradient of the bias is zero", in_losses(_edited(torch.zeros_like, "dbias")), "no head has a bias"),
-    ("frozen", "dx is wrong where the weight is frozen", in_losses(_dx_where_the_head_is_frozen)),
-    ("few", "the last row of a chunk is left out", in_losses(_all_but_chunk_ends)),
-    ("many", "dw has the last row of a chunk twice", in_losses(_chunk_ends_twice)),
-    ("dw-chunks", "dw is rounded once for each chunk", in_losses(_rounded_by_chunk)),
-    ("ignored", "rows without a label have one", in_losses(_ignored_rows_counted)),
-    ("mean", "rows without a label count in a mean", replaced_by(linear_cross_entropy, "_divisor", _rows_in_the_mean)),
-    (
-        "divided-late",
-        "gradients are divided by the number of labels after their rounding",
-        in_losses(_scaled_after_rounding),
-    ),
-    ("neighbour", "the gradient is that of the label of the row before", in_losses(_gradient_of_a_neighbours_label)),
-    (
-        "square",
-        "the slope of the cap without its square",
-        in_losses(_slope_of_cap_without_its_square),
-        "no logits are capped",
-    ),
-    ("unshifted", "labels are not shifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),
-    ("num-items", "the number of labels that a step has is not heeded", _num_items_unheeded),
+    ("size", in_losses(_edited(lambda losses: losses * 1.003, "losses"))),  # the loss is .3 % too large
+    ("nan", in_losses(_edited(lambda losses: losses.nan_to_num(0.0), "losses"))),  # NaN becomes 0
+    ("no-grad", in_losses(_losses_wrong_without_gradients)),  # wrong where no gradient is wanted
+    ("in-place", in_losses(_writes_over_its_rows)),  # the input is written over
+    ("dx-size", in_losses(_edited(lambda dx: dx * 0.99, "dx"))),  # the gradient of the input is 1 % too small
+    ("dw-size", in_losses(_edited(lambda dw: dw * 1.01, "dweight"))),  # the gradient of the weight is 1 % too large
+    ("dw", in_losses(_edited(torch.zeros_like, "dweight"))),  # the gradient of the weight is zero
+    ("dbias", in_losses(_edited(torch.zeros_like, "dbias")), "no head has a bias"),  # the gradient of the bias is zero
+    ("frozen", in_losses(_dx_where_the_head_is_frozen)),  # dx is wrong where the weight is frozen
+    ("few", in_losses(_all_but_chunk_ends)),  # the last row of a chunk is left out
+    ("many", in_losses(_chunk_ends_twice)),  # dw has the last row of a chunk twice
+    ("dw-chunks", in_losses(_rounded_by_chunk)),  # dw is rounded once for each chunk
+    ("ignored", in_losses(_ignored_rows_counted)),  # rows without a label have one
+    ("mean", replaced_by(linear_cross_entropy, "_divisor", _rows_in_the_mean)),  # rows without a label count in a mean
+    # Gradients are divided by the number of labels after their rounding.
+    ("divided-late", in_losses(_scaled_after_rounding)),
+    ("neighbour", in_losses(_gradient_of_a_neighbours_label)),  # the gradient is that of the label of the row before
+    ("square", in_losses(_slope_of_cap_without_its_square), "no logits are capped"),
+    ("unshifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),  # labels are not shifted
+    ("num-items", _num_items_unheeded),  # the number of labels that a step has is not heeded
 )
-"""Faults of heads with their losses: the name, what is wrong, the fault, and why it may be hidden."""
+"""Faults of heads with their losses: the name, the fault, and why it may be hidden."""
 
-_IN_RECOMPUTATION: tuple[tuple[str, str, Planting], ...] = (
-    ("size", "what is recomputed is .3 % too large", replaced_by(Recompute, "outputs", _times_1_003)),
-    (
-        "linears",
-        "outputs of linears are .3 % too large where they are recomputed",
-        replaced_by(recompute_linears, "_linear", _times_1_003),
-    ),
-    ("never", "nothing is recomputed, in silence", replaced_by(recompute, "_is_possible", lambda *_: False)),
-    ("attention", "attention keeps what its linears make, in silence", _recomputes_as(attention="mlp")),
-    ("no-linears", "outputs of no linear are recomputed", _recomputes_as(mlp=True, attention=True)),
-    ("one-layer", "one layer keeps all", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),
-    ("held", "outputs that are recomputed are held as well", replaced_by(_Recomputed, "saved_as", _held_for_ever)),
-    ("freed", "what was recomputed is never freed", replaced_by(_Recomputed, "take", _never_freed)),
-    ("head", "logits are real in silence", _real_logits),
+_IN_RECOMPUTATION: tuple[tuple[str, Planting], ...] = (
+    ("size", replaced_by(Recompute, "outputs", _times_1_003)),  # what is recomputed is .3 % too large
+    # Outputs of linears are .3 % too large where they are recomputed.
+    ("linears", replaced_by(recompute_linears, "_linear", _times_1_003)),
+    ("never", replaced_by(recompute, "_is_possible", lambda *_: False)),  # nothing is recomputed, in silence
+    ("attention", _recomputes_as(attention="mlp")),  # attention keeps what its linears make, in silence
+    ("no-linears", _recomputes_as(mlp=True, attention=True)),  # outputs of no linear are recomputed
+    ("one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # one layer keeps all
+    ("held", replaced_by(_Recomputed, "saved_as", _held_for_ever)),  # outputs that are recomputed are held as well
+    ("freed", replaced_by(_Recomputed, "take", _never_freed)),  # what was recomputed is never freed
+    ("head", _real_logits),  # logits are real in silence
 )
 """Faults in what is recomputed, and in what a level of ``recompute`` saves, which changes no number."""
 
 _IN_LAZY_LOGITS: tuple[tuple[Any, ...], ...] = (
-    ("batch", "logits that are read are those of the latest batch", logits_of_the_latest_batch, ROUNDINGS),
-    (
-        "graph",
-        "logits that are read have no gradient",
-        replaced_by(LazyLogits, "read", lambda right, _, *lazy: right(*lazy).detach()),
-        ROUNDINGS,
-    ),
+    ("batch", logits_of_the_latest_batch, ROUNDINGS),  # logits that are read are those of the latest batch
+    ("graph", replaced_by(LazyLogits, "read", lambda right, _, *lazy: right(*lazy).detach()), ROUNDINGS),
 )
 """Faults of logits that are computed when they are read, as ``_IN_LOSSES``."""
 
 _IN_SUMS: tuple[tuple[Any, ...], ...] = (
-    ("order", "gradients are added up from the first reader on", _FOR_READERS, _of_readers(lambda dys: dys[::-1])),
-    ("early", "sums of fp32 gradients are rounded to 16 bits", _FOR_READERS, _of_readers(lambda dys: reduce(add, dys))),
-    (
-        "late",
-        "sums of 16-bit gradients are not rounded",
-        _FOR_READERS,
-        _of_readers(lambda dys: reduce(add, [dy.float() for dy in dys])),
-    ),
-    ("ds-joined", "the residual's gradient joins before a rounding", _FOR_READERS[:1], _residual_before_rounding),
+    ("order", _FOR_READERS, _of_readers(lambda dys: dys[::-1])),  # gradients are added up from the first reader on
+    ("early", _FOR_READERS, _of_readers(lambda dys: reduce(add, dys))),  # sums of fp32 gradients are rounded to 16 bits
+    ("late", _FOR_READERS, _of_readers(lambda dys: reduce(add, [dy.float() for dy in dys]))),
+    ("ds-joined", _FOR_READERS[:1], _residual_before_rounding),  # the residual's gradient joins before a rounding
 )
 """Faults in the roundings of a sum of gradients that flow into a norm which knows its readers, as ``_IN_BACKWARDS``."""
 
 _AMONG_READERS: tuple[tuple[Any, ...], ...] = (
-    ("input", "a linear reads the norm's input", fused_block, "for_readers", _last_reads_the_input),
-    ("neighbour", "a linear reads the norm before", fused_block, "for_readers", _last_reads_the_norm_before),
-    ("detached", "the input that is handed on has no gradient", FusedBlock, "fused_norm_read", _detached_input),
+    ("input", fused_block, "for_readers", _last_reads_the_input),  # a linear reads the norm's input
+    ("neighbour", fused_block, "for_readers", _last_reads_the_norm_before),  # a linear reads the norm before
+    ("detached", FusedBlock, "fused_norm_read", _detached_input),  # the input that is handed on has no gradient
 )
-"""Faults in who reads what: the name, what is wrong, the function and its owner, and what is called instead."""
+"""Faults in who reads what: the name, the function and its owner, and what is called instead."""
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
-    (
-        "dbase",
-        "the linear's output has no gradient",
-        "lora",
-        replaced_by(LORA_ADD, "gradients_by", _no_gradient_of_base),
-    ),
-    ("fallback", "runs stock code in silence", "lora-alone", falls_back(LORA_ADD)),
-    (
-        "dropout-cast",
-        "the input is not cast although some of it is dropped",
-        "lora-dropout",
-        replaced_by(FusedAdapter, "_cast_for_adapter", _not_cast),
-    ),
-    ("dropout-none", "nothing is dropped", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),
-    (
-        "dropout-same",
-        "what is dropped is the same in all adapters",
-        "lora-dropout",
-        replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first),
-    ),
-    (
-        "shared",
-        "an adapter reads another one's output of a norm",
-        "lora-alone",
-        replaced_by(linear_inputs, "keep_for_adapter", _adapter_shares_another_ones),
-        ROUNDINGS,
-    ),
+    # The linear's output has no gradient.
+    ("dbase", "lora", replaced_by(LORA_ADD, "gradients_by", _no_gradient_of_base)),
+    ("fallback", "lora-alone", falls_back(LORA_ADD)),  # runs stock code in silence
+    # The input is not cast although some of it is dropped.
+    ("dropout-cast", "lora-dropout", replaced_by(FusedAdapter, "_cast_for_adapter", _not_cast)),
+    ("dropout-none", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),  # nothing is dropped
+    # What is dropped is the same in all adapters.
+    ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
+    # An adapter reads another one's output of a norm.
+    ("shared", "lora-alone", replaced_by(linear_inputs, "keep_for_adapter", _adapter_shares_another_ones), ROUNDINGS),
 )
-"""Faults of adapters: the name, what is wrong, the execution, the fault, and why it may be hidden."""
+"""Faults of adapters: the name, the execution, the fault, and why it may be hidden."""
 
 _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
+    # x_hat is rounded elsewhere than stock rounds it.
     (
         "casting",
-        "x_hat is rounded elsewhere than stock rounds it",
         _NORMED,
         _with_spec(lambda spec: {"casting": "llama" if spec.casting == "gemma" else "gemma"}),
         _16_BITS,
     ),
-    (
-        "centering",
-        "the + 1 of gamma is missing, or one too many",
-        _NORMED,
-        _with_spec(lambda spec: {"zero_centered": not spec.zero_centered}),
-    ),
-    (
-        "eps",
-        "eps is ten times too large",
-        _NORMED,
-        _with_spec(lambda spec: {"eps": 10 * spec.eps}),
-        "eps all but vanishes in a rounding",
-    ),
-    ("size", "y is .3 % too large", _EVERY, _too_large),
-    ("last-row", "the last row is that before it", _EVERY, _edited(_last_row_copied)),
-    ("nan", "NaN becomes 0", _EVERY, _edited(lambda y: y.nan_to_num(0.0))),
-    (
-        "no-grad",
-        "wrong where no gradient is wanted",
-        _EVERY,
-        lambda call: call.results() if call.training else call.edited(lambda y: y * 1.01),
-    ),
-    ("shape", "a second, smaller shape loses a row", _EVERY, _rows_of_the_first_call),
-    ("in-place", "the input is written over", _EVERY, _writes_over_its_branch),
+    # The + 1 of gamma is missing, or one too many.
+    ("centering", _NORMED, _with_spec(lambda spec: {"zero_centered": not spec.zero_centered})),
+    ("eps", _NORMED, _with_spec(lambda spec: {"eps": 10 * spec.eps}), "eps all but vanishes in a rounding"),
+    ("size", _EVERY, _too_large),  # y is .3 % too large
+    ("last-row", _EVERY, _edited(_last_row_copied)),  # the last row is that before it
+    ("nan", _EVERY, _edited(lambda y: y.nan_to_num(0.0))),  # NaN becomes 0
+    # Wrong where no gradient is wanted.
+    ("no-grad", _EVERY, lambda call: call.results() if call.training else call.edited(lambda y: y * 1.01)),
+    ("shape", _EVERY, _rows_of_the_first_call),  # a second, smaller shape loses a row
+    ("in-place", _EVERY, _writes_over_its_branch),  # the input is written over
+    # The sum is normalised before it is rounded.
     (
         "unrounded",
-        "the sum is normalised before it is rounded",
         _NORM_OF_SUM,
         lambda call: call.results("y", x=call["x"].float(), residual=call["residual"].float()),
         _16_BITS,
     ),
-    ("stream", "an fp32 sum is rounded to bf16", _SUMMED, _edited(_narrow, "s"), "no sum is in fp32"),
-    (
-        "residual",
-        "the residual never arrives in the sum",
-        _SUMMED,
-        lambda call: call.results(residual=torch.zeros_like(call["residual"])),
-    ),
-    ("scale", "the branch is not scaled", (ADD_RMS_NORM,), lambda call: call.results(scale=1.0), "no branch is scaled"),
-    ("rotation", "rotated the wrong way", _ROTATED, _rotated_the_other_way),
-    ("position", "rotated by a neighbour's angles from position 32 on", _ROTATED, _with_angles(_of_a_neighbour)),
-    ("half", "the first half is rotated the wrong way", (ROPE,), _half_of_it_rotated_the_other_way),
-    (
-        "unrounded",
-        "the activation is not rounded before the product",
-        (GLU,),
-        lambda call: call.results(gate=call["gate"].float()),
-        _16_BITS,
-    ),
+    ("stream", _SUMMED, _edited(_narrow, "s"), "no sum is in fp32"),  # an fp32 sum is rounded to bf16
+    ("residual", _SUMMED, lambda call: call.results(residual=torch.zeros_like(call["residual"]))),
+    ("scale", (ADD_RMS_NORM,), lambda call: call.results(scale=1.0), "no branch is scaled"),  # the branch is not scaled
+    ("rotation", _ROTATED, _rotated_the_other_way),  # rotated the wrong way
+    ("position", _ROTATED, _with_angles(_of_a_neighbour)),  # rotated by a neighbour's angles from position 32 on
+    ("half", (ROPE,), _half_of_it_rotated_the_other_way),  # the first half is rotated the wrong way
+    ("unrounded", (GLU,), lambda call: call.results(gate=call["gate"].float()), _16_BITS),
     (
         "activation",
-        "another activation",
         (GLU,),
         lambda call: call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh"),
     ),
-    ("packed", "all sequences are rotated by the first one's angles", _ROTATED, _with_angles(_of_the_first_sequence)),
-    ("end", "the end is lost where sizes are multiples of 1024", (GLU,), _edited(_end_lost)),
-    ("even", "the last of an even number of rows is lost", _EVERY, _edited(_last_of_an_even_number_lost)),
-    ("factors", "a and b are cut off, not rounded", (LORA_ADD,), _factors_cut_off, "the adapter is in 16 bits"),
-    (
-        "cut",
-        "the input is cut off, not rounded",
-        (LORA_ADD,),
-        lambda call: call.results(x=_half_nearer_zero(call["x"])),
-    ),
-    ("products", "the products are not rounded", (LORA_ADD,), _products_unrounded),
-    ("scale", "the scale is applied twice", (LORA_ADD,), lambda call: call.results(scale=call["scale"] ** 2)),
-    (
-        "rank",
-        "the last of the rank is lost",
-        (LORA_ADD,),
-        lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:]))),
-    ),
-    (
-        "base",
-        "the linear's output is left out",
-        (LORA_ADD,),
-        lambda call: call.results(base=torch.zeros_like(call["base"])),
-    ),
-    ("copy", "the copy in 16 bits is cut off, not rounded", _FOR_READERS, _copy_cut_off, "nothing is copied"),
+    ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
+    ("end", (GLU,), _edited(_end_lost)),  # the end is lost where sizes are multiples of 1024
+    ("even", _EVERY, _edited(_last_of_an_even_number_lost)),  # the last of an even number of rows is lost
+    ("factors", (LORA_ADD,), _factors_cut_off, "the adapter is in 16 bits"),  # a and b are cut off, not rounded
+    ("cut", (LORA_ADD,), lambda call: call.results(x=_half_nearer_zero(call["x"]))),
+    ("products", (LORA_ADD,), _products_unrounded),  # the products are not rounded
+    ("scale", (LORA_ADD,), lambda call: call.results(scale=call["scale"] ** 2)),  # the scale is applied twice
+    ("rank", (LORA_ADD,), lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
+    ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
+    ("copy", _FOR_READERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is cut off, not rounded
 )
-"""Forms of faults in forwards: the name, what is wrong, the operators, the wrong forward, and why it may be hidden."""
+"""Forms of faults in forwards: the name, the operators, the wrong forward, and why it may be hidden."""
 
 _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
-    ("back", "the gradient is rotated on instead of back", (ROPE,), lambda call: call.results(sin=-call["sin"])),
-    (
-        "dh",
-        "the gradient between the products lacks the scale",
-        (LORA_ADD,),
-        lambda call: call.results("dx", "da", scale=1.0),
-    ),
-    ("shifted", "the gradient of b is of other rows", (LORA_ADD,), lambda call: call.results(h=call["h"].roll(1, -2))),
-    ("dgate", "the gradient of the gate is .3 % too large", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),
-    ("square", "a slope without its square term", (GLU,), _slope_without_its_square, "no GELU by tanh"),
-    ("swapped", "the gradients of gate and up are swapped", (GLU,), _gradients_swapped),
-    ("dx-size", "the gradient of the input is 1 % too small", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),
-    (
-        "dx-cut",
-        "the gradient of the input is cut off, not rounded",
-        _EVERY_BACKWARD,
-        _edited(_half_nearer_zero, *_INPUTS),
-        _16_BITS,
-    ),
-    (
-        "dr-stream",
-        "the gradient of an fp32 stream is rounded to bf16",
-        _WITH_WEIGHTS[:3],
-        _edited(_narrow, "dr", "dx"),
-        "no stream is in fp32",
-    ),
-    ("dw-size", "the gradient of a weight is 1 % too large", _WITH_WEIGHTS, _edited(lambda dw: dw * 1.01, *WEIGHTS)),
-    ("dw", "the gradient of a weight is zero", _WITH_WEIGHTS, _edited(torch.zeros_like, *WEIGHTS)),
-    ("dw-tile", "dw lacks the last eight rows", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),
-    ("dw-share", "dw lacks a quarter of the rows", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),
-    ("frozen", "dx is wrong where the weight is frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),
-    ("dropped", "the gradient of the first reader is missing", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),
-    ("doubled", "that of the last reader counts twice", _FOR_READERS, _of_readers(lambda dys: (2 * dys[0], *dys[1:]))),
-    ("ds", "the gradient of the residual is missing", _FOR_READERS, _residual_times(0.0)),
-    ("ds-twice", "the gradient of the residual counts twice", _FOR_READERS, _residual_times(2.0)),
-    ("ds-in-place", "a gradient handed to it is written over", _EVERY_BACKWARD, _writes_over_a_gradient),
+    ("back", (ROPE,), lambda call: call.results(sin=-call["sin"])),  # the gradient is rotated on instead of back
+    # The gradient between the products lacks the scale.
+    ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
+    ("shifted", (LORA_ADD,), lambda call: call.results(h=call["h"].roll(1, -2))),  # the gradient of b is of other rows
+    ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
+    ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
+    ("swapped", (GLU,), _gradients_swapped),  # the gradients of gate and up are swapped
+    ("dx-size", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),  # the gradient of the input is 1 % too small
+    # The gradient of the input is cut off, not rounded.
+    ("dx-cut", _EVERY_BACKWARD, _edited(_half_nearer_zero, *_INPUTS), _16_BITS),
+    # The gradient of an fp32 stream is rounded to bf16.
+    ("dr-stream", _WITH_WEIGHTS[:3], _edited(_narrow, "dr", "dx"), "no stream is in fp32"),
+    ("dw-size", _WITH_WEIGHTS, _edited(lambda dw: dw * 1.01, *WEIGHTS)),  # the gradient of a weight is 1 % too large
+    ("dw", _WITH_WEIGHTS, _edited(torch.zeros_like, *WEIGHTS)),  # the gradient of a weight is zero
+    ("dw-tile", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),  # dw lacks the last eight rows
+    ("dw-share", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),  # dw lacks a quarter of the rows
+    ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong where the weight is frozen
+    ("dropped", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),  # the gradient of the first reader is missing
+    ("doubled", _FOR_READERS, _of_readers(lambda dys: (2 * dys[0], *dys[1:]))),  # that of the last reader counts twice
+    ("ds", _FOR_READERS, _residual_times(0.0)),  # the gradient of the residual is missing
+    ("ds-twice", _FOR_READERS, _residual_times(2.0)),  # the gradient of the residual counts twice
+    ("ds-in-place", _EVERY_BACKWARD, _writes_over_a_gradient),  # a gradient handed to it is written over
 )
 
 
 def _faults() -> Iterator[Fault]:
     for planting, forms in ((in_forward, _IN_FORWARDS), (in_backward, _IN_BACKWARDS)):
-        for name, what, operators, wrong, *hidden in forms:
+        for name, operators, wrong, *hidden in forms:
             for operator in operators:
                 where = "lora" if operator is LORA_ADD else "eager"
-                yield Fault(f"{operator.name}-{name}", what, planting(operator, wrong), *hidden, where=where)
+                yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
 
-    for name, what, wrong in (
-        ("columns", "codes have the scales of columns, not of rows", _scales_of_columns),
-        ("stale", "the scale is that of the first call", _scale_of_the_first_call),
-        ("unsaturated", "values beyond the largest code become NaN", _not_saturated),
+    for name, wrong in (
+        ("columns", _scales_of_columns),  # codes have the scales of columns, not of rows
+        ("stale", _scale_of_the_first_call),  # the scale is that of the first call
+        ("unsaturated", _not_saturated),  # values beyond the largest code become NaN
     ):
-        yield Fault(f"{NORM_FP8.name}-{name}", what, in_forward(NORM_FP8, wrong), where="fp8")
+        yield Fault(f"{NORM_FP8.name}-{name}", in_forward(NORM_FP8, wrong), where="fp8")
 
     for operator in (RMS_NORM, ADD_RMS_NORM):
-        what = "the gradient of a weight is 1 % too large in compiled code"
-        yield Fault(f"{operator.name}-compiled-dw", what, in_compiled_backward(operator), where="compile")
+        yield Fault(f"{operator.name}-compiled-dw", in_compiled_backward(operator), where="compile")
     for operator in _IN_MODELS:
-        what = "y is .3 % too large in a checkpoint's second run"
         planted = in_forward(operator, _too_large_in_a_backward)
-        yield Fault(f"{operator.name}-checkpointed", what, planted, where="checkpointing")
-    for name, what, operators, wrong in _IN_SUMS:
+        yield Fault(f"{operator.name}-checkpointed", planted, where="checkpointing")
+    for name, operators, wrong in _IN_SUMS:
         for operator in operators:
-            yield Fault(f"{operator.name}-{name}", what, in_backward(operator, wrong), ROUNDINGS, "readers")
-    for name, what, owner, function, wrong in _AMONG_READERS:
-        yield Fault(f"readers-{name}", what, replaced_by(owner, function, wrong), where="readers")
-    for name, what, where, planted, *hidden in _IN_ADAPTERS:
-        yield Fault(f"adapter-{name}", what, planted, *hidden, where=where)
+            yield Fault(f"{operator.name}-{name}", in_backward(operator, wrong), ROUNDINGS, "readers")
+    for name, owner, function, wrong in _AMONG_READERS:
+        yield Fault(f"readers-{name}", replaced_by(owner, function, wrong), where="readers")
+    for name, where, planted, *hidden in _IN_ADAPTERS:
+        yield Fault(f"adapter-{name}", planted, *hidden, where=where)
     for what_has_it, faults in ((LINEAR_CROSS_ENTROPY.name, _IN_LOSSES), ("lazy_logits", _IN_LAZY_LOGITS)):
-        for name, what, planted, *hidden in faults:
-            yield Fault(f"{what_has_it}-{name}", what, planted, *hidden, where="loss")
-    for name, what, planted in _IN_RECOMPUTATION:
-        yield Fault(f"recomputed-{name}", what, planted, where="recompute")
+        for name, planted, *hidden in faults:
+            yield Fault(f"{what_has_it}-{name}", planted, *hidden, where="loss")
+    for name, planted in _IN_RECOMPUTATION:
+        yield Fault(f"recomputed-{name}", planted, where="recompute")
     kept = with_other(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
-    yield Fault("recomputed-adapters", "outputs of LoRA layers are kept, in silence", kept, where="lora-recompute")
+    yield Fault("recomputed-adapters", kept, where="lora-recompute")
     one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
-    for name, what, planted in (
-        ("fallback-rotated", "runs its parts in silence", falls_back(QK_NORM, ROPE, GLU)),
-        ("fallback-sandwich", "runs its parts in silence", falls_back(NORM_ADD_NORM)),
-        ("fallback-onto", "runs its parts in silence", falls_back(NORM_ADD)),
-        ("fallback-head", "logits are real in silence", _real_logits),
-        ("fallback-one-row", "runs stock code for one sequence with gradients", one_row),
-        ("readers-none", "linears read one tensor in silence", replaced_by(fused_block, "wanted_by", lambda *_: None)),
-        (
-            "readers-unjoined",
-            "a residual's gradient is added by autograd",
-            replaced_by(FusedBlock, "fused_norm_read", _not_joined),
-        ),
-        (
-            "readers-past",
-            "the residual connection reads past the norm",
-            replaced_by(FusedBlock, "fused_norm_read", _handed_on_past_the_norm),
-        ),
-        (
-            "fallback-counted",
-            "the loss of a step whose labels are counted reads logits",
-            replaced_by(LossCall, "_loss", _loss_of_real_logits),
-        ),
-        (
-            "readers-wide",
-            "norms write float32 for linears that read 16 bits",
-            never_answers(linear_inputs, "_are_cast"),
-        ),
-        ("attention-wide", "queries are written in float32", never_answers(FusedBlock, "fused_norm_read_dtype")),
-        ("num-items-unheeded", "the number of labels in a step is not heeded", _num_items_unheeded),
-        ("left-stock", "one block has its stock class, and the report says fused", left_stock),
+    for name, planted in (
+        ("fallback-rotated", falls_back(QK_NORM, ROPE, GLU)),  # runs its parts in silence
+        ("fallback-sandwich", falls_back(NORM_ADD_NORM)),  # runs its parts in silence
+        ("fallback-onto", falls_back(NORM_ADD)),  # runs its parts in silence
+        ("fallback-head", _real_logits),  # logits are real in silence
+        ("fallback-one-row", one_row),  # runs stock code for one sequence with gradients
+        ("readers-none", replaced_by(fused_block, "wanted_by", lambda *_: None)),  # linears read one tensor in silence
+        # A residual's gradient is added by autograd.
+        ("readers-unjoined", replaced_by(FusedBlock, "fused_norm_read", _not_joined)),
+        # The residual connection reads past the norm.
+        ("readers-past", replaced_by(FusedBlock, "fused_norm_read", _handed_on_past_the_norm)),
+        # The loss of a step whose labels are counted reads logits.
+        ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
+        # Norms write float32 for linears that read 16 bits.
+        ("readers-wide", never_answers(linear_inputs, "_are_cast")),
+        ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
+        ("num-items-unheeded", _num_items_unheeded),  # the number of labels in a step is not heeded
+        ("left-stock", left_stock),  # one block has its stock class, and the report says fused
     ):
-        yield Fault(name, what, planted, where="sites")
+        yield Fault(name, planted, where="sites")
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _faults()})
