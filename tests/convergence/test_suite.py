@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from matplotlib.colors import to_hex
 import fused_norm
 from fused_norm.cli import main
 from fused_norm.convergence import paired_runs
-from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison
+from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison, Progress
 from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
@@ -49,13 +50,15 @@ def _nothing_is_logged_of_what_the_suite_does(caplog):
     assert [record.getMessage() for record in records if record.name.startswith("fused_norm")] == []
 
 
-class Silent:
+class Silent(Progress):
+    """Notes which runs begin, and which results are kept from an earlier run."""
+
     def __init__(self):
         self.runs, self.kept = [], []
 
     def run(self, name, steps):
         self.runs.append(name)
-        return lambda step, loss: None
+        return super().run(name, steps)
 
     def done(self, result, *, kept):
         self.kept.append(kept)
@@ -192,27 +195,33 @@ def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path
     assert third.kept == [False, False]
 
 
-def test_kernels_that_do_not_run_are_noticed():
-    with fused_norm.disabled():
-        (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", feature="norms")]), None, Silent())
+SLOW = pytest.mark.slow
+ADAPTERS_FALL_BACK = FAULTS["adapter-fallback"].planted
+
+
+@pytest.mark.parametrize(
+    ("comparison", "stock", "reason"),
+    [
+        (Comparison("llama", "bf16", feature="norms"), fused_norm.disabled, "and 3 other sites ran as stock code does"),
+        pytest.param(
+            Comparison("llama", "mixed", "lora-alone"),
+            lambda: ADAPTERS_FALL_BACK(torch.nn.Module()),
+            "(adapter) and 6 other sites ran as stock code does",
+            marks=SLOW,
+        ),
+        pytest.param(
+            Comparison("llama", "bf16", "compile"),
+            lambda: mock.patch.object(torch.compiler, "_is_exporting_flag", True),
+            "ran as stock code does",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_sites_that_run_stock_code_are_noticed(comparison, stock, reason):
+    with stock():
+        (result,) = run_plan(tiny_plan([comparison]), None, Silent())
     assert result.verdict.status == "invalid"
-    assert "and 3 other sites ran as stock code does" in result.verdict.reasons[0]
-
-
-@pytest.mark.slow
-def test_adapters_that_run_stock_code_are_noticed():
-    with FAULTS["adapter-fallback"].planted(torch.nn.Module()):
-        (result,) = run_plan(tiny_plan([Comparison("llama", "mixed", "lora-alone")]), None, Silent())
-    assert result.verdict.status == "invalid"
-    assert "(adapter) and 6 other sites ran as stock code does" in result.verdict.reasons[0]
-
-
-@pytest.mark.slow
-def test_compiled_code_without_the_operators_is_noticed(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
-    (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", "compile")]), None, Silent())
-    assert result.verdict.status == "invalid"
-    assert "ran as stock code does" in result.verdict.reasons[0]
+    assert reason in result.verdict.reasons[0]
 
 
 def test_a_model_in_which_nothing_can_be_fused_says_nothing():
@@ -239,10 +248,6 @@ def test_a_model_that_fails_leaves_the_others_alone(finished):
     assert again.kept == [True, False]
     changed = replace(plan, facts={"data": 2})
     assert ResultStore(folder).load(fine.comparison, changed.settings_key(fine.comparison)) is None
-
-
-def test_a_fused_model_may_be_the_stock_model_to_the_last_bit(finished):
-    assert finished[2][1].verdict.status == "green"
 
 
 def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished):
@@ -331,8 +336,7 @@ def test_the_answer_is_one_sentence(statuses, answer):
 
 
 def test_where_nothing_ran_there_is_no_chart(finished):
-    results = finished[2][:1]
-    html = as_page(results, {})
+    html = as_page(finished[2][:1], {})
     assert "What went wrong" in html
     assert "<svg" not in html
 

@@ -80,6 +80,8 @@ def test_the_worst_control_sets_the_bound_and_lucky_places_get_that_of_the_media
 def test_losses_and_gradient_norms_are_held_to_the_controls():
     far = dataclasses.replace(CONTROL, losses=(5.001, 4.03, 3.0))
     assert "loss" in verdict(far).reasons[0]
+    far = dataclasses.replace(CONTROL, evaluation_loss=3.1)
+    assert "the evaluation after them" in verdict(far).reasons[0]
     # One step with a spike says nothing about gradients; half of the steps do.
     assert verdict(dataclasses.replace(CONTROL, gradient_norms=(1.0, 1.0, 99.0))).status == "green"
     assert "gradient norm" in verdict(dataclasses.replace(CONTROL, gradient_norms=(1.1, 1.1, 2.0))).reasons[0]
@@ -117,11 +119,6 @@ def test_controls_that_are_far_off_themselves_judge_nothing(precision):
     assert "the controls themselves are" in found.reasons[0]
     one_place = dataclasses.replace(wild, gradients={**dict.fromkeys(PARAMETERS, 1e-7), PARAMETERS[0]: level})
     assert verdict(CONTROL, precision, controls=(one_place,)).status != "invalid"
-
-
-def test_the_loss_after_training_is_held_to_the_controls():
-    far = dataclasses.replace(CONTROL, evaluation_loss=3.1)
-    assert "the evaluation after them" in verdict(far).reasons[0]
 
 
 def test_a_parameter_may_drift_by_roundings_of_its_own():

@@ -1,6 +1,6 @@
 """Measures of how far one tensor is from another, for ``check`` and ``convergence``.
 
-``one`` is the tensor that is judged and ``other`` the one that is right. There are the share of numbers that differ,
+``tensor`` is judged and ``right`` is what it should be. There are the share of numbers that differ,
 the share that is far off in the worst row, the relative distance, and the error of the slope, which shows whether
 differences all go in one direction.
 """
@@ -35,88 +35,88 @@ TRIMMED = 3
 make a distance."""
 
 
-def share_apart(one: Tensor, other: Tensor, *, rows_left_out: float = 0.0) -> float:
+def share_apart(tensor: Tensor, right: Tensor, *, rows_left_out: float = 0.0) -> float:
     """The share of the numbers that differ, 1 where shapes or dtypes do.
 
     In fp32 a number counts only if it is off by more than two roundings of the largest in its row. ``rows_left_out``:
     the share of the rows, those in which most numbers differ, that do not count.
     """
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != right.shape or tensor.dtype != right.dtype:
         return 1.0
-    roundings = 2 * torch.finfo(other.dtype).eps if other.dtype == torch.float32 else 0.0
-    apart = _apart(one, other, roundings)
+    roundings = 2 * torch.finfo(right.dtype).eps if right.dtype == torch.float32 else 0.0
+    apart = _apart(tensor, right, roundings)
     if rows_left_out and apart.numel():
         by_row = apart.double().mean(-1).flatten().sort().values
         return by_row[: len(by_row) - math.ceil(rows_left_out * len(by_row))].sum().item() / len(by_row)
     return _share(apart)
 
 
-def share_far_in_worst_row(one: Tensor, other: Tensor) -> float:
+def share_far_in_worst_row(tensor: Tensor, right: Tensor) -> float:
     """The share of the numbers in a row that are off by more than ``FAR`` of the largest, in the worst row."""
-    if one.shape != other.shape or (one.isnan() != other.isnan()).any():
+    if tensor.shape != right.shape or (tensor.isnan() != right.isnan()).any():
         return 1.0
-    apart = _apart(one, other, FAR)
+    apart = _apart(tensor, right, FAR)
     return apart.double().mean(-1).max().item() if apart.numel() else 0.0
 
 
-def _apart(one: Tensor, other: Tensor, share: float) -> Tensor:
+def _apart(tensor: Tensor, right: Tensor, share: float) -> Tensor:
     """A mask of the numbers that are further apart than a share of the largest in their row."""
-    same = (one == other) | (one.isnan() & other.isnan())
-    if not share or not other.numel():
+    same = (tensor == right) | (tensor.isnan() & right.isnan())
+    if not share or not right.numel():
         return ~same
-    one, other = one.float(), other.float()
-    largest = other.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
-    return ~same & ~((one - other).abs() <= share * largest)
+    tensor, right = tensor.float(), right.float()
+    largest = right.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
+    return ~same & ~((tensor - right).abs() <= share * largest)
 
 
 def _share(apart: Tensor) -> float:
     return apart.double().mean().item() if apart.numel() else 0.0
 
 
-def share_different(one: Tensor, other: Tensor) -> float:
+def share_different(tensor: Tensor, right: Tensor) -> float:
     """The share of the numbers that differ."""
-    return _share((one != other) & ~(one.isnan() & other.isnan()))
+    return _share((tensor != right) & ~(tensor.isnan() & right.isnan()))
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """``|one - other| / |other|``; ``|one|`` where ``other`` is zero, infinite where something is not finite."""
-    apart, size = (one.double() - other.double()).norm().item(), other.double().norm().item()
+def distance(tensor: Tensor, right: Tensor) -> float:
+    """``|tensor - right| / |right|``; ``|tensor|`` if ``right`` is zero, infinite if something is not finite."""
+    apart, size = (tensor.double() - right.double()).norm().item(), right.double().norm().item()
     return _finite(apart / size if size else apart)
 
 
-def slope_error(one: Tensor, other: Tensor) -> float:
-    """``|<one, other> / <other, other> - 1|``; 0 where ``other`` is zero, infinite where something is not finite."""
-    square = other.double().square().sum().item()
-    return _finite(abs((one.double() * other.double()).sum().item() / square - 1) if square else 0.0)
+def slope_error(tensor: Tensor, right: Tensor) -> float:
+    """``|<tensor, right> / <right, right> - 1|``; 0 if ``right`` is zero, infinite if something is not finite."""
+    square = right.double().square().sum().item()
+    return _finite(abs((tensor.double() * right.double()).sum().item() / square - 1) if square else 0.0)
 
 
-def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, trim: float = 0.0) -> dict[str, float]:
-    """The relative distance of each tensor: the norm of the difference over that of ``other``'s.
+def distances(tensors: Mapping[str, Tensor], right: Mapping[str, Tensor], *, trim: float = 0.0) -> dict[str, float]:
+    """The relative distance of each tensor: the norm of the difference over that of the right one.
 
     The latter counts as at least ``ZERO_SHARE`` of the rms of all of them. Infinite if a tensor is not finite, or is
     missing on one side.
 
     Args:
-        one: tensors by name.
-        other: those they are compared with.
+        tensors: by name.
+        right: those they are compared with.
         trim: share of the elements that are left out of a difference, the largest of it; ``TRIMMED`` at least.
     """
-    squares = sum(value.double().square().sum().item() for value in other.values())
-    rms = math.sqrt(squares / max(1, sum(value.numel() for value in other.values())))
-    found = {}
-    for name, truth in other.items():
+    squares = sum(value.double().square().sum().item() for value in right.values())
+    rms = math.sqrt(squares / max(1, sum(value.numel() for value in right.values())))
+    errors = {}
+    for name, truth in right.items():
         scale = max(truth.double().norm().item(), ZERO_SHARE * rms * truth.numel() ** 0.5)
-        found[name] = ratio(_gap(one[name], truth, trim) if name in one else math.inf, scale)
-    return found
+        errors[name] = ratio(_gap(tensors[name], truth, trim) if name in tensors else math.inf, scale)
+    return errors
 
 
-def slope_errors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+def slope_errors(tensors: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
     """``slope_error`` of each tensor but those that are all but zero, which have no slope."""
-    squares = {name: value.double().square().mean().item() for name, value in other.items()}
+    squares = {name: value.double().square().mean().item() for name, value in right.items()}
     least = ZERO_SHARE**2 * max(squares.values(), default=0.0)
     return {
-        name: slope_error(one[name], truth) if name in one else math.inf
-        for name, truth in other.items()
+        name: slope_error(tensors[name], truth) if name in tensors else math.inf
+        for name, truth in right.items()
         if squares[name] > least
     }
 
@@ -126,8 +126,8 @@ def ratio(gap: float, scale: float) -> float:
     return gap / scale if math.isfinite(gap) and 0 < scale < math.inf else 0.0 if gap == scale == 0 else math.inf
 
 
-def _gap(one: Tensor, other: Tensor, trim: float) -> float:
-    apart = one.double() - other.double()
+def _gap(tensor: Tensor, right: Tensor, trim: float) -> float:
+    apart = tensor.double() - right.double()
     if trim and apart.isfinite().all():
         apart = apart.abs().flatten().sort().values
         apart = apart[: max(0, apart.numel() - max(TRIMMED, math.ceil(trim * apart.numel())))]
