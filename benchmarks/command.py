@@ -8,11 +8,11 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fused_norm.cli import parse_and_run
 from fused_norm.cli.common import UsageError, interpret_without_gpu, positive, results_folder, writing_to
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from .benchmark_run import BenchmarkRun
     from .results import Results
-
-T = TypeVar("T")
 
 PARTS = ("host", "models", "features", "losses", "kernels")
 """What can be measured, in the order of measuring."""
@@ -147,28 +145,25 @@ def _measurements(run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[
     from .loss_providers import LOSS_PROVIDERS
     from .model_variants import DEFAULT, FEATURES, VARIANTS
 
-    wanted = PARTS if args.part == "all" else (args.part,)
-    rows = _rows(wanted, args.rows)
-    of_operators = {} if wanted == ("losses",) else providers.EVERY
-    of_losses = LOSS_PROVIDERS if "losses" in wanted else {}
-    names = {name: name for name in (*of_operators, *of_losses)}
+    parts = PARTS if args.part == "all" else (args.part,)
+    rows = _rows(parts, args.rows)
+    of_operators = {} if parts == ("losses",) else providers.EVERY
+    of_losses = LOSS_PROVIDERS if "losses" in parts else {}
+    names = (*of_operators, *of_losses)
     chosen = _named(names, args.providers, "provider", (*providers.PROVIDERS, *LOSS_PROVIDERS))
-    peers, loss_peers = (
-        [provider for name, provider in every.items() if name in chosen] for every in (of_operators, of_losses)
-    )
-    every_dtype = {name: getattr(torch, name) for name in _DTYPES}
-    dtypes = _named(every_dtype, args.dtype, "dtype", _DTYPES[:1])
-    variants = _named({name: name for name in VARIANTS}, args.variants, "variant", DEFAULT)
-    compared = {name: name for name in (*FEATURES, *VARIANTS)}
-    compared_here = _named(compared, args.variants and [models.BASE, *args.variants], "variant", FEATURES)
+    peers, loss_peers = ([every[name] for name in every if name in chosen] for every in (of_operators, of_losses))
+    dtypes = [getattr(torch, name) for name in _named(_DTYPES, args.dtype, "dtype", _DTYPES[:1])]
+    variants = _named(VARIANTS, args.variants, "variant", DEFAULT)
+    compared = args.variants and [models.BASE, *args.variants]
+    features = _named((*FEATURES, *VARIANTS), compared, "variant", FEATURES)
     measure = {
         "host": partial(host.measure, run, peers),
         "models": partial(models.measure, run, rows["models"], variants, dtypes[0]),
-        "features": partial(models.measure, run, rows["features"], compared_here, dtypes[0], "features"),
+        "features": partial(models.measure, run, rows["features"], features, dtypes[0], "features"),
         "losses": partial(losses.measure, run, rows["losses"], dtypes[0], loss_peers),
         "kernels": partial(kernels.measure, run, rows["kernels"], dtypes, peers),
     }
-    return [measure[part] for part in wanted]
+    return [measure[part] for part in parts]
 
 
 def _rows(parts: Sequence[str], names: Sequence[str] | None) -> Mapping[str, Sequence[Any]]:
@@ -183,37 +178,34 @@ def _rows(parts: Sequence[str], names: Sequence[str] | None) -> Mapping[str, Seq
     from .operator_cases import CASES as OPERATOR_CASES
     from .operator_cases import OperatorCase
 
-    if names is None:
-        return {"kernels": OPERATOR_CASES, "losses": LOSS_CASES, "models": DEFAULT, "features": FEATURES}
-    known: Mapping[str, Sequence[Any]] = {
+    rows: dict[str, Sequence[Any]] = {
         "kernels": OPERATOR_CASES, "losses": LOSS_CASES, "models": CASES, "features": FEATURES
     }  # fmt: skip
+    if names is None:
+        return rows | {"models": DEFAULT}
     kinds: Mapping[str, Any] = {"kernels": OperatorCase, "losses": LossCase}
-
-    def of_name(part: str, name: str) -> Sequence[Any]:
-        matching = [row for row in known[part] if fnmatchcase(row.name, name)]
-        with contextlib.suppress(ValueError):  # it is the name of no row
-            return matching or [kinds.get(part, ModelCase).named(name)]
-        return matching
-
-    found: dict[str, list[Any]] = {part: [] for part in known}
+    chosen: dict[str, dict[Any, None]] = {part: {} for part in rows}
     for name in names:
-        new = {part: of_name(part, name) for part in parts if part in known}
-        if not any(new.values()):
-            there = dict.fromkeys(row.name for part in new for row in known[part])
+        is_known = False
+        for part in (part for part in parts if part in rows):
+            matching = [row for row in rows[part] if fnmatchcase(row.name, name)]
+            with contextlib.suppress(ValueError):  # it is the name of no row
+                matching = matching or [kinds.get(part, ModelCase).named(name)]
+            chosen[part] |= dict.fromkeys(matching)
+            is_known = is_known or bool(matching)
+        if not is_known:
+            there = dict.fromkeys(row.name for part in parts for row in rows.get(part, ()))
             raise UsageError(f"--rows {name!r} is no operator and shape, and no model and step, and matches none of: "
                              f"{', '.join(there) or 'no rows'}")  # fmt: skip
-        for part, rows in new.items():
-            found[part] += [row for row in rows if row not in found[part]]
-    return found
+    return {part: list(cases) for part, cases in chosen.items()}
 
 
-def _named(every: Mapping[str, T], names: Sequence[str] | None, what: str, default: Sequence[str]) -> list[T]:
-    """What has one of these names, in the order of ``every``; what has those of ``default`` where none are given."""
+def _named(every: Collection[str], names: Sequence[str] | None, what: str, default: Sequence[str]) -> list[str]:
+    """Those of ``every`` that are among ``names``, or among ``default`` if none are given, in their order."""
     for name in names or ():
         if name not in every:
-            raise UsageError(f"no {what} {name!r}; there are {', '.join(every)}")
-    return [value for name, value in every.items() if name in (default if names is None else names)]
+            raise UsageError(f"no {what} {name!r}; there are {', '.join(dict.fromkeys(every))}")
+    return [name for name in dict.fromkeys(every) if name in (default if names is None else names)]
 
 
 def _plot(path: Path, out: Path) -> int:

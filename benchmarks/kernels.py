@@ -148,5 +148,5 @@ def _poison(exact: Sequence[Tensor], device: torch.device) -> None:
     """Fill the memory that is allocated next with NaN, so that results that are not written are seen to be wrong."""
     if device.type != "cpu":
         torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
-    held = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
-    del held
+    block = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
+    del block

@@ -48,10 +48,10 @@ class LossCase:
             ValueError: it is no such name.
         """
         size = r"([1-9]\d*)"
-        found = re.fullmatch(rf"{OPERATOR} {size}x{size}x{size}((?: (?:{'|'.join(WORDS)}))*)", name)
-        if found is None:
+        match = re.fullmatch(rf"{OPERATOR} {size}x{size}x{size}((?: (?:{'|'.join(WORDS)}))*)", name)
+        if match is None:
             raise ValueError(f"{name!r} is no shape of a head with its loss such as '{OPERATOR} 16384x1024x151936'")
-        rows, width, vocabulary, words = found.groups()
+        rows, width, vocabulary, words = match.groups()
         return cls(int(rows), int(width), int(vocabulary), tuple(word for word in WORDS if word in words.split()))
 
     @property

@@ -66,13 +66,13 @@ def _liger(case: LossCase, *, in_fp32: bool = False) -> LossFunction:
     options: dict[str, Any] = {"softcap": case.softcap}
     if in_fp32:
         options |= {"accum_dtype": torch.float32, "chunk_mem_const": _LARGER_CHUNKS}
-    if missing := options.keys() - {one.name for one in takes}:
+    if missing := options.keys() - {parameter.name for parameter in takes}:
         raise RefusedError(f"this release of Liger has no {' and '.join(sorted(missing))}")
 
     def loss(inputs: LossInputs) -> Tensor:
-        given = options | {"_input": inputs.x, "weight": inputs.weight, "target": inputs.target}
-        found: Tensor = Function.apply(*(given.get(one.name, one.default) for one in takes))[0]
-        return found
+        arguments = options | {"_input": inputs.x, "weight": inputs.weight, "target": inputs.target}
+        result: Tensor = Function.apply(*(arguments.get(parameter.name, parameter.default) for parameter in takes))[0]
+        return result
 
     return loss
 
@@ -98,8 +98,8 @@ def _trl(case: LossCase) -> LossFunction:
 
     def loss(inputs: LossInputs) -> Tensor:
         options = {"shift_labels": inputs.target, "final_logit_softcapping": case.softcap}
-        found: Tensor = function(inputs.x, inputs.weight, rows, **options)[0]
-        return found
+        result: Tensor = function(inputs.x, inputs.weight, rows, **options)[0]
+        return result
 
     return loss
 

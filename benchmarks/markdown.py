@@ -19,7 +19,7 @@ def page_with(page: str, mark: str, table: str) -> str:
         ValueError: it has no such marks.
     """
     marks = rf"(<!-- {mark}(?::[^>]*)? -->).*?(<!-- end of {mark} -->)"
-    page, count = re.subn(marks, lambda found: f"{found[1]}\n\n{table}\n\n{found[2]}", page, flags=re.DOTALL)
+    page, count = re.subn(marks, lambda match: f"{match[1]}\n\n{table}\n\n{match[2]}", page, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"the page has {count} places for {mark}, between <!-- {mark} --> and <!-- end of {mark} -->")
     return page

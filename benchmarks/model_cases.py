@@ -58,11 +58,11 @@ class ModelCase:
         Raises:
             ValueError: it is no such name.
         """
-        found = re.fullmatch(rf"(.+?)(?: \((\d+) layers\))?((?: (?:{'|'.join(WORDS)}))*) (\d+)x(\d+)", name)
-        if found is None:
+        match = re.fullmatch(rf"(.+?)(?: \((\d+) layers\))?((?: (?:{'|'.join(WORDS)}))*) (\d+)x(\d+)", name)
+        if match is None:
             raise ValueError(f"{name!r} is no model, step and size such as 'Qwen3-0.6B loss 4x4096'")
-        model, layers, batch, length = found[1], found[2], int(found[4]), int(found[5])
-        words = {*found[3].split()}
+        model, layers, batch, length = match[1], match[2], int(match[4]), int(match[5])
+        words = {*match[3].split()}
         if "masked" in words:  # labels belong to a loss
             words.add("loss")
         step = tuple(word for word in WORDS if word in words)

@@ -152,24 +152,24 @@ class Generation(BenchmarkedModel):
         """Generate as it is timed."""
         prompt = self.tokens[:, :_PROMPT_TOKENS]
         with torch.no_grad():
-            found = (self.model if model is None else model).generate(
+            generated = (self.model if model is None else model).generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=self.parts,
                 do_sample=False,
                 cache_implementation="static" if self.static_cache else None,
             )
-        assert found.shape == self.tokens.shape
+        assert generated.shape == self.tokens.shape
 
     def outputs_and_gradients(self, model: Any = None, seed: int = 0) -> list[Tensor]:
         """The logits of given tokens, one by one: generated ones may differ after a single rounding."""
-        found, cache = [], None
+        logits, cache = [], None
         with torch.no_grad():
             for part in self.tokens.split([_PROMPT_TOKENS, *[1] * self.parts], dim=1):
                 output = (self.model if model is None else model)(input_ids=part, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
-                found.append(output.logits.flatten())
-        return [torch.cat(found).float().cpu()]
+                logits.append(output.logits.flatten())
+        return [torch.cat(logits).float().cpu()]
 
 
 class ShardedModel(BenchmarkedModel):
@@ -354,16 +354,16 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: None,
-    **given: Any,
+    **named: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within sequences, for transformers to call with q, k and v [batch, heads, length, width].
 
-    ``varlen_attn`` takes and returns [tokens, heads, width]; ``given`` says where sequences begin in all of them.
+    ``varlen_attn`` takes and returns [tokens, heads, width]; ``named`` says where sequences begin in all of them.
     """
-    q, k, v = (one.transpose(1, 2).flatten(0, 1).to(value.dtype) for one in (query, key, value))
-    ends, longest, window = given["cu_seq_lens_q"], given["max_length_q"], given.get("sliding_window")
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1).to(value.dtype) for tensor in (query, key, value))
+    ends, longest, window = named["cu_seq_lens_q"], named["max_length_q"], named.get("sliding_window")
     window = (-1 if window is None else window - 1, 0)
-    y = varlen_attn(q, k, v, ends, ends, longest, longest, scale=given["scaling"], window_size=window)
+    y = varlen_attn(q, k, v, ends, ends, longest, longest, scale=named["scaling"], window_size=window)
     return y.unflatten(0, (len(query), -1)), None
 
 

@@ -47,7 +47,7 @@ class _Row:
         weights: bytes of its parameters and inputs.
         stock: outputs and gradients of stock.
         errors: to stock, of float8 linears alone, by variant.
-        found: what is known of each variant so far.
+        results: what is known of each variant so far.
         ready: the variants that are right, as models, and the call that is timed.
     """
 
@@ -55,7 +55,7 @@ class _Row:
     weights: int
     stock: list[Tensor]
     errors: dict[str, float] = field(default_factory=dict)
-    found: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
     ready: dict[str, tuple[Patched, Call]] = field(default_factory=dict)
 
 
@@ -99,13 +99,13 @@ def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], d
                 if not run.passes_over(what, missing(variant, run.device)):
                     result = attempt(Result(part, case.name, variant), partial(_checked, run, row))
                     step.drop_gradients()
-                    row.found[variant] = result
+                    row.results[variant] = result
                     run.say(f"{what}: {result.verdict}")
             _take_turns(run, row, part)
     finally:
-        found = row.found.values() if row else ()
-        run.results.rows += found
-        for result in found:
+        results = row.results.values() if row else ()
+        run.results.rows += results
+        for result in results:
             run.say(_in_words(result))
         del step, row
         if any(variant in COMPILED for variant in variants):
@@ -196,12 +196,12 @@ def _take_turns(run: BenchmarkRun, row: _Row, part: Part) -> None:
     elif not step.shares_weights:  # Processes that share a model have to agree.
         most = fewest
     takes = {variant: partial(sample, *one) for variant, one in row.ready.items()}
-    samples = run.take_turns(row.found, takes, (fewest, most), CASE_SECONDS[part])
+    samples = run.take_turns(row.results, takes, (fewest, most), CASE_SECONDS[part])
     times = {name: list(zip(*pairs, strict=True)) for name, pairs in samples.items()}
     for variant, (host, whole) in times.items():
         timing, of_host = (Timing.of([one / step.parts for one in column], "wall") for column in (whole, host))
         ratio = PairedRatio.of(whole, times[BASE][1]) if part == "features" and BASE in times else None
-        row.found[variant] = replace(row.found[variant], timing=timing, host=of_host, ratio=ratio)
+        row.results[variant] = replace(row.results[variant], timing=timing, host=of_host, ratio=ratio)
 
 
 def _allocated(device: torch.device) -> int:

@@ -131,11 +131,11 @@ class OperatorCase:
         Raises:
             ValueError: it is no such name.
         """
-        found = re.fullmatch(r"(\w+) ([1-9]\d*)x(?:\(([1-9]\d*)\+([1-9]\d*)\)x)?([1-9]\d*)(?: (\S+))?", name)
-        if found is None or found[1] not in OPERATORS:
+        match = re.fullmatch(r"(\w+) ([1-9]\d*)x(?:\(([1-9]\d*)\+([1-9]\d*)\)x)?([1-9]\d*)(?: (\S+))?", name)
+        if match is None or match[1] not in OPERATORS:
             known = ", ".join(OPERATORS)
             raise ValueError(f"{name!r} is no operator and shape such as 'rms_norm 4096x2560'; operators are {known}")
-        operator, rows, q_heads, k_heads, width, option = found.groups()
+        operator, rows, q_heads, k_heads, width, option = match.groups()
         if bool(q_heads) != (operator in _HEADS):
             shape = "4096x(32+8)x128" if operator in _HEADS else "4096x2560"
             raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {shape}'")
@@ -300,8 +300,8 @@ def worst_error(results: Sequence[Tensor | fp8.Quantized], exact: Sequence[Tenso
     it is that of an element over the root mean square of the vector.
     """
     errors = []
-    for one, true in zip(results, exact, strict=True):
-        result = fp8.dequantize(one) if isinstance(one, fp8.Quantized) else one
+    for result, true in zip(results, exact, strict=True):
+        result = fp8.dequantize(result) if isinstance(result, fp8.Quantized) else result
         error = result.detach().double() - true
         if true.dim() == 1:
             errors.append(error.abs().max() / true.square().mean().sqrt())

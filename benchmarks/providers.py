@@ -66,8 +66,8 @@ def _peer(own_parts: Callable[[OperatorCase], OwnParts]) -> Callable[[OperatorCa
         if operator.part not in own:
             raise RefusedError(f"it has no {operator.part.replace('_', ' ')} of its own for {case.operator}")
         parts: Any = {name: part for name, part in own.items() if name != "cast"}
-        made = operator.made_of(replace(eager_parts(case), **parts))
-        return _then(own["cast"], made) if case.fp8_format else made
+        function = operator.made_of(replace(eager_parts(case), **parts))
+        return _then(own["cast"], function) if case.fp8_format else function
 
     return build
 
@@ -106,12 +106,12 @@ def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
             y = y.float() if y.dtype == torch.float16 else y
             scale, q = to_mx(y, torch.float8_e4m3fn, 32, is_swizzled_scales=True)
         else:
-            made = hp_tensor_to_float8_dynamic(
+            quantised = hp_tensor_to_float8_dynamic(
                 y, torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=granularity,
                 axiswise_dim=-1 if name == "rowwise" else None,
                 round_scales_to_power_of_2=fp8_format.power_of_2,
             )  # fmt: skip
-            q, scale = made._data, made._scale.reciprocal()
+            q, scale = quantised._data, quantised._scale.reciprocal()
         return fp8.Quantized(q, scale, fp8_format)
 
     return cast
@@ -243,13 +243,13 @@ _LIGER_IMPLEMENTATION = "LIGER_KERNEL_IMPL"  # Liger reads it at its import and 
 
 def peer_versions() -> dict[str, str]:
     """The installed versions of the peers, by distribution, and the implementation that Liger is asked for."""
-    found = {}
+    versions = {}
     for package, distribution in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
-            found[distribution] = "not installed"
+            versions[distribution] = "not installed"
             continue
         try:
-            found[distribution] = importlib.metadata.version(distribution)
+            versions[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:  # A folder on the path, without metadata.
-            found[distribution] = "of unknown version"
-    return found | {_LIGER_IMPLEMENTATION: os.environ.get(_LIGER_IMPLEMENTATION, "not set")}
+            versions[distribution] = "of unknown version"
+    return versions | {_LIGER_IMPLEMENTATION: os.environ.get(_LIGER_IMPLEMENTATION, "not set")}

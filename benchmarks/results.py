@@ -109,7 +109,7 @@ class Results:
 
     def of(self, *parts: Part) -> list[Result]:
         """The results of some parts of the benchmarks."""
-        return [one for one in self.rows if one.part in parts]
+        return [row for row in self.rows if row.part in parts]
 
     @property
     def copy_bandwidth(self) -> float | None:
@@ -125,7 +125,7 @@ class Results:
     def _lines(self) -> Iterator[str]:
         yield f'{{"environment": {json.dumps(self.environment, indent=1)},\n'
         yield f'"meaningless": {json.dumps(self.meaningless)},\n"left_out": {json.dumps(self.left_out, indent=1)},\n'
-        rows = ({name: value for name, value in asdict(one).items() if value not in (None, "")} for one in self.rows)
+        rows = ({name: value for name, value in asdict(row).items() if value not in (None, "")} for row in self.rows)
         yield '"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
 
     @classmethod

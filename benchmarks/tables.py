@@ -105,7 +105,7 @@ def _bandwidth_line(results: Results, copy: float) -> str:
 
 def _operator_tables(results: Results, dtype: str, copy: float) -> list[str]:
     """The tables of operators in one dtype: time and memory."""
-    copies = {one.bytes: one.bandwidth for one in results.of("copy")}
+    copies = {copy.bytes: copy.bandwidth for copy in results.of("copy")}
 
     def of_copy(result: Result, _: Sequence[Result]) -> str:
         bandwidth = copies.get(result.bytes)
@@ -248,7 +248,7 @@ def _time_and_memory(step: Result | None, best: Result | None, fastest: str) -> 
 
 def _clearly_best(steps: Sequence[Result]) -> Result | None:
     """The fastest of the steps of a row, if its quartiles are apart from those of every other."""
-    timed = [(one.timing, one) for one in steps if one.timing and one.timing.samples > 1]
+    timed = [(step.timing, step) for step in steps if step.timing and step.timing.samples > 1]
     timed.sort(key=lambda pair: pair[0].median)
     if len(timed) < 2:
         return None

@@ -71,34 +71,34 @@ def tasks_for(widths: Iterable[int]) -> list[Task]:
         rows = max(_ELEMENTS // (width * (sum(heads) or 1)), 1)
         return OperatorCase(operator, rows, width, heads, option)
 
-    found = []
+    tasks = []
     for width in widths:
         norm, add, norm_add = (case(operator, width) for operator in ("rms_norm", "add_rms_norm", "norm_add"))
         sandwich = case("norm_add_norm", width, option="gemma")
-        found += [Task("norm_backward", width, (norm,)), Task("add_backward", width, (add,))]
+        tasks += [Task("norm_backward", width, (norm,)), Task("add_backward", width, (add,))]
         if width <= plans.WIDEST_SANDWICH_BACKWARD:
-            found.append(Task("sandwich_backward", width, (sandwich,)))
+            tasks.append(Task("sandwich_backward", width, (sandwich,)))
         if width <= plans.WIDEST_SANDWICH_FORWARD:
-            found.append(Task("forward", width, (norm, add, norm_add, sandwich)))
+            tasks.append(Task("forward", width, (norm, add, norm_add, sandwich)))
         if width <= 256 and width % 2 == 0:
             qk, rope = (case(operator, width, (32, 8)) for operator in ("qk_norm", "qk_norm_rope"))
-            found.append(Task("heads_forward", width, (qk, rope)))
-            found += [Task("qk_backward", width, (qk,)), Task("qk_rope_backward", width, (rope,))]
+            tasks.append(Task("heads_forward", width, (qk, rope)))
+            tasks += [Task("qk_backward", width, (qk,)), Task("qk_rope_backward", width, (rope,))]
     gate = case("glu", 8192, option="silu")
-    return [*found, Task("glu_forward", 0, (gate,)), Task("glu_backward", 0, (gate,))]
+    return [*tasks, Task("glu_forward", 0, (gate,)), Task("glu_backward", 0, (gate,))]
 
 
 def tiles(task: Task, warp_size: int) -> list[Rule]:
     """The first round of candidates: tiles of all sizes, and as many programs as make eight warps on a processor."""
     padded = plans.next_power_of_2(task.width)
     sizes = [rows * padded for rows in _TILES] if task.width else [1024, 2048, 4096, 8192]
-    found = []
+    rules = []
     for elements, warps in itertools.product(sizes, _WARPS):
         if elements <= plans.WIDEST_FORWARD and _LANE[0] <= elements / (32 * warps) <= _LANE[1]:
-            found.append(Rule(task.width, elements, warps, max(1, 8 // warps)))
+            rules.append(Rule(task.width, elements, warps, max(1, 8 // warps)))
     if task.section in ("norm_backward", "add_backward", "sandwich_backward"):
-        found += [replace(rule, reload=True) for rule in found]
-    return [rule for rule in found if rule.warps * min(32, warp_size) <= 1024]
+        rules += [replace(rule, reload=True) for rule in rules]
+    return [rule for rule in rules if rule.warps * min(32, warp_size) <= 1024]
 
 
 def launches(task: Task, rule: Rule) -> list[Rule]:
@@ -129,14 +129,14 @@ class Prepared:
         table = device_facts(self.device).table
         if rule is not None:
             table = replace(table, rows={self.task.section: (rule,)})
-        found = []
+        results = []
         with use_plans(table), torch.set_grad_enabled(self.task.direction == "backward"):
             for function, sets, exact in self._prepared:
                 calls = operator_calls(function, self.task.direction, sets)
                 if not worst_error(calls[0](), exact) <= tolerance(self.dtype):
                     raise ValueError("wrong result")
-                found.append(use(calls))
-        return found
+                results.append(use(calls))
+        return results
 
     def fastest(self, candidates: Iterable[Rule]) -> Rule | None:
         """The fastest candidate; None where none can be launched."""
@@ -152,7 +152,7 @@ class Prepared:
     def sampler(self, rule: Rule | None) -> Callable[[], float]:
         """What takes a sample of the time of all operators together, in seconds."""
         samplers = self.with_calls(rule, lambda calls: sampler(calls, self.device))
-        return lambda: sum(one.take() for one in samplers)
+        return lambda: sum(sampler.take() for sampler in samplers)
 
     def in_turns(self, rule: Rule) -> tuple[float, float]:
         """The times today and by ``rule``: medians of samples that were taken in turns, in seconds."""
@@ -191,6 +191,6 @@ def print_rows(device: torch.device, widths: Sequence[int] | None) -> None:
             if row:
                 rows.setdefault(task.section, []).append(row)
     versions = f"fused_norm {__version__}, torch {torch.__version__}, triton {triton.__version__}"
-    lines = [f"    {section!r}: ({', '.join(found)},),\n" for section, found in rows.items()]
+    lines = [f"    {section!r}: ({', '.join(of_section)},),\n" for section, of_section in rows.items()]
     name, capability = name_of(device)
     sys.stdout.write(f"PlanTable({name!r}, {capability!r}, {versions!r}, {{\n{''.join(lines)}}})\n")

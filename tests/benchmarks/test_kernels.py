@@ -135,6 +135,18 @@ def test_calls_go_through_all_sets_of_inputs(run):
         assert not any(torch.equal(*pair) for pair in itertools.combinations(of_sets, 2))
 
 
+def test_the_time_of_a_provider_is_that_of_its_own_calls(run):
+    ran = []
+
+    def sampler(calls, device):
+        return Sampler(lambda: calls[0]() and {"first": 1.0, "second": 2.0}[ran[-1]], "wall")
+
+    both = [provider(name, lambda y, name=name: ran.append(name) or y) for name in ("first", "second")]
+    with mock.patch.object(kernels, "sampler", sampler):
+        rows = measured(run, *both, case=replace(CASE, backward=False))
+    assert {name: row.seconds for (name, _), row in rows.items()} == {"first": 1.0, "second": 2.0}
+
+
 def test_memory_is_what_is_kept_and_what_is_summed(run):
     """Of a norm: nothing by itself; with its backward rstd and each program's share of dw, fp32 all of them."""
     rows, width = 64, 128

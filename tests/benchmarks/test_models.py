@@ -179,17 +179,24 @@ def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock, m
         assert (result.host.median, result.host.samples) == (0.5, 15)
 
 
-def test_a_short_step_is_timed_several_times_in_a_sample(run, monkeypatch):
-    run.quick = False
-    series = []
-    monkeypatch.setattr(models, "host_and_step_time", lambda call, calls, device: series.append(calls) or (0.01, 0.07))
-    measured(run, "stock")
-    assert set(series[1:]) == {2}
-
-
-def test_the_time_of_a_generation_is_that_of_a_token(run, clock):
-    result = measured(run, "stock", case=ModelCase("qwen3", None, 1, 4, ("generate",)))["stock"]
-    assert (result.timing.median, result.host.median) == (0.25, 0.125)
+@pytest.mark.parametrize(
+    ("step", "shares_weights", "seconds", "expected"),
+    [
+        ((), True, 0.07, {"calls": 2, "rounds": 15, "of one": 0.07}),
+        ((), True, 1.0, {"calls": 1, "rounds": 15, "of one": 1.0}),
+        (("generate",), True, 1.0, {"calls": 1, "rounds": 15, "of one": 0.25}),
+        ((), False, 0.07, {"calls": 1, "rounds": 4, "of one": 0.07}),
+    ],
+    ids=["short steps together", "a long one alone", "a token of a generation", "processes that share a model agree"],
+)
+def test_a_sample_is_of_so_many_steps_and_its_time_of_one(step, shares_weights, seconds, expected, run, monkeypatch):
+    run.quick, calls = False, []
+    monkeypatch.setattr(BenchmarkedModel, "shares_weights", shares_weights)
+    monkeypatch.setattr(models, "host_and_step_time", lambda _, n, device: calls.append(n) or (seconds / 2, seconds))
+    row = measured(run, "stock", case=ModelCase("qwen3", None, 1, 4, step))["stock"]
+    samples = calls[-row.timing.samples :]
+    assert {"calls": samples[0], "rounds": len(samples), "of one": row.timing.median} == expected
+    assert row.host.median == expected["of one"] / 2
 
 
 def test_a_variant_is_checked_and_timed_in_its_context_and_gradients_do_not_add_up(
@@ -264,13 +271,6 @@ def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypat
     measured(run, "stock")
     assert inside == [(256, True)]
     assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
-
-
-def test_a_sharded_step_is_timed_by_the_same_calls_in_every_process(run, clock, monkeypatch):
-    run.quick = False
-    monkeypatch.setattr(BenchmarkedModel, "shares_weights", False)
-    measured(run, "stock", part="features")
-    assert [calls for _, calls in clock] == [1] * 8, "the fewest rounds"
 
 
 def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeypatch):

@@ -95,6 +95,18 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def plan_of(norm: Any, embedding: Any, colwise: Any, rowwise: Any, head: Any, **around: Any) -> dict[str, Any]:
+    """A plan for a model by the styles of its modules, with those of ``around`` for attentions and MLPs as a whole."""
+    layer = {
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm),
+        **dict.fromkeys((*(f"self_attn.{one}_proj" for one in "qkv"), "mlp.gate_proj", "mlp.up_proj"), colwise),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rowwise),
+        **around,
+    }
+    layers = {f"model.layers.*.{name}": style for name, style in layer.items()}
+    return {"model.embed_tokens": embedding, **layers, "model.norm": norm, "lm_head": head}
+
+
 def by_transformers(name: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(name, tp_plan="auto").train()
 
@@ -116,55 +128,32 @@ def by_transformers_along_sequences(name: str) -> nn.Module:
 
         def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
             output = super().transform_output_post_forward(module, output, mesh)
-            return (
-                DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-                .redistribute(placements=[Shard(1)])
-                .to_local()
-            )
+            whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+            return whole.redistribute(placements=[Shard(1)]).to_local()
 
     known["embedding_to_sequence"] = CutSequence(**vars(known["embedding_rowwise"]))
     known["norm_of_sequence"] = GatheredSequence()
     known["rowwise_to_sequence"] = styles.RowwiseParallel(output_layouts=Shard(1))
-    layer = {
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "norm_of_sequence"),
-        **dict.fromkeys((f"self_attn.{one}_proj" for one in "qkv"), "colwise"),
-        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
-        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise_to_sequence"),
-    }
-    plan = {
-        "model.embed_tokens": "embedding_to_sequence",
-        **{f"model.layers.*.{name}": style for name, style in layer.items()},
-        "model.norm": "norm_of_sequence",
-        "lm_head": "colwise_gather_output",
-    }
-    return AutoModelForCausalLM.from_pretrained(name, tp_plan=plan).train()
+    names = ("norm_of_sequence", "embedding_to_sequence", "colwise", "rowwise_to_sequence", "colwise_gather_output")
+    return AutoModelForCausalLM.from_pretrained(name, tp_plan=plan_of(*names)).train()
 
 
 def by_torch(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
     """By PyTorch's own styles, which cut sequences between the layers."""
     model = AutoModelForCausalLM.from_pretrained(name).to(DEVICE).train()
     mesh = init_device_mesh(DEVICE, (2,)) if mesh is None else mesh
-    cut, all_of_it = Shard(1), Replicate()
-    gather = PrepareModuleInput(input_layouts=cut, desired_input_layouts=all_of_it)
-    gather_named = PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": all_of_it}
+    cut, whole = Shard(1), Replicate()
+    plan = plan_of(
+        SequenceParallel(),
+        RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        ColwiseParallel(),
+        RowwiseParallel(output_layouts=cut),
+        ColwiseParallel(input_layouts=cut, output_layouts=whole),
+        mlp=PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
+        self_attn=PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
     )
-    layer = {
-        "input_layernorm": SequenceParallel(),
-        "self_attn": gather_named,
-        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel()),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp": gather,
-        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel()),
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        **{f"model.layers.*.{name}": style for name, style in layer.items()},
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
     return parallelize_module(model, mesh, plan)
 
 
@@ -188,25 +177,19 @@ WAYS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, int], dict[str,
 }
 """How a model is shared out, its type, the sites that are fused, and the operators that a forward calls."""
 if TAKES_PLANS:
-    WAYS["transformers, along sequences"] = (
-        by_transformers_along_sequences,
-        "llama",
-        WITHOUT_ADDS,
-        EACH_BY_ITSELF,
-    )
+    WAYS["transformers, along sequences"] = (by_transformers_along_sequences, "llama", WITHOUT_ADDS, EACH_BY_ITSELF)
 
 
 def steps_of_every_way(folder: str, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     os.chdir(folder)
-    found = {}
+    steps = {}
     for way, (share_out, model_type, *_) in WAYS.items():
-        found[way] = {"alone": step_of(AutoModelForCausalLM.from_pretrained(model_type).to(DEVICE).train())}
-        found[way]["stock"] = step_of(share_out(model_type))
-        model = share_out(model_type)
+        alone = step_of(AutoModelForCausalLM.from_pretrained(model_type).to(DEVICE).train())
+        stock, model = step_of(share_out(model_type)), share_out(model_type)
         assert sum(isinstance(parameter, DTensor) for parameter in model.parameters()) > 10
-        sites_of = fused_norm.apply_fused_norm(model, recompute="FSDP2" in way).counts
-        found[way]["fused"] = {**step_of(model), "sites": sites_of}
-    return found
+        counts = fused_norm.apply_fused_norm(model, recompute="FSDP2" in way).counts
+        steps[way] = {"alone": alone, "stock": stock, "fused": {**step_of(model), "sites": counts}}
+    return steps
 
 
 @pytest.fixture(scope="module")

@@ -106,10 +106,10 @@ def _sweep(args: argparse.Namespace) -> tuple[Summary, int]:
     if unknown := sorted(set(args.types) - set(known)):
         raise UsageError(f"transformers has no model type {', '.join(unknown)}")
     names: Sequence[str] = args.types or known
-    found = sweep(_count, names, jobs=args.jobs, seconds=args.seconds, gigabytes=args.memory)
+    counts = sweep(_count, names, jobs=args.jobs, seconds=args.seconds, gigabytes=args.memory)
     results: dict[str, Any] = {}
     with suppress(KeyboardInterrupt):
-        results.update(tqdm(found, total=len(names), unit="type", disable=None))
+        results.update(tqdm(counts, total=len(names), unit="type", disable=None))
     counted = {name: results[name] for name in names if name in results}
     return summarise(transformers.__version__, counted), len(names) - len(counted)
 

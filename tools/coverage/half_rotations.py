@@ -41,11 +41,11 @@ def _called(cls: Any, module: nn.Module | None) -> Iterator[FunctionType]:
     methods = [forward] if isinstance(forward, FunctionType) else []
     for method in methods:  # grows meanwhile
         for name, tests in _names_under_tests(method):
-            if module is not None and not all(_may_come_out(*one, method, module) for one in tests):
+            if module is not None and not all(_may_come_out(*test, method, module) for test in tests):
                 continue
-            held, called = method.__globals__.get(name), inspect.getattr_static(cls, name, None)
-            if isinstance(held, FunctionType):
-                yield held
+            function, called = method.__globals__.get(name), inspect.getattr_static(cls, name, None)
+            if isinstance(function, FunctionType):
+                yield function
             if isinstance(called, FunctionType) and called not in methods and not hasattr(nn.Module, name):
                 methods.append(called)
 
@@ -84,9 +84,9 @@ def _may_come_out(test: ast.expr, truth: bool, method: FunctionType, module: nn.
 
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 @cache
@@ -96,16 +96,16 @@ def _is_half_rotation(function: FunctionType) -> bool:
     if not any("cos" in name for name in names) or not any("sin" in name for name in names):
         return False
     results = [_rotated(function, *way) for way in itertools.product((1, 2), (2, 3), (4, 3), (1.0, 0.5))]
-    tried = [one for one in results if one is not None]
+    tried = [result for result in results if result is not None]
     if tried:
         return any(tried)
     return _reaches_half(function, _DEPTH)
 
 
 def _reaches_half(function: FunctionType, depth: int) -> bool:
-    held = [function.__globals__.get(name) for name in _names(function.__code__)]
-    functions = [one for one in held if isinstance(one, FunctionType)]
-    return any(_swaps_halves(one) or (depth > 0 and _reaches_half(one, depth - 1)) for one in functions)
+    values = [function.__globals__.get(name) for name in _names(function.__code__)]
+    functions = [value for value in values if isinstance(value, FunctionType)]
+    return any(_swaps_halves(function) or (depth > 0 and _reaches_half(function, depth - 1)) for function in functions)
 
 
 @cache
@@ -130,13 +130,13 @@ def _rotated(function: FunctionType, tensors: int, cos_dims: int, dims: int, sha
     with torch.device("cpu"), torch.no_grad():
         heads = [random(*(3, 2, 8) if dims == 3 else (1, 2, 3, 8)) for _ in range(tensors)]
         cos, sin = random(3, width), random(3, width)
-        given = [one[None] if cos_dims == 3 else one for one in (cos, sin)]
+        angles = [angle[None] if cos_dims == 3 else angle for angle in (cos, sin)]
         try:
-            rotated = function(*heads, *given)
+            rotated = function(*heads, *angles)
         except Exception:  # a foreign function may raise anything
             return None
     rotated = rotated if isinstance(rotated, tuple) else (rotated,)
-    if len(rotated) != tensors or not all(isinstance(one, Tensor) for one in rotated):
+    if len(rotated) != tensors or not all(isinstance(result, Tensor) for result in rotated):
         return None
     if share < 1:
         cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)

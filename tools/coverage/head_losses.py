@@ -40,26 +40,26 @@ def inputs_with_labels(model: Any) -> Inputs | None:
     """Inputs with which a model computes the cross entropy of what its head returns; None for a model that does not."""
     head = model.get_output_embeddings()
     classes = getattr(head, "out_features", None) or getattr(getattr(head, "weight", None), "shape", (0,))[0]
-    for given in _with_labels(model):
+    for inputs in _with_labels(model):
         try:
             with torch.no_grad(), CrossEntropies() as seen:
-                model(**given)
+                model(**inputs)
         except Exception:  # of whatever kind a foreign model raises
             continue
-        return given if classes in seen.classes else None
+        return inputs if classes in seen.classes else None
     return None
 
 
-def is_fused(model: nn.Module, given: Inputs) -> bool:
+def is_fused(model: nn.Module, inputs: Inputs) -> bool:
     """Return whether a patched model computes the loss of these inputs by the fused operator."""
     seen = _Operators()
     with torch.no_grad(), calls.by(seen):
-        model(**given)
+        model(**inputs)
     return "linear_cross_entropy" in seen
 
 
 def _with_labels(model: Any) -> Iterator[Inputs]:
-    for given in inputs_of(model):
-        tokens = given.get("decoder_input_ids", given.get("input_ids"))
+    for inputs in inputs_of(model):
+        tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         if isinstance(tokens, Tensor) and tokens.dim() == 2:
-            yield {**given, "labels": tokens.clone()}
+            yield {**inputs, "labels": tokens.clone()}

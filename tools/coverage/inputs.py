@@ -22,25 +22,25 @@ def inputs_of(module: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model, or a part of it with a config, may run with; the most likely ones first."""
     config = getattr(module, "config", None)
     parameters = {
-        name: one
-        for name, one in inspect.signature(type(module).forward).parameters.items()
-        if name != "self" and one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        name: parameter
+        for name, parameter in inspect.signature(type(module).forward).parameters.items()
+        if name != "self" and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
     main = getattr(type(module), "main_input_name", "input_ids")
-    names = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
+    names = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
     if not names:
         names = [main] if main in parameters else [name for name in ("input_ids", "pixel_values") if name in parameters]
     if "decoder_input_ids" in parameters:
         names.append("decoder_input_ids")
     if not names and parameters:
         names = [next(iter(parameters))]
-    for wanted in (names, [*names, "inputs_embeds"]) if "inputs_embeds" in parameters else (names,):
-        if "inputs_embeds" in wanted:
-            wanted = [name for name in wanted if name != "input_ids"]
-        choices = [list(_values(name, config)) for name in dict.fromkeys(wanted)]
+    for chosen in (names, [*names, "inputs_embeds"]) if "inputs_embeds" in parameters else (names,):
+        if "inputs_embeds" in chosen:
+            chosen = [name for name in chosen if name != "input_ids"]
+        choices = [list(_values(name, config)) for name in dict.fromkeys(chosen)]
         for values in itertools.islice(itertools.product(*choices), _MOST):
-            given = dict(zip(dict.fromkeys(wanted), values, strict=True))
-            yield given | ({"use_cache": False} if "use_cache" in parameters else {})
+            inputs = dict(zip(dict.fromkeys(chosen), values, strict=True))
+            yield inputs | ({"use_cache": False} if "use_cache" in parameters else {})
 
 
 def _values(name: str, config: Any) -> Iterator[Any]:

@@ -76,8 +76,8 @@ def model_class_of(config: Any) -> Any:
     for name in (*_FIRST, *names):
         mapping = getattr(modeling_auto, name, None)
         if mapping is not None and type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
+            classes = mapping[type(config)]
+            return classes[0] if isinstance(classes, (tuple, list)) else classes
     return None
 
 
@@ -126,17 +126,19 @@ def small_configs(config: Any, *, sections: bool) -> Iterator[tuple[int, int, An
 
 def _add_sections(values: dict[str, Any]) -> None:
     """Give every text config in ``values`` three sections that fit its heads."""
-    for one in [values, *(one for one in values.values() if isinstance(one, dict))]:
-        if one is not values:
-            _add_sections(one)
-        heads, rope = one.get("num_attention_heads"), one.get("rope_parameters") or one.get("rope_scaling") or {}
-        if not heads or not {"rope_parameters", "rope_scaling", "rope_theta"} & one.keys() or "hidden_size" not in one:
+    for config in [values, *(config for config in values.values() if isinstance(config, dict))]:
+        if config is not values:
+            _add_sections(config)
+        heads = config.get("num_attention_heads")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rotates = {"rope_parameters", "rope_scaling", "rope_theta"} & config.keys()
+        if not heads or not rotates or "hidden_size" not in config:
             continue
-        width = one.get("head_dim") or one["hidden_size"] // heads
-        half = int(width * (rope.get("partial_rotary_factor") or one.get("partial_rotary_factor") or 1)) // 2
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        half = int(width * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)) // 2
         side = 3 * half // 8
-        name = "rope_parameters" if "rope_parameters" in one else "rope_scaling"
-        one[name] = (
+        name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+        config[name] = (
             {"rope_type": "default", "type": "default"} | rope | {"mrope_section": [side, side, half - 2 * side]}
         )
 
@@ -157,7 +159,7 @@ def _shrunk(values: Mapping[str, Any], layers: int, divisor: int, tokens: dict[i
 def _shrunk_value(name: str, value: Any, lengths: set[int], layers: int, divisor: int, tokens: dict[int, int]) -> Any:
     if isinstance(value, dict):
         if name == "per_layer_config":
-            return {key: one for key, one in value.items() if int(key) < layers}
+            return {key: layer for key, layer in value.items() if int(key) < layers}
         return _shrunk(value, layers, divisor, tokens)
     if isinstance(value, (list, tuple)) and value:
         if all(isinstance(one, dict) for one in value):

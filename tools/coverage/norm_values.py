@@ -24,10 +24,10 @@ def normalises(module: nn.Module) -> Normalises | None:
     if isinstance(module, _SUBTRACTING):
         return "layer"
     tensors = {**module._parameters, **module._buffers}
-    shapes = tuple((name, None if one is None else tuple(one.shape)) for name, one in tensors.items())
+    shapes = tuple((name, None if tensor is None else tuple(tensor.shape)) for name, tensor in tensors.items())
     inside = any(child is not None for child in module._modules.values())
     foreign = type(module).__module__.startswith("torch.") and not isinstance(module, nn.RMSNorm)
-    large = any(one is not None and (one.dim() > 2 or one.numel() > _MOST) for one in tensors.values())
+    large = any(tensor is not None and (tensor.dim() > 2 or tensor.numel() > _MOST) for tensor in tensors.values())
     if inside or foreign or large or len(tensors) > 3:
         return None
     plain = tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str, bool)))
@@ -40,7 +40,7 @@ def normalises(module: nn.Module) -> Normalises | None:
 def _tried(module: nn.Module) -> Normalises | None:
     generator = torch.Generator().manual_seed(0)
     tensors = (*module._parameters.values(), *module._buffers.values())
-    widths = [one.shape[-1] for one in tensors if one is not None and one.dim() > 0]
+    widths = [tensor.shape[-1] for tensor in tensors if tensor is not None and tensor.dim() > 0]
     widths += [value for value in vars(module).values() if type(value) is int and 8 <= value <= 16384]
     takes_two = len(inspect.signature(type(module).forward).parameters) > 2
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
@@ -65,27 +65,27 @@ def _with_random_tensors(module: nn.Module, generator: torch.Generator) -> nn.Mo
     fresh = set(vars(twin))
     vars(twin).update({name: value for name, value in vars(module).items() if name not in fresh})
 
-    def drawn(one: Tensor | None) -> Any:
-        if one is None or not one.is_floating_point():
-            return one
-        return torch.rand(one.shape, generator=generator) + 0.5
+    def drawn(tensor: Tensor | None) -> Any:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
+        return torch.rand(tensor.shape, generator=generator) + 0.5
 
-    parameters: dict[str, Any] = {name: drawn(one) for name, one in module._parameters.items()}
-    wrapped = {name: None if one is None else nn.Parameter(one, False) for name, one in parameters.items()}
-    buffers = {name: drawn(one) for name, one in module._buffers.items()}
+    parameters: dict[str, Any] = {name: drawn(tensor) for name, tensor in module._parameters.items()}
+    wrapped = {name: None if tensor is None else nn.Parameter(tensor, False) for name, tensor in parameters.items()}
+    buffers = {name: drawn(tensor) for name, tensor in module._buffers.items()}
     vars(twin).update(_parameters=wrapped, _buffers=buffers, training=False)
     return twin
 
 
-def _call(twin: nn.Module, *given: Tensor) -> Tensor:
-    y = type(twin).forward(twin, *(one.clone() for one in given))
-    if not isinstance(y, Tensor) or y.shape != given[0].shape or not y.isfinite().all():
+def _call(twin: nn.Module, *inputs: Tensor) -> Tensor:
+    y = type(twin).forward(twin, *(x.clone() for x in inputs))
+    if not isinstance(y, Tensor) or y.shape != inputs[0].shape or not y.isfinite().all():
         raise ValueError("no tensor like the first one")
     return y
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= 2e-3 * other.abs().max())
+def _alike(first: Tensor, other: Tensor) -> bool:
+    return bool((first - other).abs().max() <= 2e-3 * other.abs().max())
 
 
 def _is_gated(twin: nn.Module, x: Tensor, gate: Tensor, other: Tensor) -> bool:
@@ -110,6 +110,6 @@ def _of_one_tensor(twin: nn.Module, x: Tensor) -> Normalises | None:
         rms = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True))
         gamma = (y / rms.flatten(-2)).flatten(0, -2)
         if _alike(gamma, gamma[:1].expand_as(gamma)):
-            has_weight = any(one is not None for one in (*twin._parameters.values(), *twin._buffers.values()))
+            has_weight = any(tensor is not None for tensor in (*twin._parameters.values(), *twin._buffers.values()))
             return "length" if not has_weight and _alike(gamma * width**0.5, torch.ones_like(gamma)) else "rms"
     return "other"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ class Summary:
         """Of each kind how many were found, how many of these are fused, and the number of types with any."""
         sums = {}
         for kind in KINDS:
-            pairs = [one[kind] for one in self.types.values() if kind in one]
+            pairs = [row[kind] for row in self.types.values() if kind in row]
             sums[kind] = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), len(pairs)
         return sums
 
@@ -78,11 +77,11 @@ def summarise(release: str, results: Mapping[str, Mapping[str, Any]]) -> Summary
     """The summary of the results of a sweep, by type."""
     summary = Summary(release)
     for name, result in results.items():
+        if result.get("failed") == PART:
+            summary.parts.append(name)
+            continue
         if "failed" in result:
-            if result["failed"] == PART:
-                summary.parts.append(name)
-            else:
-                summary.unbuilt[name] = result["failed"]
+            summary.unbuilt[name] = result["failed"]
             continue
         summary.classes |= result["classes"]
         found, fused = result["found"], result["fused"]
@@ -90,10 +89,7 @@ def summarise(release: str, results: Mapping[str, Mapping[str, Any]]) -> Summary
         if not row:
             summary.without.append(name)
             continue
-        if result["kept"]:
-            row["kept"] = [list(one) for one in result["kept"]]
-        if result["unfounded"]:
-            row["unfounded"] = [list(one) for one in result["unfounded"]]
+        row |= {what: [list(cells) for cells in result[what]] for what in ("kept", "unfounded") if result[what]}
         ran, there = result["norms_run"]
         if result["why_not_run"]:
             row["not run"] = [there - ran if result["layers"] else "all", result["why_not_run"]]
@@ -103,8 +99,8 @@ def summarise(release: str, results: Mapping[str, Mapping[str, Any]]) -> Summary
 
 def stored(folder: Path) -> dict[str, Path]:
     """The summaries in a folder by release, oldest first."""
-    found = {path.stem.removeprefix("transformers-"): path for path in folder.glob("transformers-*.json")}
-    return dict(sorted(found.items(), key=lambda one: [int(part) for part in re.findall(r"\d+", one[0])]))
+    paths = {path.stem.removeprefix("transformers-"): path for path in folder.glob("transformers-*.json")}
+    return dict(sorted(paths.items(), key=lambda item: [int(part) for part in re.findall(r"\d+", item[0])]))
 
 
 def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
@@ -126,7 +122,7 @@ def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
         elif before.partition(" ")[2] != now.partition(" ")[2]:
             lines.append(f"{role} {name}: its forward is written otherwise")
     for name in sorted(only or old.types.keys() | new.types.keys()):
-        rows = [_counts(one.types.get(name)) for one in (old, new)]
+        rows = [_counts(summary.types.get(name)) for summary in (old, new)]
         if rows[0] != rows[1]:
             lines.append(f"type {name}: {rows[0]} -> {rows[1]}")
     return lines
@@ -140,15 +136,14 @@ def _counts(row: Mapping[str, Any] | None) -> str:
 
 def totals_table(summaries: Sequence[Summary]) -> str:
     """A table of what was found and fused, a column for each release."""
-    heads = [f"transformers {one.transformers}" for one in summaries]
+    heads = [f"transformers {summary.transformers}" for summary in summaries]
     rows = [["", *heads]]
-    totals = [one.totals() for one in summaries]
+    totals = [summary.totals() for summary in summaries]
     for kind, what in KINDS.items():
-        rows.append([what, *(_share(*one[kind]) for one in totals)])
-    rows.append(["model types with any of these", *(str(len(one.types)) for one in summaries)])
-    rows.append(["model types with none", *(str(len(one.without)) for one in summaries)])
-    rows.append(["parts of other types alone", *(str(len(one.parts)) for one in summaries)])
-    rows.append(["not built", *(str(len(one.unbuilt)) for one in summaries)])
+        rows.append([what, *(_share(*total[kind]) for total in totals)])
+    for what, name in {"model types with any of these": "types", "model types with none": "without",
+                       "parts of other types alone": "parts", "not built": "unbuilt"}.items():  # fmt: skip
+        rows.append([what, *(str(len(getattr(summary, name))) for summary in summaries)])
     return in_markdown(rows, "---")
 
 
@@ -175,15 +170,12 @@ def types_table(summary: Summary) -> str:
 
 def gaps(summary: Summary) -> list[tuple[int, int, str, str, str]]:
     """List what is kept: number, number of types, kind, class and reason; the largest number first."""
-    numbers: Counter[tuple[str, str, str]] = Counter()
-    types: Counter[tuple[str, str, str]] = Counter()
+    numbers: dict[tuple[str, str, str], list[int]] = {}
     for row in summary.types.values():
         for kind, cls, reason, number in row.get("kept", ()):
-            numbers[kind, cls, reason] += number
-            types[kind, cls, reason] += 1
-    return sorted(
-        ((number, types[what], *what) for what, number in numbers.items()), key=lambda one: (-one[0], one[2:])
-    )
+            numbers.setdefault((kind, cls, reason), []).append(number)
+    rows = [(sum(of_types), len(of_types), *what) for what, of_types in numbers.items()]
+    return sorted(rows, key=lambda row: (-row[0], row[2:]))
 
 
 def tables(summaries: Sequence[Summary]) -> dict[str, str]:

@@ -59,14 +59,14 @@ class TracedSums(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operator = func.overloadpacket
-        if operator in _ADDS and self._calls and all(getattr(one, "shape", None) == result.shape for one in args[:2]):
+        if operator in _ADDS and self._calls and all(getattr(x, "shape", None) == result.shape for x in args[:2]):
             in_place = operator is torch.ops.aten.add_  # which counts as a change only when it has returned
             self._sums[_place(result)] = result, result._version + in_place, self._calls[-1]
         elif operator in _ACTIVATIONS:
             self._activated[_place(result)] = result
         elif operator is torch.ops.aten.mul and self._calls:
-            tensors = [one for one in args if isinstance(one, Tensor)]
-            gates = [one for one in tensors if _place(one) in self._activated]
+            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+            gates = [tensor for tensor in tensors if _place(tensor) in self._activated]
             if len(tensors) == 2 and len(gates) == 1 and tensors[0].shape == tensors[1].shape:
                 self.gated.add(self._calls[-1][0])
         return result
@@ -74,7 +74,7 @@ class TracedSums(TorchDispatchMode):
     def _enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if path in self._holders:
             self.called.add(path)
-            x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+            x = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
             if x is not None and self._calls and self._is_sum_of(x, self._calls[-1], self._holders[path]):
                 self.fed.add(path)
         self._calls.append((path, object()))
@@ -103,7 +103,7 @@ def _activates(cls: Any) -> bool:
     except Exception:  # a foreign module may raise anything
         return False
     known = (functional.silu(x), functional.gelu(x), functional.gelu(x, approximate="tanh"))
-    return isinstance(y, Tensor) and any(torch.allclose(y, one, atol=1e-5) for one in known)
+    return isinstance(y, Tensor) and any(torch.allclose(y, other, atol=1e-5) for other in known)
 
 
 def _is_activation(module: nn.Module) -> bool:

@@ -86,25 +86,25 @@ def count(model_type: str) -> TypeCount:
     kinds = judged(whole)
     modules = dict(whole.named_modules())
     norms = {path for path, kind in kinds.items() if kind == "rms"}
-    wanted = {
+    places = {
         "norm": norms,
         "gated": {path for path, kind in kinds.items() if kind == "gated"},
         "qk": {path for path in norms if _QK.search(path.rpartition(".")[2])},
         "rope": {path for path, module in modules.items() if rotates(module)},
     }
-    _add_classes(result, kinds, modules, wanted["rope"])
-    if any(wanted.values()):
+    _add_classes(result, kinds, modules, places["rope"])
+    if any(places.values()):
         report = apply_fused_norm(whole, strict=False)
-        for kind, paths in wanted.items():
+        for kind, paths in places.items():
             _settle(result, kind, paths, report, modules)
         remove_fused_norm(whole)
     else:
-        result.found = dict.fromkeys(wanted, 0)
-        result.fused = dict.fromkeys(wanted, 0)
-    if norms or wanted["rope"] or _has_head(whole):
-        found, result.why_not_run = small_model(whole, config)
-        if found is not None:
-            _count_in_small_model(result, found)
+        result.found = dict.fromkeys(places, 0)
+        result.fused = dict.fromkeys(places, 0)
+    if norms or places["rope"] or _has_head(whole):
+        small, result.why_not_run = small_model(whole, config)
+        if small is not None:
+            _count_in_small_model(result, small)
     return result
 
 
@@ -137,8 +137,8 @@ def whole_model(model_type: str) -> tuple[nn.Module, Any]:
 
 def judged(model: nn.Module) -> dict[str, Normalises]:
     """Return the modules that normalise, by path, with the kind of each."""
-    found = ((path, normalises(module)) for path, module in model.named_modules())
-    return {path: kind for path, kind in found if kind is not None}
+    kinds = ((path, normalises(module)) for path, module in model.named_modules())
+    return {path: kind for path, kind in kinds if kind is not None}
 
 
 def parts_of(model: nn.Module) -> set[Any]:
@@ -161,26 +161,26 @@ def small_model(whole: nn.Module, config: Any) -> tuple[SmallModel | None, str |
     best: SmallModel | None = None
     why: str | None = "no smaller config builds"
     tried = set()
-    model_class, wanted, sections = type(whole), parts_of(whole), rotates_in_sections(whole)
+    model_class, parts, sections = type(whole), parts_of(whole), rotates_in_sections(whole)
     for layers, divisor, smaller in small_configs(config, sections=sections):
         try:
             empty = build(model_class, smaller, "meta")
         except Exception as error:  # of whatever kind a foreign model raises
             why = in_a_line(error) if best is None else why
             continue
-        if sum(one.numel() for one in empty.parameters()) > _MOST_PARAMETERS:
+        if sum(weight.numel() for weight in empty.parameters()) > _MOST_PARAMETERS:
             why = "it is too large to run" if best is None else why
             continue
-        if divisor in tried or (not wanted <= parts_of(empty) and layers < MOST_LAYERS):
+        if divisor in tried or (not parts <= parts_of(empty) and layers < MOST_LAYERS):
             continue
         tried.add(divisor)
         try:
-            found, failure = _run(with_random_weights(build(model_class, smaller, "cpu")), layers, divisor)
+            small, failure = _run(with_random_weights(build(model_class, smaller, "cpu")), layers, divisor)
         except Exception as error:  # of whatever kind a foreign model raises
             why = in_a_line(error) if best is None else why
             continue
-        if best is None or len(found.traced.called) > len(best.traced.called):
-            best, why = found, failure
+        if best is None or len(small.traced.called) > len(best.traced.called):
+            best, why = small, failure
         if 4 * len(best.traced.called) >= 3 * len(best.norms):  # others would hardly do better
             break
     return best, why
@@ -190,11 +190,11 @@ def with_random_weights(model: nn.Module) -> nn.Module:
     """The model, its weights of one dimension moved, because ones and zeros hide what they are used for."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, one in model.named_parameters():
-            if not one.isfinite().all():
-                one.copy_(torch.randn(one.shape, generator=generator) * 0.02)
-            if one.dim() == 1 and "norm" in name.lower():
-                one.add_(torch.randn(one.shape, generator=generator) * 0.2)
+        for name, weight in model.named_parameters():
+            if not weight.isfinite().all():
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+            if weight.dim() == 1 and "norm" in name.lower():
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
     return model
 
 
@@ -209,16 +209,16 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
     for path, part in model.named_modules():
         if not isinstance(part, PreTrainedModel) or (path and type(part) in seen):
             continue
-        inside = {one for one in norms if not path or one.startswith(f"{path}.")}
+        inside = {norm for norm in norms if not path or norm.startswith(f"{path}.")}
         if path and inside <= traced.called:
             continue
         seen.add(type(part))
-        for given in inputs_of(part):
+        for inputs in inputs_of(part):
             before = len(traced.called)
             try:
                 traced._calls.clear()
                 with torch.no_grad(), traced:
-                    part(**given)
+                    part(**inputs)
             except Exception as error:  # of whatever kind a foreign model raises
                 why = why or in_a_line(error)
                 continue
@@ -230,25 +230,25 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
     return SmallModel(model, layers, divisor, traced, norms), why
 
 
-def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:
-    result.layers, result.divisor = found.layers, found.divisor
-    result.norms_run = len(found.traced.called), len(found.norms)
-    given = inputs_with_labels(found.model) if _has_head(found.model) else None
-    report = apply_fused_norm(found.model, strict=False)
-    if given is not None:
-        _count_loss(result, found.model, given, report)
-    remove_fused_norm(found.model)
-    modules = dict(found.model.named_modules())
+def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
+    result.layers, result.divisor = small.layers, small.divisor
+    result.norms_run = len(small.traced.called), len(small.norms)
+    inputs = inputs_with_labels(small.model) if _has_head(small.model) else None
+    report = apply_fused_norm(small.model, strict=False)
+    if inputs is not None:
+        _count_loss(result, small.model, inputs, report)
+    remove_fused_norm(small.model)
+    modules = dict(small.model.named_modules())
     # Some q and k norms come behind the rotation, which adds too, but no residual.
-    fed = {path for path in found.traced.fed if not _QK.search(_name(path))}
+    fed = {path for path in small.traced.fed if not _QK.search(_name(path))}
     _settle(result, "residual", fed, report, modules)
-    gated = {path for path in found.traced.gated if normalises(modules[path]) is None}
+    gated = {path for path in small.traced.gated if normalises(modules[path]) is None}
     _settle(result, "mlp", gated, report, modules)
     rows = [site for site in (*report.fused, *report.kept) if site.kind == "residual"]
     extra = Counter(
         ("residual", _holder(site.path, modules))
         for site in rows
-        if site.path in found.traced.called and site.path not in found.traced.fed
+        if site.path in small.traced.called and site.path not in small.traced.fed
     )
     result.unfounded = sorted((*what, number) for what, number in extra.items())
     products: set[Any] = {type(modules[path]) for path in gated}
@@ -256,9 +256,9 @@ def _count_in_small_model(result: TypeCount, found: SmallModel) -> None:
         result.classes.setdefault(name_of(cls), f"mlp {forward_hash(cls)}")
 
 
-def _count_loss(result: TypeCount, model: nn.Module, given: Inputs, report: PatchReport) -> None:
+def _count_loss(result: TypeCount, model: nn.Module, inputs: Inputs, report: PatchReport) -> None:
     """Count a head whose loss the patched ``model`` computes, and whether it does by the fused operator."""
-    result.found["loss"], result.fused["loss"] = 1, int(is_fused(model, given))
+    result.found["loss"], result.fused["loss"] = 1, int(is_fused(model, inputs))
     if not result.fused["loss"]:
         rows = [site for site in (*report.kept, *report.fused) if site.kind == "loss"]
         reason = "no row" if not rows else rows[0].reason or "its loss takes real logits"
