@@ -38,7 +38,7 @@ class BenchmarkRun:
     Attributes:
         device: where everything is measured.
         results: what was measured so far.
-        path: the JSON file, written after each row; None where another process writes it.
+        path: the JSON file, written after each row; None if another process writes it.
         budget: seconds after which nothing new is started; None is no limit.
         quick: take as few samples as possible; the times mean nothing.
         began: when the run began, by ``time.perf_counter``.

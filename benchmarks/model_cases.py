@@ -156,7 +156,7 @@ WITHOUT_HEAD = (
 TRAINED = (*WITH_LOSS, *WITHOUT_HEAD)
 
 DEFAULT = tuple(_cases(_SMALL[:1], *TRAINED))
-"""The rows that are measured where none are named."""
+"""The rows that are measured if none are named."""
 
 CASES: tuple[ModelCase, ...] = (
     *DEFAULT,

@@ -52,9 +52,9 @@ class BenchmarkedModel:
     """A model and the inputs of its training step.
 
     Attributes:
-        model: in training mode, with a head where the inputs have labels.
+        model: in training mode, with a head if the inputs have labels.
         tokens: [batch, length].
-        gradient: of the last hidden state, [batch, length, hidden size]: where there is no loss, the backward starts
+        gradient: of the last hidden state, [batch, length, hidden size]: if there is no loss, the backward starts
             from it.
         norms: the paths of all norms, with what they compute.
         watched: the paths of the parameters whose gradients are held against stock's.
@@ -88,7 +88,7 @@ class BenchmarkedModel:
         return replace(self, model=twin_of(self.model))
 
     def place(self) -> None:
-        """Make the changed model ready where it takes more than its weights: see ``ShardedModel``."""
+        """Make the changed model ready if it takes more than its weights: see ``ShardedModel``."""
 
     def forward_backward(self, model: Any = None) -> Tensor:
         """Run forward and backward, and return the loss, or without a head the last hidden state.
@@ -221,7 +221,7 @@ def build(case: ModelCase, dtype: torch.dtype, device: torch.device, auto_class:
 
 
 def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict[str, NormSpec]:
-    """Add noise to the weight of every norm, because an error in gamma does not show where gamma is one.
+    """Add noise to the weight of every norm, because an error in gamma does not show if gamma is one.
 
     Returns:
         The paths of all norms, those with a gate aside, with what they compute.
@@ -241,7 +241,7 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
 
     Args:
         case: of a step that is taken in this process, or in each of several.
-        dtype: of the weights; of autocast or of gathered weights where the weights are fp32.
+        dtype: of the weights; of autocast or of gathered weights if the weights are fp32.
         device: of all of it.
     """
     from transformers import AutoModel, AutoModelForCausalLM
@@ -269,7 +269,7 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
 
 
 def relative_error(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
-    """The largest relative error, by the norm of each of several vectors; NaN where a result is NaN."""
+    """The largest relative error, by the norm of each of several vectors; NaN if a result is NaN."""
     errors = [(result - true).norm() / true.norm() for result, true in zip(results, stock, strict=True)]
     return float(torch.stack(errors).max())
 
@@ -294,7 +294,7 @@ def _in_nf4(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     layers, dtype = body_of(step.model).layers, step.gradient.dtype
     for path, linear in list(layers.named_modules()):
         if type(linear) is nn.Linear:
-            # Without weights first: they are quantised where they are moved to the device that they are on.
+            # Without weights first: they are quantised when they are moved to the device that they are on.
             quantised = Linear4bit(
                 linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype, device="meta"
             )

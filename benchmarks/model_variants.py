@@ -128,7 +128,7 @@ def _fits_float8(linear: nn.Module, path: str) -> bool:
 
 
 def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
-    """Liger's own function for the family, with its loss where there is a head; ``options`` are its arguments."""
+    """Liger's own function for the family, with its loss if there is a head; ``options`` are its arguments."""
     from liger_kernel import transformers as liger
 
     model_type = step.model.config.model_type
@@ -254,7 +254,7 @@ FEATURES = ("fused", "fused again", "fused-stock-loss", *(f"without {option}" fo
 """The variants that show what each option brings."""
 
 DEFAULT = ("stock", "liger", "compile-layers", "fused", "fused-compile-layers")
-"""What is measured where no variants are named."""
+"""What is measured if no variants are named."""
 
 OURS = frozenset(name for name in VARIANTS if "fused" in name or name in FEATURES[:-1])
 COMPILED = frozenset(name for name in VARIANTS if "compile" in name)

@@ -30,7 +30,7 @@ ROUNDS: dict[Part, tuple[int, int]] = {"models": (4, 15), "features": (8, 100)}
 CASE_SECONDS: dict[Part, float] = {"models": 8.0, "features": 60.0}
 """After which no round is begun beyond the fewest."""
 
-_SAMPLE_SECONDS = 0.15  # Of one sample, by several steps where they are short.
+_SAMPLE_SECONDS = 0.15  # Of one sample, by several steps if they are short.
 _MOST_CALLS = 8
 _FARTHER = (
     1.25  # Times the error of float8 linears alone, or of other numbers of dropout, of which no two are the same.
@@ -122,7 +122,7 @@ def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _room_for_graphs() -> Iterator[None]:
-    """A context in which Dynamo compiles the same code for many variants, and raises where it would run it eagerly."""
+    """A context in which Dynamo compiles the same code for many variants, and raises if it would run it eagerly."""
     config = torch._dynamo.config
     limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
     with config.patch({**limits, "fail_on_recompile_limit_hit": True}):

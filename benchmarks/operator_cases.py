@@ -28,7 +28,7 @@ GEMMA = NormSpec("gemma", zero_centered=True)
 
 @dataclass(frozen=True)
 class Parts:
-    """What operators are made of where there is no operator for the whole.
+    """What operators are made of if there is no operator for the whole.
 
     Attributes:
         norm: from x and w to y.
@@ -110,7 +110,7 @@ class OperatorCase:
 
     Attributes:
         operator: a name of ``OPERATORS``.
-        rows: rows of the activations; tokens, where there are heads.
+        rows: rows of the activations; tokens, if there are heads.
         width: length of a row.
         heads: numbers of query and of key heads; (0, 0) for operators without.
         option: ``gemma`` for norms under Gemma's spec, the activation of ``glu``, an FP8 format, or another option.
@@ -141,7 +141,7 @@ class OperatorCase:
             raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {shape}'")
         options = OPERATORS[operator].options
         if (option or options[0]) not in options:
-            raise ValueError(f"{name!r}: behind the shape comes {' or '.join(filter(None, options)) or 'nothing'}")
+            raise ValueError(f"{name!r}: after the shape comes {' or '.join(filter(None, options)) or 'nothing'}")
         heads = (int(q_heads), int(k_heads)) if q_heads else (0, 0)
         with_backward = backward and not operator.endswith("_fp8")
         return cls(operator, int(rows), int(width), heads, option or options[0], with_backward)
@@ -293,7 +293,7 @@ def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Te
 
 
 def worst_error(results: Sequence[Tensor | fp8.Quantized], exact: Sequence[Tensor]) -> float:
-    """The largest relative error of any row, so that one wrong row among a million shows; NaN where a result is NaN.
+    """The largest relative error of any row, so that one wrong row among a million shows; NaN if a result is NaN.
 
     Codes and scales count as the numbers that they stand for.
     The error of a row is the norm of the difference over the norm of the exact row. In a vector, a weight's gradient,

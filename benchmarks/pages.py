@@ -66,7 +66,7 @@ def stored_run() -> Results:
 
 
 def step_of(run: Results, row: str, variant: str) -> Result | None:
-    """The step of a variant, or None where it was not measured."""
+    """The step of a variant, or None if it was not measured."""
     return next((step for step in run.of("models") if (step.row, step.by) == (row, variant)), None)
 
 

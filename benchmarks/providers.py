@@ -34,7 +34,7 @@ class Provider:
             tensors of a call, that of a ``LossCase`` its ``LossInputs``. It, or the function, raises ``RefusedError``
             for a case that is not taken.
         package: the package that must be importable.
-        on_cpu: it runs where there is no GPU.
+        on_cpu: it runs if there is no GPU.
         overwrites_gradients: its backward writes into the gradient that it is given.
         overwrites_arguments: the operators in which it writes over its arguments, and gets copies of them.
     """
@@ -56,7 +56,7 @@ class Provider:
 
 
 def _peer(own_parts: Callable[[OperatorCase], OwnParts]) -> Callable[[OperatorCase], OperatorFunction]:
-    """What builds a case from a peer's own parts, and from eager ones where it has none.
+    """What builds a case from a peer's own parts, and from eager ones if it has none.
 
     A case whose own part the peer lacks is refused: that would be ``stock``.
     """
@@ -81,7 +81,7 @@ def _then(cast: Callable[[Tensor], Any], operator: OperatorFunction) -> Operator
 
 
 def _stock(case: OperatorCase) -> OwnParts:
-    """The formula as in the modelling code of transformers, in eager steps, and torchao's cast to FP8 behind it."""
+    """The formula as in the modelling code of transformers, in eager steps, followed by torchao's cast to FP8."""
     return vars(eager_parts(case)) | ({"cast": _torchao_cast(case)} if case.fp8_format else {})
 
 
@@ -165,7 +165,7 @@ def _liger(case: OperatorCase) -> OwnParts:
         return copies[x.data_ptr()]
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if case.operator == "rope":  # in place, where there is no norm in front
+        if case.operator == "rope":  # in place, if there is no norm before it
             q, k = own(q), own(k)
         return LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 

@@ -36,7 +36,7 @@ class Result:
         verdict: see ``Verdict``.
         detail: what is wrong, or was raised, or why there is no such variant.
         error: the largest relative error: of any row to float64, or of a model's outputs and gradients to stock's;
-            None where it is not finite.
+            None if it is not finite.
         errors: of a loss, the relative errors of ``loss``, ``dX`` and ``dW`` to float64, of whole tensors.
         timing: of a call, a step, or a token of a generation; None unless the verdict is ``ok``.
         host: the part of a step's time until the host has launched everything.

@@ -26,7 +26,7 @@ class Timing:
         high: the third quartile.
         samples: the number of samples; each is the mean of a series of calls.
         method: ``graph``: replays of a CUDA graph. ``events``: calls from Python between two CUDA events, which shows
-            host time where that is longer. ``wall``: the host's clock.
+            host time if that is longer. ``wall``: the host's clock.
     """
 
     median: float
@@ -53,7 +53,7 @@ class PairedRatio:
 
     Attributes:
         median: over the rounds.
-        low: lower end of the 95 % confidence interval; None where there are too few rounds for one.
+        low: lower end of the 95 % confidence interval; None if there are too few rounds for one.
         high: upper end of it.
         rounds: how many there were.
     """
@@ -73,7 +73,7 @@ class PairedRatio:
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within noise"]:
-        """``faster`` or ``slower`` than the base where the interval excludes 1."""
+        """``faster`` or ``slower`` than the base if the interval excludes 1."""
         if self.high is not None and self.high < 1:
             return "faster"
         if self.low is not None and self.low > 1:

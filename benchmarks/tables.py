@@ -127,7 +127,7 @@ def _operator_tables(results: Results, dtype: str, copy: float) -> list[str]:
 
 
 def speed(copy: float) -> Text:
-    """The share of a copy's bandwidth that a result has, or its microseconds where it is small."""
+    """The share of a copy's bandwidth that a result has, or its microseconds if it is small."""
 
     def text(result: Result, rivals: Sequence[Result]) -> str:
         if result.seconds is None or result.bytes is None:

@@ -29,7 +29,7 @@ Call = Callable[[], object]
 T = TypeVar("T")
 
 ROTATED_BYTES = 256 * 2**20
-"""The least size of all sets of inputs and outputs together; four times the L2 cache where that is more."""
+"""The least size of all sets of inputs and outputs together; four times the L2 cache if that is more."""
 
 _FEWEST_SETS, _MOST_SETS = 3, 64
 _GRAPH_CALLS = 24  # So many in one graph that the gap to the next replay, a microsecond or two, does not count.

@@ -1,7 +1,7 @@
 """``python -m benchmarks tune``: find the fastest launch plans on this device, as rows for ``plans.TABLES``.
 
 Every candidate runs whole operators in bf16, captured in CUDA graphs, after their results were held against float64. A
-row is printed where it is faster than what the device plans by today in a second measurement, in turns with that. Paste
+row is printed if it is faster than what the device plans by today in a second measurement, in turns with that. Paste
 the rows into ``fused_norm/kernels/plans.py``.
 """
 
@@ -65,7 +65,7 @@ class Task:
 
 
 def tasks_for(widths: Iterable[int]) -> list[Task]:
-    """The rows for hidden states of ``widths``; for heads too where a head may be as wide, and once for gates."""
+    """The rows for hidden states of ``widths``; for heads too if a head may be as wide, and once for gates."""
 
     def case(operator: str, width: int, heads: tuple[int, int] = (0, 0), option: str = "") -> OperatorCase:
         rows = max(_ELEMENTS // (width * (sum(heads) or 1)), 1)
@@ -139,7 +139,7 @@ class Prepared:
         return results
 
     def fastest(self, candidates: Iterable[Rule]) -> Rule | None:
-        """The fastest candidate; None where none can be launched."""
+        """The fastest candidate; None if none can be launched."""
         times = {}
         for rule in candidates:
             try:
@@ -166,13 +166,13 @@ class Prepared:
 
 
 def tune(task: Task, device: torch.device) -> str | None:
-    """The row to paste for a task; None where nothing is faster than today."""
+    """The row to paste for a task; None if nothing is faster than today."""
     prepared = Prepared(task, device)
     best = prepared.fastest(tiles(task, device_facts(device).warp_size))
     if best is None:
         return None
     best = prepared.fastest([best, *launches(task, best)]) or best
-    Prepared(task, device, torch.float32).with_calls(best, len)  # raises where it is wrong
+    Prepared(task, device, torch.float32).with_calls(best, len)  # raises if it is wrong
     today, by_row = prepared.in_turns(best)
     if today / by_row < _FASTER:
         return None

@@ -113,8 +113,17 @@ def test_a_variant_that_is_wrong_raises_or_is_refused_is_not_timed_and_the_other
     def without_gamma(module, spec):
         return lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], None, spec.eps)
 
+    def by_another_model(step):
+        def called(**inputs):
+            output = step.model(**inputs)
+            output.last_hidden_state = 2 * output.last_hidden_state
+            return output
+
+        return Patched(called)
+
     changed = {
         "torch": partial(replaced_norms, make=without_gamma),
+        "compile": by_another_model,
         "liger-norms": mock.Mock(side_effect=RuntimeError("no\n such kernel")),
         "liger": mock.Mock(side_effect=RefusedError("there is no such patch")),
     }
@@ -122,7 +131,7 @@ def test_a_variant_that_is_wrong_raises_or_is_refused_is_not_timed_and_the_other
     with mock.patch.dict(VARIANTS, changed):
         rows = measured(run, *changed, "stock")
     assert [(row.verdict, row.timing is None) for row in rows.values()] == [
-        ("wrong", True), ("failed", True), ("refused", True), ("ok", False),
+        ("wrong", True), ("wrong", True), ("failed", True), ("refused", True), ("ok", False),
     ]  # fmt: skip
     assert rows["torch"].error > ALLOWED_ERROR
     assert rows["liger-norms"].detail == "RuntimeError: no such kernel"

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep, store, compare; 1 where --against found a change, else 0. Ctrl-C leaves what was counted, not stored."""
+    """Sweep, store, compare; 1 if --against found a change, else 0. Ctrl-C leaves what was counted, not stored."""
     from benchmarks.markdown import page_with
 
     from .summary import Summary, changes, stored, tables

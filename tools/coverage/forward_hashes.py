@@ -1,4 +1,4 @@
-"""A short hash of what the forward of a class does: the same where only comments, types or decorators have changed."""
+"""A short hash of what the forward of a class does: the same if only comments, types or decorators have changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def name_of(cls: type) -> str:
 
 @cache
 def forward_hash(cls: Any) -> str:
-    """Eight characters that change with the code of a class's forward; dashes where the source cannot be read."""
+    """Eight characters that change with the code of a class's forward; dashes if the source cannot be read."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
         definition = ast.parse(source).body[0]

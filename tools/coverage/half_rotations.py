@@ -91,7 +91,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @cache
 def _is_half_rotation(function: FunctionType) -> bool:
-    """By values where it can be called with cos and sin; else where it calls, somewhere, a function ``rotate_half``."""
+    """By values if it can be called with cos and sin; else if it calls, somewhere, a function ``rotate_half``."""
     names = list(inspect.signature(function).parameters)
     if not any("cos" in name for name in names) or not any("sin" in name for name in names):
         return False
@@ -120,7 +120,7 @@ def _swaps_halves(function: FunctionType) -> bool:
 
 
 def _rotated(function: FunctionType, tensors: int, cos_dims: int, dims: int, share: float) -> bool | None:
-    """Return whether it rotates so many tensors of these dimensions by halves; None where it cannot be called so."""
+    """Return whether it rotates so many tensors of these dimensions by halves; None if it cannot be called so."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -109,7 +109,7 @@ def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
     Args:
         old: the earlier one.
         new: the later one.
-        only: the model types that ``new`` is of, all where there is none; of a few it cannot be told what is gone.
+        only: the model types that ``new`` is of, all if there is none; of a few it cannot be told what is gone.
     """
     lines = []
     for name in sorted(new.classes.keys() | (() if only else old.classes.keys())):

@@ -44,7 +44,7 @@ class TypeCount:
         kept: kind, class and reason of the others, and their number.
         unfounded: rows on adds that were not seen to feed the norm, by class: kind, class and number.
         classes: hashes of the forwards of what was counted, by class, each with the kind in front.
-        layers, divisor: of the small model; 0 where there is none.
+        layers, divisor: of the small model; 0 if there is none.
         norms_run: of the norms of the small model, how many ran, and how many there are.
         why_not_run: why there is no small model, or norms did not run.
     """
@@ -239,7 +239,7 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
         _count_loss(result, small.model, inputs, report)
     remove_fused_norm(small.model)
     modules = dict(small.model.named_modules())
-    # Some q and k norms come behind the rotation, which adds too, but no residual.
+    # Some q and k norms come after the rotation, which adds too, but no residual.
     fed = {path for path in small.traced.fed if not _QK.search(_name(path))}
     _settle(result, "residual", fed, report, modules)
     gated = {path for path in small.traced.gated if normalises(modules[path]) is None}
