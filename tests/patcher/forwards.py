@@ -25,7 +25,6 @@ class Recorder:
         self.order: list[str] = []
         self.flag = True
         self.factor = 7
-        self.may_postpone = True
 
     def norm(self, x):
         return x * 3 + 1
@@ -80,10 +79,6 @@ class Recorder:
         branch = inner(branch)
         return residual + (dropout(branch) if dropout else branch)
 
-    def fused_norm_may_postpone(self, q_norm, k_norm):
-        self.calls.append(f"may postpone {q_norm.__name__} {k_norm.__name__}")
-        return self.may_postpone
-
     def fused_norm_read_dtype(self, attend, cache, mask, key, value, further):
         self.calls.append(f"reads {attend.__name__} {cache} {mask} {key.value} {value.value} {further}")
 
@@ -95,30 +90,22 @@ class Recorder:
         self.calls.append("rope one")
         return rotate(x, cos, sin, **named)
 
-    def fused_norm_activation(self, act):
-        self.calls.append(f"activation {act.__name__}")
-        return "silu" if self.may_postpone else None
-
     def fused_norm_gate(self, activation, act, *, gate, up):
-        self.calls.append(f"gate {act.__name__}")
-        return (gate if activation is None else act(gate)) * up
+        self.calls.append(f"gate {activation} {act.__name__}")
+        return act(gate) * up
 
-    def fused_norm_gate_packed(self, act, packed):
-        self.calls.append(f"packed {act.__name__}")
+    def fused_norm_gate_packed(self, activation, act, packed):
+        self.calls.append(f"packed {activation} {act.__name__}")
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
-    def fused_norm_unless_postponed(self, postponed, norm, x):
-        return x if postponed else norm(x)
+    def fused_norm_pair(self, q_norm, k_norm, q, k):
+        self.calls.append(f"pair {q_norm.__name__} {k_norm.__name__}")
+        return q_norm(q), k_norm(k)
 
-    def fused_norm_pair(self, postponed, q_norm, k_norm, q, k):
-        self.calls.append("pair")
-        return (q_norm(q), k_norm(k)) if postponed else (q, k)
-
-    def fused_norm_rotated(self, postponed, q_norm, k_norm, rotate, q, k, cos, sin, *, dtype=None, **named):
-        self.calls.append("rotated")
-        q, k = (q_norm(q), k_norm(k)) if postponed else (q, k)
-        return rotate(q, k, cos, sin, **named)
+    def fused_norm_rotated(self, q_norm, k_norm, rotate, q, k, cos, sin, *, dtype=None, **named):
+        self.calls.append(f"rotated {q_norm.__name__} {k_norm.__name__}")
+        return rotate(q_norm(q), k_norm(k), cos, sin, **named)
 
 
 class Heads:
@@ -253,16 +240,18 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
 
 
 def run(
-    layer: type, *arguments: object, rewrites: tuple[Rewrite, ...] | None = None, may_postpone: bool = True
+    layer: type, *arguments: object, rewrites: tuple[Rewrite, ...] | None = None, in_order: bool = False
 ) -> list[str]:
-    """The fused calls of the rewritten forward, which has returned what the original returns."""
+    """The fused calls of the rewritten forward, which has returned what the original returns.
+
+    ``in_order``: it has also called what notes it in the order of the original.
+    """
     instance = layer()
-    instance.may_postpone = may_postpone
     expected = instance.forward(*arguments)
     assert instance.calls == []
     forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
     order, instance.order = instance.order, []
     assert forward(instance, *arguments) == expected
-    if not may_postpone:
+    if in_order:
         assert instance.order == order
     return instance.calls

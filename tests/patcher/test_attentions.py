@@ -43,7 +43,7 @@ FOUND: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "without further arguments": (swapped(", **further", ""), ["reads attend None 6 3 4 ()", "rope"]),
     "behind norms": (
         (BEFORE, "q = self.q_norm(q)\nk = self.k_norm(k)", *FORWARD[1:]),
-        ["may postpone q_norm k_norm", ASKED[0], "rotated"],
+        [ASKED[0], "rotated q_norm k_norm"],
     ),
 }
 """The statements of an attention's forward, and its fused calls."""

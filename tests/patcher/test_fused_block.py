@@ -189,7 +189,7 @@ def rotated(stock: nn.Module, fused: nn.Module, q, k, cos, sin) -> Iterator[tupl
     a, b = (model.model.layers[0].self_attn for model in (stock, fused))
     rotate = sys.modules[type(a).__module__].apply_rotary_pos_emb
     expected = rotate(a.q_norm(q), a.k_norm(k), cos, sin)
-    return zip(b.fused_norm_rotated(True, b.q_norm, b.k_norm, rotate, q, k, cos, sin), expected, strict=True)
+    return zip(b.fused_norm_rotated(b.q_norm, b.k_norm, rotate, q, k, cos, sin), expected, strict=True)
 
 
 @pytest.mark.parametrize("case", ["of all batches", "of each batch", "wider", "other dtype"])
@@ -249,7 +249,7 @@ def test_q_and_k_that_one_launch_cannot_take_come_out_as_in_stock(
         q = TwoTensor(q, q)
     else:
         k = TwoTensor(k, k)
-    together = b.fused_norm_pair(True, b.q_norm, b.k_norm, q, k)
+    together = b.fused_norm_pair(b.q_norm, b.k_norm, q, k)
     apart = zip(together, (a.q_norm(q), a.k_norm(k)), strict=True)
     for mine, theirs in rotated(stock, fused, q, k, cos, sin) if rotates else apart:
         assert (type(mine), mine.dtype, mine.shape) == (type(theirs), theirs.dtype, theirs.shape)
@@ -431,7 +431,7 @@ def test_norms_before_a_rotation_that_rounds_once_are_made_together_and_then_rot
     cos, sin = torch.randn(2, 1, 5, b.head_dim, device=device)
     weights = b.q_norm.bfloat16(), b.k_norm.bfloat16()
     with swapped_rotation(b, olmo2_rotation):
-        actual = b.fused_norm_rotated(True, b.q_norm, b.k_norm, olmo2_rotation, q, k, cos, sin)
+        actual = b.fused_norm_rotated(b.q_norm, b.k_norm, olmo2_rotation, q, k, cos, sin)
     assert launches == ["qk_norm", "rope"]
     with fused_norm.disabled():
         expected = olmo2_rotation(weights[0](q), weights[1](k), cos, sin)
@@ -471,7 +471,7 @@ def test_a_gate_gives_what_stock_gives(case: str, device: str, launches: list[st
         up = TwoTensor(up, up)
     elif case == "float64":
         gate, up = gate.double(), up.double()
-    actual = mlp.fused_norm_gate(mlp.fused_norm_activation(mlp.act_fn), mlp.act_fn, gate=gate, up=up)
+    actual = mlp.fused_norm_gate("gelu_tanh", mlp.act_fn, gate=gate, up=up)
     expected = mlp.act_fn(gate) * up
     assert (type(actual), actual.dtype, actual.shape) == (type(expected), expected.dtype, expected.shape)
     assert relative(plain(actual), plain(expected)) < 1e-6

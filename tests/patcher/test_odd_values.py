@@ -110,7 +110,7 @@ def test_frozen_keys_beside_trained_queries_want_no_gradient(device: str) -> Non
     assert_trains_as_stock(stock, fused, tokens(device))
     attention = fused.model.layers[0].self_attn
     q, k = (torch.randn(2, heads, 5, 24, device=device) for heads in (4, 2))
-    q_out, k_out = attention.fused_norm_pair(True, attention.q_norm, attention.k_norm, q, k)
+    q_out, k_out = attention.fused_norm_pair(attention.q_norm, attention.k_norm, q, k)
     assert (q_out.requires_grad, k_out.requires_grad) == (True, False)
 
 
@@ -145,8 +145,7 @@ def test_a_fused_norm_or_gate_does_with_odd_values_what_stock_does(sort: str, de
     odd = ODD[sort](x)
 
     def gate(fuses: bool) -> Any:
-        act = mlp.fused_norm_activation(mlp.act_fn) if fuses else None
-        return mlp.fused_norm_gate(act, mlp.act_fn, gate=odd, up=x) if fuses else mlp.act_fn(odd) * x
+        return mlp.fused_norm_gate("silu", mlp.act_fn, gate=odd, up=x) if fuses else mlp.act_fn(odd) * x
 
     for mine, theirs in (
         (outcome(lambda: fused(odd)), outcome(lambda: stock(odd))),

@@ -449,7 +449,7 @@ def test_operands_are_computed_in_their_order(inner: bool) -> None:
     """What draws random numbers in both, as dropout does, draws them as in stock."""
     layer, parts = layer_of(IN_ORDER), ("norm", "inner") if inner else ("norm",)
     rewrites = tuple(Rewrite("adds", index, parts) for index in range(len(adds_of(layer))))
-    assert len(run(layer, 2, 3, rewrites=rewrites, may_postpone=False)) == 3 + inner
+    assert len(run(layer, 2, 3, rewrites=rewrites, in_order=True)) == 3 + inner
 
 
 class Held:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .hooks import has_hooks
 from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch, shadow_of
 from .reached_code import own_attributes, reached_by
 from .running_code import RunningCode
@@ -52,17 +51,14 @@ class Activation:
     settings: tuple[tuple[str, Any], ...]
 
     def is_now(self, value: Any) -> bool:
-        """Return whether ``value`` is this activation, and no hook or other code would see it called."""
-        if self.kind is None:
-            return value is self.function and self.running.is_in(value)
-        return (
-            type(value) is self.kind
-            and type(value).forward is self.function
-            and self.running.is_in(self.function)
-            and "forward" not in value.__dict__
-            and not has_hooks(value)
-            and all(_setting(getattr(value, name, None)) == setting for name, setting in self.settings)
-        )
+        """Return whether ``value`` is this activation; if it is a module, hooks and wrappers are another question."""
+        function: Any = self.function
+        if value is not function if self.kind is None else (type(value), type(value).forward) != (self.kind, function):
+            return False
+        for name, setting in self.settings:
+            if _setting(getattr(value, name, None)) != setting:
+                return False
+        return self.running.is_in(function)
 
 
 def recognise_activation(value: Any) -> Activation:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..kernels.autocast import autocast_dtype
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .fused_norm_module import explain, has_origin_forward, is_disabled, run_fused
-from .hooks import is_idle_dropout, is_plain_call, replaced_forward, replaced_linear
+from .fused_norm_module import explain, is_disabled, run_fused
+from .hooks import are_plain_calls, has_origin_forward, is_idle_dropout, replaced_forward, replaced_linear
 
 _FOR_ADAPTER = "fused_norm_for_adapter"
 """The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
@@ -43,7 +43,7 @@ class FusedAdapter(nn.Module):
         layer: Any = self
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
             return self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        reason = why_stock(layer)
+        reason = replaced_linear() or why_stock(layer)
         if reason is not None:
             explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
             return self.fused_norm_origin.forward(self, x)
@@ -52,7 +52,8 @@ class FusedAdapter(nn.Module):
             explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
             return self.fused_norm_origin.forward(self, x)
         (name,), parts = layer.active_adapters, layer._modules
-        first, second, dropout = (parts[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+        first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
+        dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
         base = parts["base_layer"](x)
         x = vars(x).pop(_FOR_ADAPTER, x)
@@ -114,12 +115,10 @@ def _is_recent(layer: nn.Module) -> bool:
 
 
 def why_stock(layer: Any) -> str | None:
-    """Return the reason why a LoRA layer, as it is now, has to run PEFT's forward; None if it has not."""
-    return replaced_linear() or why_stock_itself(layer)
+    """Return the reason why a LoRA layer, as it is now, has to run PEFT's forward; None if it has not.
 
-
-def why_stock_itself(layer: Any) -> str | None:
-    """Return ``why_stock``, as far as it is the layer's own reason and not one of all linears."""
+    Whether other code has replaced all linears is another question, ``replaced_linear``.
+    """
     is_known = isinstance(layer, FusedAdapter) and has_origin_forward(type(layer))
     if reason := None if is_known else replaced_forward(_origin_of(layer)):
         return reason
@@ -131,6 +130,7 @@ def why_stock_itself(layer: Any) -> str | None:
     (name,) = active
     if name in own["lora_variant"]:
         return f"{type(own['lora_variant'][name]).__name__} may compute more with its input"
+    products: list[nn.Module] = []
     for part in ("lora_A", "lora_B"):
         product = parts[part]._modules.get(name)
         if type(product) is not nn.Linear:
@@ -141,17 +141,16 @@ def why_stock_itself(layer: Any) -> str | None:
             )
         if product.bias is not None:
             return "its adapter has a bias"
-        if not is_plain_call(product):
-            return "other code sees the products of its adapter"
-    return None
+        products.append(product)
+    return None if are_plain_calls(*products) else "other code sees the products of its adapter"
 
 
 def why_unfused(layer: Any) -> str | None:
     """Return the reason why a LoRA layer, as it is now, runs PEFT's code at every call; None if kernels may take some.
 
-    It is asked when a model is patched. A call asks ``why_stock``, and the kernels refuse the rest.
+    It is asked when a model is patched. A call asks for the same, and the kernels refuse the rest.
     """
-    if reason := why_stock(layer):
+    if reason := replaced_linear() or why_stock(layer):
         return reason
     (name,) = layer.active_adapters
     if isinstance(layer.scaling[name], Tensor):

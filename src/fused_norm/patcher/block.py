@@ -9,7 +9,7 @@ from torch import nn
 
 from ..options import FuseOptions, RecomputeLevel
 from ..spec import Kind
-from .adapters import is_lora_layer, why_unfused
+from .adapters import FusedAdapter, is_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
     built_upon,
@@ -20,12 +20,12 @@ from .class_swap import (
     stock_class,
 )
 from .fused_block import FusedBlock
-from .fused_norm_module import has_origin_forward
-from .hooks import has_hooks
-from .linear_inputs import reads_of
+from .hooks import are_plain_calls, has_hooks, has_origin_forward
+from .linear_inputs import called_by
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .rewrite import Rewrite
+from .source import member_of
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,7 @@ class Block:
 
     def member(self, name: str) -> Any:
         """An attribute, or with ``name.0`` a module in a list that is one; None where there is none."""
-        first, *rest = name.split(".")
-        found = getattr(self.module, first, None)
-        for part in rest:
-            found = found._modules.get(part) if isinstance(found, nn.Module) else None
-        return found
+        return member_of(self.module, name)
 
     def child(self, name: str) -> Block | None:
         """The child module as a ``Block``; None if it is a norm or not a module."""
@@ -142,12 +138,14 @@ class Block:
 
     def reads_of(self, name: str) -> int:
         """Return the number of tensors that a linear of this name will read as its input; 0 where it is not plain."""
-        linear = self.member(name)
-        if not is_lora_layer(linear):
-            return reads_of(linear)
-        path = self._model.paths[id(linear)]
-        kept = why_left_out("adapter", path, linear, self._model.options) or why_unfused(linear)
-        return 0 if kept else reads_of(linear, adapter=type(linear))
+        linear, adapter = self.member(name), FusedAdapter
+        if is_lora_layer(linear):
+            path = self._model.paths[id(linear)]
+            if why_left_out("adapter", path, linear, self._model.options) or why_unfused(linear):
+                return 0
+            adapter = type(linear)
+        called = called_by([linear], adapter=adapter)
+        return len(called) if called is not None and are_plain_calls(*called) else 0
 
     def holds_norm(self, name: str | None) -> bool:
         """Return whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside.

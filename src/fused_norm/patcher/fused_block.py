@@ -1,13 +1,12 @@
 """The methods that rewritten forwards of layers, attentions and MLPs call: several modules' work in one kernel.
 
-A kernel replaces the call of a module only where no hook, wrapper, sharding or offloading would be skipped
-(``may_be_bypassed``), and where it takes the module's input. Elsewhere the modules are called one after the other, as
+They are called only if no hook, wrapper, sharding or offloading is skipped by it: the guard of the rewritten forward
+(``guard.py``) has asked. Where a kernel does not take a module's input, the modules are called one after the other, as
 in the stock code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,21 +19,17 @@ from ..kernels.reference import written
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
-from .activation_recognition import Activation, Formula
+from .activation_recognition import Formula
 from .attention_functions import read_dtype
 from .fused_norm_module import (
     explain,
     is_disabled,
-    may_be_bypassed,
+    norm_of_sum,
     run_fused,
-    same_norms,
-    scaled,
-    spec_of,
-    takes_residual,
-    weight_of,
+    spec_and_weights,
 )
 from .hooks import is_idle_dropout
-from .linear_inputs import ONE_OUTPUT, for_readers, inputs_of, wanted_by
+from .linear_inputs import ONE_OUTPUT, for_readers, fused_norm_inputs, wanted_by
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, name_of, of_each_element
 
@@ -47,7 +42,6 @@ class FusedBlock(nn.Module):
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
     fused_norm_recompute: ClassVar[RecomputeLevel]
-    fused_norm_activations: ClassVar[tuple[Activation, ...]]
     fused_norm_linears: ClassVar[tuple[str, ...]]
 
     def fused_norm_add(
@@ -71,60 +65,46 @@ class FusedBlock(nn.Module):
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
-        if takes_residual(norm):
-            wanted = wanted_by(reader, branch, residual, weight_of(norm))
-            if wanted is not None:
-                return for_readers(norm(branch, residual, scale, wanted), wanted, norm)
-            return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
-        # A wrapper around the norm, or a hook on it, expects to see the norm of one tensor and gets just that.
-        total = residual + scaled(branch, scale)
-        return norm(total), total
+        wanted = None if reader is None else wanted_by(reader, branch, residual, spec_and_weights(norm)[1])
+        outputs = norm_of_sum(norm, branch, residual, scale, wanted)
+        return outputs if wanted is None else for_readers(outputs, wanted, norm)
+
+    def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
+        """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm (``takes_residual``)."""
+        if type(scale) not in (float, int):
+            branch, scale = branch * scale, 1.0
+        return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
 
     def fused_norm_read(self, norm: Any, x: Any, reader: Any = None) -> tuple[Any, Any]:
         """``norm(x)``, which ``reader`` alone is given, and x for all that read it behind the norm."""
-        if may_be_bypassed(norm) and not torch.compiler.is_compiling():
-            weight = weight_of(norm)
-            wanted = wanted_by(reader, x, weight) or ONE_OUTPUT
-            found, reason = run_fused(RMS_NORM_FOR_READERS, spec_of(norm), x, weight, *wanted)
+        if not torch.compiler.is_compiling():
+            spec, weight = spec_and_weights(norm)
+            wanted = (None if reader is None else wanted_by(reader, x, weight)) or ONE_OUTPUT
+            found, reason = run_fused(RMS_NORM_FOR_READERS, spec, x, weight, *wanted)
             if reason is None:
                 return for_readers(found, wanted, norm)
         return norm(x), x
 
-    def fused_norm_inputs(self, x: Any) -> Sequence[Any]:
-        """The inputs of the linears that read ``x``, an argument of the forward."""
-        return (x,) * len(self.fused_norm_linears) if torch.compiler.is_compiling() else inputs_of(x, self)
+    fused_norm_inputs = fused_norm_inputs
 
     def fused_norm_then_add(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
         """``residual + dropout(inner(branch))``."""
         if dropout is not None and not is_idle_dropout(dropout):
             return residual + dropout(inner(branch))
-        if may_be_bypassed(inner):
-            found, reason = run_fused(NORM_ADD, spec_of(inner), branch, residual, weight_of(inner))
-            if reason is None:
-                return found
-        return residual + inner(branch)
+        spec, weight = spec_and_weights(inner)
+        found, reason = run_fused(NORM_ADD, spec, branch, residual, weight)
+        return found if reason is None else residual + inner(branch)
 
-    def fused_norm_may_postpone(self, q_norm: Any, k_norm: Any) -> bool:
-        """Return whether the two norms may be computed later, in one call."""
-        return may_be_bypassed(q_norm) and may_be_bypassed(k_norm) and same_norms(q_norm, k_norm)
-
-    def fused_norm_unless_postponed(self, postponed: object, norm: Any, x: Any) -> Any:
-        """``norm(x)``, or x itself where the norm, or activation, is postponed."""
-        return x if postponed else norm(x)
-
-    def fused_norm_pair(self, postponed: bool, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
-        """``q_norm(q), k_norm(k)``; q and k themselves where their norms were not postponed."""
-        if not postponed:
-            return q, k
-        weights = weight_of(q_norm), weight_of(k_norm)
-        found, reason = run_fused(QK_NORM, spec_of(q_norm), q, k, *weights, None, None, 1, None)
+    def fused_norm_pair(self, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
+        """``q_norm(q), k_norm(k)``."""
+        spec, *weights = spec_and_weights(q_norm, k_norm)
+        found, reason = run_fused(QK_NORM, spec, q, k, *weights, None, None, 1, None)
         return found if reason is None else (q_norm(q), k_norm(k))
 
     fused_norm_read_dtype = read_dtype
 
     def fused_norm_rotated(
         self,
-        postponed: bool,
         q_norm: Any,
         k_norm: Any,
         rotate: Any,
@@ -136,13 +116,8 @@ class FusedBlock(nn.Module):
         dtype: torch.dtype | None = None,
         **named: Any,
     ) -> tuple[Any, Any]:
-        """``rotate(q_norm(q), k_norm(k), cos, sin)``; without the norms where they were not postponed.
-
-        ``dtype``: as in ``fused_norm_rope``.
-        """
-        if not postponed:
-            return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
-        weights, spec = (weight_of(q_norm), weight_of(k_norm)), spec_of(q_norm)
+        """``rotate(q_norm(q), k_norm(k), cos, sin)``; ``dtype`` is as in ``fused_norm_rope``."""
+        spec, *weights = spec_and_weights(q_norm, k_norm)
         tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
             if rotation.angles is of_each_element and not rotation.tokens_first and rotation.is_now(rotate):
@@ -160,9 +135,8 @@ class FusedBlock(nn.Module):
                 if reason is None:
                     return found
         found, reason = run_fused(QK_NORM, spec, *tensors, None, None, 1, None)
-        if reason is not None:
-            return _written(rotate(q_norm(q), k_norm(k), cos, sin, **named), dtype)
-        return self.fused_norm_rope(rotate, *found, cos, sin, dtype=dtype, **named)
+        q, k = found if reason is None else (q_norm(q), k_norm(k))
+        return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
 
     def fused_norm_rope(
         self,
@@ -191,77 +165,71 @@ class FusedBlock(nn.Module):
 
         ``angles``: cos, sin, and what tells more of them.
         """
-        arguments = (1 if heads[1] is None else 2) + len(angles)
+        (q, k), (cos, sin, *further) = heads, angles
+        arguments = (1 if k is None else 2) + len(angles)
         for rotation in self.fused_norm_rotations:
             if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
-                found, reason = _rotated_as(rotation, heads, angles, named.get("unsqueeze_dim", 1), dtype)
-                if reason is not None:
-                    explain(self.fused_norm_origin, reason)
-                return found
-        return None
+                break
+        else:
+            return None
+        if (
+            rotation.angles is not of_each_element
+            and not is_disabled()
+            and isinstance(q, Tensor)
+            and runs_kernels_on(q)
+        ):
+            if not all(map(is_plain, (q, cos, sin))):
+                what = f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
+                explain(self.fused_norm_origin, what)
+                return None
+            cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
+        heads_dim = named.get("unsqueeze_dim", 1)
+        if rotation.tokens_first:
+            heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
+            cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
+        single = bool(rotation.single_rounding_dtypes) and (
+            (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
+        )
+        options = heads_dim, single, dtype
+        found, reason = run_fused(
+            ROPE, None, *heads, cos, sin, *options, programs=rotation.programs, unless=rotation.unlike_rope
+        )
+        if reason is not None:
+            explain(self.fused_norm_origin, reason)
+        if found is None or not rotation.tokens_first:
+            return found
+        return _like(found[0], q), None if k is None else _like(found[1], k)
 
-    def fused_norm_activation(self, act: Any) -> Formula | None:
-        """The formula of an activation that may be computed later, without its call; None for one that may not."""
-        for activation in self.fused_norm_activations:
-            if activation.is_now(act):
-                return activation.formula
-        return None
-
-    def fused_norm_gate(self, activation: Formula | None, act: Any, *, gate: Any, up: Any) -> Any:
-        """``act(gate) * up``; ``gate * up`` where the activation was not postponed."""
-        if activation is None:
-            return gate * up
+    def fused_norm_gate(self, activation: Formula, act: Any, *, gate: Any, up: Any) -> Any:
+        """``act(gate) * up``; ``activation`` is the formula of ``act``."""
         found, reason = run_fused(GLU, None, gate, up, activation)
         if reason is None:
             return found
         explain(self.fused_norm_origin, reason)
         return act(gate) * up
 
-    def fused_norm_gate_packed(self, act: Any, packed: Any) -> Any:
-        """``act(gate) * up`` of the two halves of a tensor."""
-        activation = self.fused_norm_activation(act)
-        if activation is not None:
-            found, reason = run_fused(GLU, None, packed, None, activation)
-            if reason is None:
-                return found
-            explain(self.fused_norm_origin, reason)
+    def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
+        """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
+        found, reason = run_fused(GLU, None, packed, None, activation)
+        if reason is None:
+            return found
+        explain(self.fused_norm_origin, reason)
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) -> tuple[Tensor, Tensor] | None:
-    if not (may_be_bypassed(norm) and may_be_bypassed(inner) and same_norms(norm, inner)):
+    spec, *weights = spec_and_weights(inner, norm)
+    if spec is None:
         return None
-    arguments = x, residual, weight_of(inner), weight_of(norm)
-    wanted = wanted_by(reader, *arguments)
+    arguments = x, residual, *weights
+    wanted = None if reader is None else wanted_by(reader, *arguments)
     if wanted is not None:
-        found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec_of(norm), *arguments, *wanted)
+        found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec, *arguments, *wanted)
         if reason is None:
             return for_readers(found, wanted, norm)
-    found, _ = run_fused(NORM_ADD_NORM, spec_of(norm), *arguments)
+    found, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
     return found
-
-
-def _rotated_as(
-    rotation: Rotation, heads: tuple[Any, Any], angles: tuple[Any, ...], heads_dim: Any, dtype: Any
-) -> tuple[tuple[Tensor, Tensor | None] | None, str | None]:
-    """q and k as ``rotation`` rotates them, by the kernel, and None; or None, and why it may not take them."""
-    (q, k), (cos, sin, *further) = heads, angles
-    if rotation.angles is not of_each_element and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
-        if not all(map(is_plain, (q, cos, sin))):
-            return None, f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
-        cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
-    if rotation.tokens_first:
-        heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
-        cos, sin = _with_batch(cos, 2), _with_batch(sin, 2)
-    single = bool(rotation.single_rounding_dtypes) and (
-        (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
-    )
-    arguments = *heads, cos, sin, heads_dim, single, dtype
-    found, reason = run_fused(ROPE, None, *arguments, programs=rotation.programs, unless=rotation.unlike_rope)
-    if reason is None and rotation.tokens_first:
-        found = _like(found[0], q), None if k is None else _like(found[1], k)
-    return found, reason
 
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:

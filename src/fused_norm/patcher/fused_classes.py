@@ -7,7 +7,7 @@ auto-wrap policies, device maps and weight initialisation, which all go by class
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -16,9 +16,11 @@ from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapters import FusedAdapter
 from .fused_block import FusedBlock
-from .fused_norm_module import FusedGatedNorm, FusedNorm, has_origin_forward
+from .fused_norm_module import FusedGatedNorm, FusedNorm
+from .guard import guarded_forward
+from .hooks import has_origin_forward
 from .losses import FusedHead, FusedLoss, fused_forward
-from .patterns import activations_of, linears_of, rewritten_forward, rotations_of
+from .patterns import linears_of, rotations_of
 from .recompute import call_recomputing
 from .rewrite import Rewrite
 from .running_code import RunningCode
@@ -61,13 +63,6 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     rotations = rotations_of(origin, rewrites) if rewrites else ()
     if known := _known(origin, made_by, fused_norm_rotations=rotations):
         return known
-    forward = rewritten = rewritten_forward(origin, rewrites) if rewrites else origin.forward
-    if recompute:
-
-        @wraps(rewritten)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call_recomputing(rewritten, self, args, kwargs, recompute)
-
     return _derive(
         FusedBlock,
         origin,
@@ -75,10 +70,21 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
         fused_norm_rewrites=rewrites,
         fused_norm_rotations=rotations,
         fused_norm_recompute=recompute,
-        fused_norm_activations=activations_of(rewrites),
         fused_norm_linears=linears_of(rewrites),
-        forward=_unless_replaced(origin, forward),
+        forward=guarded_forward(origin, rewrites, partial(_recomputing, recompute)),
     )
+
+
+def _recomputing(level: RecomputeLevel, rewritten: Callable[..., Any]) -> Callable[..., Any]:
+    """``rewritten``, which recomputes in the backward; itself if the level is False."""
+    if not level:
+        return rewritten
+
+    @wraps(rewritten)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call_recomputing(rewritten, self, args, kwargs, level)
+
+    return forward
 
 
 def fused_adapter_class(origin: Any) -> type[nn.Module]:
@@ -86,19 +92,6 @@ def fused_adapter_class(origin: Any) -> type[nn.Module]:
     made_by = (fused_adapter_class,)
     is_quantised = origin.__module__.endswith(".bnb")
     return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by, fused_norm_is_quantised=is_quantised)
-
-
-def _unless_replaced(origin: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:
-    """``rewritten``; if other code has put a forward of its own on ``origin`` since, or code into that one: that."""
-    forward = origin.forward
-    running = RunningCode(forward)
-
-    @wraps(rewritten)
-    def rewritten_or_replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current = origin.forward
-        return (rewritten if current is forward and running.is_in(forward) else current)(self, *args, **kwargs)
-
-    return rewritten_or_replaced
 
 
 def fused_loss_class(origin: Any) -> type[nn.Module]:

@@ -26,7 +26,8 @@ from ..kernels.norm import ADD_RMS_NORM, ADD_RMS_NORM_FOR_READERS, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
 from ..spec import Casting, GatedNormSpec, NormSpec
-from .hooks import function_mode, has_hooks, is_plain_call
+from . import hooks
+from .hooks import are_plain_calls, has_hooks, has_origin_forward
 from .running_code import RunningCode
 
 logger = logging.getLogger("fused_norm")
@@ -74,14 +75,13 @@ class FusedNorm(nn.Module):
     fused_norm_replaced: ClassVar[Casting | None]
     weight: Tensor
 
-    def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, wanted: Any = None, **named: Any) -> Any:
+    def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, **named: Any) -> Any:
         """``norm(x)``, or ``(norm(s), s)`` of ``s = residual + scale * x``.
 
         Args:
             x: the branch.
             residual: what it is added to.
             scale: what it is multiplied by before.
-            wanted: what is asked of the norm of the sum, as ``wanted_by`` has it: an output for each reader.
             named: x under the stock parameter's name.
         """
         if not has_origin_forward(type(self)):
@@ -89,22 +89,32 @@ class FusedNorm(nn.Module):
             return self.fused_norm_origin.forward(self, *given, **named)
         if named:
             (x,) = named.values()
-        spec, weight = spec_of(self), weight_of(self)
-        total, no_add = x, None
         if residual is not None:
-            if wanted is None:
-                found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
-            else:
-                found, no_add = run_fused(ADD_RMS_NORM_FOR_READERS, spec, x, residual, weight, scale, *wanted)
-            if no_add is None:
-                return found
-            total = residual + scaled(x, scale)
-        y, no_norm = run_fused(RMS_NORM, spec, total, weight, None)
-        if no_norm is not None:
-            y = _without_kernel(self, spec, total, weight, no_norm)
-        elif no_add:
-            explain(self.fused_norm_origin, no_add, "PyTorch's add")
-        return y if residual is None else (y, total)
+            return norm_of_sum(self, x, residual, scale)
+        spec, weight = spec_and_weights(self)
+        y, reason = run_fused(RMS_NORM, spec, x, weight, None)
+        return y if reason is None else _without_kernel(self, spec, x, weight, reason)
+
+
+def norm_of_sum(norm: FusedNorm, x: Any, residual: Any, scale: float = 1.0, wanted: Any = None) -> tuple[Any, ...]:
+    """``(norm(s), s)`` of ``s = residual + scale * x``, for a norm whose class stands for what runs in stock.
+
+    ``wanted``: what is asked of the norm, as ``wanted_by`` has it; then there is an output for each reader before s.
+    """
+    spec, weight = spec_and_weights(norm)
+    if wanted is None:
+        found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
+    else:
+        found, no_add = run_fused(ADD_RMS_NORM_FOR_READERS, spec, x, residual, weight, scale, *wanted)
+    if no_add is None:
+        return found
+    total = residual + scaled(x, scale)
+    y, no_norm = run_fused(RMS_NORM, spec, total, weight, None)
+    if no_norm is not None:
+        y = _without_kernel(norm, spec, total, weight, no_norm)
+    else:
+        explain(norm.fused_norm_origin, no_add, "PyTorch's add")
+    return y, total
 
 
 class FusedGatedNorm(FusedNorm):
@@ -130,7 +140,8 @@ class FusedGatedNorm(FusedNorm):
             reason: str | None = f"its groups are those of rows of {how.width}, and x has shape {tuple(x.shape)}"
         else:
             options = how.activation, how.norm_before_gate, how.groups
-            found, reason = run_fused(GATED_RMS_NORM, spec_of(self), x, gate, weight_of(self), *options)
+            spec, weight = spec_and_weights(self)
+            found, reason = run_fused(GATED_RMS_NORM, spec, x, gate, weight, *options)
             if reason is None:
                 return found
         explain(self.fused_norm_origin, reason)
@@ -146,29 +157,31 @@ def _without_kernel(norm: FusedNorm, spec: NormSpec | None, x: Any, weight: Any,
     return reference.rms_norm(spec, x, weight)
 
 
-def has_origin_forward(fused: Any) -> bool:
-    """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin.
+def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
+    """The meaning of a norm, or that two have in common, with eps at the time of the call; and weights, or None.
 
-    Nor has any put other code into that forward, as ``%autoreload`` does.
+    The meaning is None if they differ in more than the weight, or eps is not a number that kernels take.
     """
-    forward = fused.fused_norm_origin.forward
-    return forward is fused.fused_norm_origin_forward and fused.fused_norm_origin_code.is_in(forward)
-
-
-def spec_of(norm: FusedNorm) -> NormSpec | None:
-    """The norm's meaning, with its eps at the time of the call; None where that is not a number that kernels take."""
-    spec, eps = norm.fused_norm_spec, getattr(norm, norm.fused_norm_eps_name)
-    if type(spec) is NormSpec and type(eps) is float and eps == spec.eps:
-        return spec
-    return None if wrong_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps, spec.casts_weight)
-
-
-def weight_of(norm: FusedNorm) -> Tensor | None:
-    """The norm's weight at the time of the call, None for a norm without one."""
-    if not norm.fused_norm_spec.weighted:
-        return None
-    weight = norm._parameters.get("weight")
-    return norm.weight if weight is None else weight  # FSDP1 puts a view of its flat parameter there as an attribute
+    specs: list[NormSpec | None] = []
+    weights: list[Tensor | None] = []
+    for norm in norms:
+        spec: Any = norm.fused_norm_spec
+        eps = getattr(norm, norm.fused_norm_eps_name)
+        weight: Tensor | None = norm._parameters.get("weight")
+        if weight is None and spec.weighted:
+            weight = norm.weight  # FSDP1 puts a view of its flat parameter there as an attribute
+        weights.append(weight if spec.weighted else None)
+        if type(spec) is not NormSpec or type(eps) is not float or eps != spec.eps:
+            spec = None if wrong_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps, spec.casts_weight)
+        specs.append(spec)
+    first, last = specs[0], specs[-1]
+    if first is not last and (
+        first is None
+        or last is None
+        or (first.casting, first.zero_centered, first.eps) != (last.casting, last.zero_centered, last.eps)
+    ):
+        first = None
+    return first, *weights
 
 
 def scaled(branch: Any, scale: float) -> Any:
@@ -176,14 +189,9 @@ def scaled(branch: Any, scale: float) -> Any:
     return branch if scale == 1.0 else branch * scale
 
 
-def may_be_bypassed(norm: nn.Module) -> bool:
-    """Return whether the norm may be computed without calling its module: no hook or other code would be skipped."""
-    return (
-        isinstance(norm, FusedNorm)
-        and type(norm).forward is FusedNorm.forward
-        and has_origin_forward(type(norm))
-        and is_plain_call(norm)
-    )
+def may_be_bypassed(norm: Any) -> bool:
+    """Return whether a norm may be computed without calling its module: no hook or other code would be skipped."""
+    return isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward and are_plain_calls(norm)
 
 
 def takes_residual(norm: Any) -> bool:
@@ -195,14 +203,6 @@ def takes_residual(norm: Any) -> bool:
     own = norm.__dict__
     forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")  # accelerate calls the former
     return forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
-
-
-def same_norms(one: FusedNorm, other: FusedNorm) -> bool:
-    """Return whether two norms differ in nothing but their weights."""
-    a, b = spec_of(one), spec_of(other)
-    return (
-        a is not None and b is not None and (a.casting, a.zero_centered, a.eps) == (b.casting, b.zero_centered, b.eps)
-    )
 
 
 def run_fused(
@@ -223,7 +223,7 @@ def run_fused(
     """
     if _disabled_depth:
         return None, ""
-    if (mode := function_mode()) is not None:
+    if (hooks.latest_mode is not None or hooks.modes()) and (mode := hooks.function_mode()) is not None:
         return None, mode
     if spec is None:
         if operator.has_norm:

@@ -21,10 +21,13 @@ from torch.nn.modules.module import (
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+modes = torch._C._len_torch_function_stack
+
 _LINEAR = torch._C._nn.linear
 _MODULE_CALL = nn.Module.__call__
 
-_latest_mode: str | None = None
+latest_mode: str | None = None
 """The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
 
 
@@ -42,23 +45,58 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def is_plain_call(module: nn.Module) -> bool:
-    """Return whether a call of a module runs the forward of its class, and neither a hook nor a wrapper beside it."""
-    own = module.__dict__
-    return (
-        "forward" not in own
-        and own.get("_compiled_call_impl") is None
-        and type(module).__call__ is _MODULE_CALL
-        and not has_hooks(module)
-    )
+def has_origin_forward(fused: Any) -> bool:
+    """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin.
+
+    Nor has any put other code into that forward, as ``%autoreload`` does.
+    """
+    forward, running = fused.fused_norm_origin.forward, fused.fused_norm_origin_code
+    return forward is fused.fused_norm_origin_forward and running.is_in(forward)
+
+
+def are_plain_calls(*modules: Any, inside: Any = None) -> bool:
+    """Return whether calls of modules run the forwards of their classes, and neither a hook nor a wrapper beside them.
+
+    A module of a fused class has to stand for what runs in stock.
+
+    ``inside``: a fused class that has to stand for what runs in stock, too.
+    """
+    if modules and (
+        _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
+    ):
+        return False
+    fused = [] if inside is None else [inside]
+    for module in modules:
+        own, kind = module.__dict__, type(module)
+        if (
+            "forward" in own
+            or own.get("_compiled_call_impl") is not None
+            or kind.__call__ is not _MODULE_CALL
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            return False
+        if hasattr(kind, "fused_norm_origin"):
+            fused.append(kind)
+    for one in fused:
+        forward, running = one.fused_norm_origin.forward, one.fused_norm_origin_code
+        if forward is not one.fused_norm_origin_forward:
+            return False
+        quick = None if is_dynamo_compiling() else running.quick
+        is_same = quick is not None and quick == (forward.__code__, id(forward.__defaults__), forward.__kwdefaults__)
+        if not is_same and not running.is_in(forward):
+            return False
+    return True
 
 
 def is_idle_dropout(module: Any) -> bool:
     """Return whether a module is a dropout that returns what it is given, and nobody would miss its call."""
     kind = type(module)
     if kind is nn.Dropout:
-        return not (module.training and module.p) and is_plain_call(module) and is_genuine(kind)
-    return kind is nn.Identity and is_plain_call(module) and is_genuine(kind)
+        return not (module.training and module.p) and are_plain_calls(module) and is_genuine(kind)
+    return kind is nn.Identity and are_plain_calls(module) and is_genuine(kind)
 
 
 def function_mode() -> str | None:
@@ -67,21 +105,22 @@ def function_mode() -> str | None:
     PyTorch takes a mode off while a backward runs. What a checkpoint then runs again has to save what it saved in the
     forward, so there the mode of the latest forward counts.
     """
-    global _latest_mode
-    if torch._C._len_torch_function_stack():
+    global latest_mode
+    if modes():
         for mode in _get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):
-                _latest_mode = (
-                    f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
-                )
-                return _latest_mode
-    if _latest_mode is not None and torch._C._current_graph_task_id() == -1:
-        _latest_mode = None
-    return _latest_mode
+                latest_mode = f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
+                return latest_mode
+    if latest_mode is not None and torch._C._current_graph_task_id() == -1:
+        latest_mode = None
+    return latest_mode
 
 
 def replaced_linear() -> str | None:
     """Return the reason why linears may not compute what PyTorch's do, as other code has a say in them; or None."""
+    forward = nn.Linear.forward
+    if functional.linear is _LINEAR and (forward, getattr(forward, "__code__", None)) == _GENUINE.get(nn.Linear):
+        return function_mode() if latest_mode is not None or modes() else None
     if functional.linear is not _LINEAR:
         return f"torch.nn.functional.linear was replaced, by {name_of_function(functional.linear)}"
     if not is_genuine(nn.Linear):

@@ -6,7 +6,7 @@ get from a stock norm, and so do all that read that norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,8 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock_itself, why_unfused
-from .fused_norm_module import explain, has_origin_forward, is_disabled
-from .hooks import is_plain_call, replaced_linear
+from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock, why_unfused
+from .fused_norm_module import explain, is_disabled
 
 _OUTPUTS = "fused_norm_outputs"
 """The attribute of a norm's result with its ``_Outputs``."""
@@ -52,46 +51,50 @@ class _Outputs(NamedTuple):
 def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
     """Return what a block's linears ask of a norm that the block alone is given; None for one that is as in stock code.
 
+    The guard of the layer has asked whether the linears are plain (``called_by``).
+
     ``tensors``: those that the norm's dtype depends on, x first; None for one that is not there.
     """
-    fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
-    linears = getattr(fused, "fused_norm_linears", ())
-    if not linears or torch.compiler.is_compiling() or is_disabled() or type(tensors[0]) is not Tensor:
+    if torch.compiler.is_compiling() or type(tensors[0]) is not Tensor:
         return None
     dtype = autocast_dtype(tensors[0])
     if dtype is None and not torch.is_grad_enabled():
         return None
-    if not is_plain_call(block) or fused.forward is not fused.fused_norm_forward or not has_origin_forward(fused):
-        return None
-    if replaced_linear() is not None:
-        return None
-    readers = [block._modules.get(name) for name in linears]
-    count = 0
+    readers = list(map(block._modules.get, block.fused_norm_linears))
+    count = len(readers)
     for linear in readers:
-        reads = reads_of(linear)
-        if not reads:
-            if is_lora_layer(linear) and not isinstance(linear, FusedAdapter):
-                explain(fused.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
-            return None
-        count += reads
+        count += type(linear) is not Linear
     if count > MOST_READERS:
         return None
     return count, dtype if dtype is not None and _are_cast(readers, tensors, dtype) else None
 
 
-def reads_of(linear: Any, *, adapter: type[nn.Module] = FusedAdapter) -> int:
-    """Return the number of tensors that a linear reads as its input: one, and one for its adapter; 0 if unknown.
+def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter) -> list[nn.Module] | None:
+    """Return the modules, one for each tensor that linears read as their input, whose calls have to be plain.
 
-    Whether other code has replaced all linears is another question, ``replaced_linear``.
+    A linear reads one tensor, and another for its adapter. None if it is unknown what they read. Whether other code has
+    replaced all linears is another question, ``replaced_linear``.
 
-    ``adapter``: the class of LoRA layers.
+    Args:
+        linears: the linears, or what is there in their place.
+        adapter: the class of LoRA layers.
     """
-    if type(linear) is Linear:
-        return 1 if is_plain_call(linear) else 0
-    if not isinstance(linear, adapter) or not is_plain_call(linear):
-        return 0
-    base = linear._modules.get("base_layer")
-    return 2 if type(base) is Linear and is_plain_call(base) and why_stock_itself(linear) is None else 0
+    called: list[nn.Module] = []
+    for linear in linears:
+        if type(linear) is not Linear:
+            base = linear._modules.get("base_layer") if isinstance(linear, adapter) else None
+            if type(base) is not Linear or why_stock(linear) is not None:
+                return None
+            called.append(base)
+        called.append(linear)
+    return called
+
+
+def explain_readers(block: Any) -> None:
+    """Log if LoRA layers that no kernel takes are why a block's linears get the result of a norm as it is in stock."""
+    for linear in map(block._modules.get, getattr(block, "fused_norm_linears", ())):
+        if is_lora_layer(linear) and not isinstance(linear, FusedAdapter) and not is_disabled():
+            explain(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 
 def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
@@ -111,7 +114,7 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
 def for_readers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:
     """Return the result of a norm, and its input, from what the operator has returned.
 
-    The result has the outputs for all linears as an attribute, which ``inputs_of`` takes off.
+    The result has the outputs for all linears as an attribute, which ``fused_norm_inputs`` takes off.
     """
     y, *further, s = found
     if wanted is not ONE_OUTPUT:
@@ -125,10 +128,11 @@ def outputs_of(y: Tensor) -> tuple[Tensor, ...]:
     return (y,) if outputs is None else (y, *outputs.further)
 
 
-def inputs_of(x: Any, block: Any) -> Sequence[Any]:
-    """The input of each of a block's linears: one that the norm has made for it, or ``x`` for all."""
+def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
+    """The inputs of the linears that read ``x``, an argument of a block's forward: those that the norm made, or x."""
     linears = block.fused_norm_linears
-    outputs = x.__dict__.pop(_OUTPUTS, None) if type(x) is Tensor else None
+    is_asked = type(x) is Tensor and not torch.compiler.is_compiling()
+    outputs = x.__dict__.pop(_OUTPUTS, None) if is_asked else None
     if outputs is None:
         return (x,) * len(linears)
     further, dtype, norm, s = outputs

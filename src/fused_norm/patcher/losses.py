@@ -24,8 +24,8 @@ from ..kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from .fused_norm_module import explain, has_origin_forward, is_disabled
-from .hooks import has_hooks, replaced_linear
+from .fused_norm_module import explain, is_disabled
+from .hooks import has_hooks, has_origin_forward, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 

@@ -48,7 +48,7 @@ class RunningCode:
     ``__class__``, which ``super()`` closes over, is left out. Functions and classes are not kept alive.
     """
 
-    __slots__ = "_code", "_defaults", "_function", "_is_all", "_others", "_wrapped"
+    __slots__ = "_code", "_defaults", "_function", "_others", "_wrapped", "quick"
 
     def __init__(self, function: Any) -> None:
         self._function = Identity(function)
@@ -57,7 +57,10 @@ class RunningCode:
         self._others = tuple(map(Identity, _others(function)))
         wrapped = getattr(function, "__wrapped__", None)
         self._wrapped = None if wrapped is None else RunningCode(wrapped)
-        self._is_all = not self._others and wrapped is None  # code and positional defaults are all that there is
+        # What ``is_in`` compares where there is no more than this; who asks at every call compares it first, by
+        # ``running.quick == (function.__code__, id(function.__defaults__), function.__kwdefaults__)``.
+        is_all = not self._others and wrapped is None and self._code is not None
+        self.quick = (self._code, id(self._defaults), None) if is_all else None
 
     def is_in(self, function: Any) -> bool:
         """Return whether a function, most often the one that this was made of, runs this code; asked at each call."""
@@ -70,7 +73,7 @@ class RunningCode:
             self._code = code  # the same, compiled again
         if function.__defaults__ is not self._defaults:
             return False
-        if self._is_all:
+        if self.quick is not None:
             return function.__kwdefaults__ is None
         others = list(_others(function))
         return (

@@ -303,17 +303,34 @@ def helpers_of(layer: Any) -> dict[str, Helper]:
     return found
 
 
+def namespace_of(layer: Any) -> dict[str, Any]:
+    """The globals of a class's forward.
+
+    Raises:
+        SourceError: where the forward is no function.
+    """
+    return _unwrap(layer.forward)[0].__globals__
+
+
 def global_of(layer: Any, name: str) -> Any:
     """Return the object that a forward means by a global name, or by ``module.name``; None where there is none.
 
     Raises:
         SourceError: where the forward is no function.
     """
-    function, _ = _unwrap(layer.forward)
     first, *rest = name.split(".")
-    found = function.__globals__.get(first)
+    found = namespace_of(layer).get(first)
     for part in rest:
         found = getattr(found, part, None) if isinstance(found, ModuleType) else None
+    return found
+
+
+def member_of(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module, or with ``name.0`` a module in a list that is one; None where there is none."""
+    first, *rest = name.split(".")
+    found = getattr(module, first, None)
+    for part in rest:
+        found = found._modules.get(part) if isinstance(found, nn.Module) else None
     return found
 
 

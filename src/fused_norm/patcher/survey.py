@@ -24,8 +24,8 @@ from .class_swap import (
     stock_class,
 )
 from .fused_classes import fused_adapter_class, fused_norm_class
-from .fused_norm_module import FusedNorm, has_origin_forward
-from .hooks import replaced_forward, replaced_linear
+from .fused_norm_module import FusedNorm
+from .hooks import has_origin_forward, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Site

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from ..rotation_recognition import Rotation
 from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
-from .calls import EditedForward, Missed
+from .calls import Called, EditedForward, Missed
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
 from .readers import Inputs, Reading, find_inputs, find_readings
@@ -147,6 +147,51 @@ def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     return next((one.parts for one in rewrites if one.pattern == "inputs"), ())
 
 
-def activations_of(rewrites: tuple[Rewrite, ...]) -> tuple[Activation, ...]:
-    """The activations that ``rewrites`` fuse."""
-    return tuple(dict.fromkeys(rewrite.activation for rewrite in rewrites if rewrite.activation is not None))
+class Bypassed(NamedTuple):
+    """What a rewritten forward takes to be plain, by the names of a module's attributes.
+
+    Attributes:
+        norms: those that it computes without a call.
+        readers: blocks whose linears read a norm.
+        activations: those that it computes without a call.
+    """
+
+    norms: tuple[str, ...]
+    readers: tuple[str, ...]
+    activations: tuple[tuple[Called, Activation], ...]
+
+
+def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> Bypassed:
+    """What the forward of a class with these rewrites takes to be plain."""
+    patterns = patterns_of(layer)
+    norms: dict[str, None] = {}
+    readers: dict[str, None] = {}
+    activations: dict[tuple[Called, Activation], None] = {}
+    for rewrite in rewrites:
+        match = getattr(patterns, rewrite.pattern)[rewrite.index]
+        if rewrite.activation is not None:
+            activations[match.act, rewrite.activation] = None
+        else:
+            for part, name in match.bypassed(rewrite.parts):
+                (readers if part == "readers" else norms)[name] = None
+    return Bypassed(tuple(norms), tuple(readers), tuple(activations))
+
+
+def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str, bool]) -> Iterator[Rewrite]:
+    """What is left of rewrites if other code sees the calls of some modules.
+
+    ``seen``: their names, and whether each is a norm that may be called with a residual.
+    """
+    patterns = patterns_of(layer)
+    for rewrite in rewrites:
+        match = getattr(patterns, rewrite.pattern)[rewrite.index]
+        gone = {part: seen[name] for part, name in match.bypassed(rewrite.parts) if name in seen}
+        if gone.get("norm"):
+            yield replace(rewrite, parts=("norm", "called"))
+        elif "" not in gone:
+            gone |= {also: False for part, also in (("inner", "dropout"), ("norm", "readers")) if part in gone}
+            parts = tuple(part for part in rewrite.parts if part not in gone)
+            yield from [replace(rewrite, parts=parts)] if parts or not gone else []
+        elif "rotation" in rewrite.parts:
+            numbers = (index for index, one in enumerate(patterns.rotations) if one.heads == rewrite.index)
+            yield from (Rewrite("rotations", index) for index in numbers)

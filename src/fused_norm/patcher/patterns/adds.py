@@ -50,7 +50,7 @@ from ..dataflow import Conditions, Dataflow, come_out_so, computed, computes_not
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
-from .calls import Called, EditedForward, Missed, call_of_own, called, is_name, make_call, operands_of
+from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, make_call, operands_of
 from .readers import Reader, reader_of
 
 _Y = "_fused_norm_y"
@@ -76,7 +76,7 @@ class NormCall:
 
 
 @dataclass
-class Add:
+class Add(Match):
     """One residual add, in ``statement``.
 
     Attributes:
@@ -117,6 +117,13 @@ class Add:
         inner = (self.inner, self.before) if "dropout" in parts else (self.inner,)
         found = [*([self.after] if "norm" in parts else ()), *(inner if "inner" in parts else ())]
         return [one.call for one in found if one is not None]
+
+    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+        """See ``Match``."""
+        norm, inner, before = self.names
+        read = None if self.reader is None else self.reader.module.attr
+        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("readers", read)
+        return [(part, name) for part, name in named if part in parts and name is not None]
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
         """The rows of the add: with the norm after it, and with the norm of its branch.
@@ -171,7 +178,8 @@ class Add:
         if "readers" in rewrite.parts and self.reader is not None:
             keywords.append(ast.keyword("reader", copy.deepcopy(self.reader.module)))
         after, y = self.after, f"{_Y}{rewrite.index}"
-        fused: ast.expr = self._call(own, "fused_norm_add", after.call.func, branch, keywords)
+        method = "fused_norm_add_by_call" if "called" in rewrite.parts else "fused_norm_add"
+        fused: ast.expr = self._call(own, method, after.call.func, branch, keywords)
         if self.choice is not None:
             name = self.choice.orelse
             without = ast.Tuple([ast.Call(copy.deepcopy(after.call.func), [name], []), copy.deepcopy(name)], ast.Load())

@@ -50,6 +50,17 @@ class Missed:
     attributes: tuple[str, ...] = ()
 
 
+class Match:
+    """Base of what is found in a forward, and may be rewritten."""
+
+    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+        """The modules that a rewrite of these parts takes to be plain: for each, the part that needs it, and its name.
+
+        They are norms and activations that are not called, and who reads a norm. The empty part is all of them.
+        """
+        return []
+
+
 def call_of_own(node: ast.AST | None, own: str) -> ast.Call | None:
     """``node`` where it is ``self.<name>(argument)`` or ``self.<name>[<number>](argument)``, else None."""
     match node:
@@ -140,11 +151,6 @@ class EditedForward:
                     setattr(node, field, new)
                 elif isinstance(value, list):
                     value[:] = [new if item is old else item for item in value]
-
-    def postpone(self, call: ast.Call, postponed: str) -> None:
-        """Make of ``self.<name>(argument)`` a call that returns the argument if the one of ``name`` is postponed."""
-        call.args = [ast.Name(postponed, ast.Load()), call.func, *call.args]
-        call.func = ast.Attribute(ast.Name(self.own, ast.Load()), "fused_norm_unless_postponed", ast.Load())
 
     def _place_of(self, node: ast.AST) -> tuple[list[ast.stmt], int]:
         """The list with the innermost statement that is ``node``, or has it in an expression, and its number there."""

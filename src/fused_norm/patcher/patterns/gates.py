@@ -6,17 +6,10 @@ In the forward of an MLP,
 
 becomes, whatever the names are,
 
-    activation = self.fused_norm_activation(self.act)
-    return self.down(self.fused_norm_gate(
-        activation,
-        self.act,
-        gate=self.fused_norm_unless_postponed(activation, self.act, self.gate(x)),
-        up=self.up(x),
-    ))
+    return self.down(self.fused_norm_gate("silu", self.act, gate=self.gate(x), up=self.up(x)))
 
 The activation may be a function such as ``F.silu``, and it may stand in a statement of its own, ahead of the product.
-Where hooks or other code must see its call, ``activation`` is None and everything happens in the original order. Halves
-of one tensor stay together:
+Halves of one tensor stay together:
 
     gate, up = self.gate_up(x).chunk(2, dim=-1)
     hidden = up * self.act(gate)
@@ -24,7 +17,7 @@ of one tensor stay together:
 becomes
 
     packed = self.gate_up(x)
-    hidden = self.fused_norm_gate_packed(self.act, packed)
+    hidden = self.fused_norm_gate_packed("silu", self.act, packed)
 """
 
 from __future__ import annotations
@@ -49,7 +42,7 @@ from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
 from ..source import global_of
-from .calls import Called, EditedForward, Missed, call_of_own, called, is_name, make_call, operands_of
+from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, make_call, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that are taken for activations, where the module holds none."""
@@ -57,7 +50,6 @@ ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 SIGMOID = "sigmoid"
 """The function that an activation is written out with: ``x * torch.sigmoid(a * x)``."""
 
-_ACTIVATION = "_fused_norm_activation"
 _PACKED = "_fused_norm_packed"
 
 _MULTIPLY = ("mul", "mul_", "multiply")
@@ -68,7 +60,7 @@ _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
 
 
 @dataclass
-class Gate:
+class Gate(Match):
     """A product of something with what may be an activation.
 
     Attributes:
@@ -91,28 +83,29 @@ class Gate:
     halves: ast.Assign | None
     conditions: Conditions
 
+    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+        """See ``Match``."""
+        return [("", self.act.name)]
+
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the product's place."""
-        act, own = self.call.func, forward.own
+        assert rewrite.activation is not None
+        act, own, formula = self.call.func, forward.own, ast.Constant(rewrite.activation.formula)
         if self.halves is not None:
             packed = f"{_PACKED}{rewrite.index}"
-            call = make_call(own, "fused_norm_gate_packed", [act, ast.Name(packed, ast.Load())])
+            call = make_call(own, "fused_norm_gate_packed", [formula, act, ast.Name(packed, ast.Load())])
             halves = self.halves.value
             assert isinstance(halves, ast.Call)
             assert isinstance(halves.func, ast.Attribute)
             self.halves.targets, self.halves.value = [ast.Name(packed, ast.Store())], halves.func.value
             forward.replace(self.product, call)
             return
-        activation = f"{_ACTIVATION}{rewrite.index}"
-        ask = ast.Assign([ast.Name(activation, ast.Store())], make_call(own, "fused_norm_activation", [act]))
-        forward.insert_before(self.call, ask)
         factors = [
             ast.keyword("gate" if factor is self.factor else "up", factor)
             for factor in (self.product.left, self.product.right)
         ]
-        fused = make_call(own, "fused_norm_gate", [ast.Name(activation, ast.Load()), act], factors)
-        forward.replace(self.product, fused)
-        forward.postpone(self.call, activation)
+        forward.replace(self.product, make_call(own, "fused_norm_gate", [formula, act], factors))
+        forward.replace(self.call, self.call.args[0])
 
 
 def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
@@ -231,7 +224,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
     if act is None or between is None:
         return None
     assert isinstance(call, ast.Call)
-    behind: list[ast.AST] = [*between]  # what a postponed activation comes after
+    behind: list[ast.AST] = [*between]  # what the activation comes after once it is fused
     if called_in is not statement:
         behind.append(statement)
     elif factor is product.left:

@@ -9,22 +9,20 @@ In the forward of an attention,
 
 becomes, whatever the names are,
 
-    postponed = self.fused_norm_may_postpone(self.q_norm, self.k_norm)
-    query = self.fused_norm_unless_postponed(postponed, self.q_norm, expression).transpose(1, 2)
-    key = self.fused_norm_unless_postponed(postponed, self.k_norm, expression).transpose(1, 2)
+    query = expression.transpose(1, 2)
+    key = expression.transpose(1, 2)
     cos, sin = position_embeddings
-    query, key = self.fused_norm_rotated(postponed, self.q_norm, self.k_norm, rotate, query, key, cos, sin)
+    query, key = self.fused_norm_rotated(self.q_norm, self.k_norm, rotate, query, key, cos, sin)
 
-A norm of the last dimension may come after leading dimensions have changed places. Where hooks or wrappers must see
-each norm as a call of its own, ``postponed`` is false and everything happens in the original order. Norms that no
-rotation follows directly are computed together as soon as both inputs are there, by ``fused_norm_pair``.
+A norm of the last dimension may come after leading dimensions have changed places. Norms that no rotation follows
+directly are computed together as soon as both inputs are there, by ``fused_norm_pair``.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ...spec import Kind
@@ -33,13 +31,11 @@ from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from .attentions import Attention
-from .calls import EditedForward, call_of_own, called, make_call
+from .calls import EditedForward, Match, call_of_own, called, make_call
 from .rotations import unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
-
-_POSTPONED = "_fused_norm_postponed"
 
 
 @dataclass
@@ -52,7 +48,7 @@ class HeadNorm:
 
 
 @dataclass
-class Heads:
+class Heads(Match):
     """The norms of one attention's queries and keys.
 
     Attributes:
@@ -77,6 +73,10 @@ class Heads:
         """The calls of the norms."""
         one, other = self.norms
         return one.call, other.call
+
+    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+        """See ``Match``."""
+        return [("", name) for name in self.names]
 
     @property
     def rotate(self) -> str | None:
@@ -116,14 +116,9 @@ class Heads:
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused calls in the place of the norms."""
-        name, own = f"{_POSTPONED}{rewrite.index}", forward.own
-        first, second = self.norms
-        norms = [first.call.func, second.call.func]
+        own, arguments = forward.own, [norm.call.func for norm in self.norms]
         for norm in self.norms:
-            forward.postpone(norm.call, name)
-        ask = ast.Assign([ast.Name(name, ast.Store())], make_call(own, "fused_norm_may_postpone", norms))
-        forward.insert_before(first.statement, ask)
-        arguments = [ast.Name(name, ast.Load()), *norms]
+            forward.replace(norm.call, norm.call.args[0])
         if "rotation" in rewrite.parts:
             assert self.rotation is not None
             statement, rotate = self.rotation
@@ -135,7 +130,7 @@ class Heads:
         arguments += [ast.Name(norm.name, ast.Load()) for norm in self.norms]
         results: list[ast.expr] = [ast.Name(norm.name, ast.Store()) for norm in self.norms]
         both = ast.Assign([ast.Tuple(results, ast.Store())], make_call(own, "fused_norm_pair", arguments))
-        forward.insert_after(second.statement, both)
+        forward.insert_after(self.norms[1].statement, both)
 
 
 def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:

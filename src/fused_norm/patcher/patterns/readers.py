@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ from ..block import Block
 from ..dataflow import Dataflow, Definition, edits_in_place, flow_of
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
-from .calls import EditedForward, call_of_own, called, make_call
+from .calls import EditedForward, Match, call_of_own, called, make_call
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
@@ -57,7 +57,7 @@ _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.Di
 
 
 @dataclass
-class Inputs:
+class Inputs(Match):
     """An argument of a forward, and who reads it there.
 
     Attributes:
@@ -140,7 +140,7 @@ class Reader:
 
 
 @dataclass
-class Reading:
+class Reading(Match):
     """The call of a norm in a layer's forward, without an add in front of it.
 
     Attributes:
@@ -154,6 +154,11 @@ class Reading:
     call: ast.Call
     reader: Reader | None
     later: tuple[str, ...]
+
+    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+        """See ``Match``."""
+        read = [("readers", self.reader.module.attr)] if self.reader is not None and "readers" in parts else []
+        return [("", called(self.call)), *read]
 
     def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
         """Decide whether the norm gives its readers outputs of their own, and hands its input on.

@@ -35,7 +35,7 @@ from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation, recognise_rotation
 from ..source import global_of
 from .attentions import Attention
-from .calls import EditedForward
+from .calls import EditedForward, Match
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
@@ -45,7 +45,7 @@ _ARGUMENTS = (3, 4, 5)
 
 
 @dataclass
-class RotationCall:
+class RotationCall(Match):
     """One call of a rotary embedding.
 
     Attributes:

@@ -1,0 +1,93 @@
+"""A call that has been made before costs few Python frames of this package: they are what the host waits for."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import fused_norm
+from fused_norm.kernels import rms_norm
+from fused_norm.model_configs import build
+
+from .models import tokens
+
+_PACKAGE = str(Path(fused_norm.__file__).parent)
+_ONLY_INTERPRETED = ("kernels/straight_lines.py", "kernels/triton/")
+"""Files whose frames are those of Triton's interpreter, and of a first call."""
+
+
+def frames_of(module: nn.Module, run: Callable[[], Any]) -> Counter[str]:
+    """The frames of this package in the last call of a module that ``run`` makes, by file and name."""
+    run()
+    frames: Counter[str] = Counter()
+    depth: list[Any] = []
+
+    def noted(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            depth.append(frame)
+            frames.clear()
+        elif event == "return" and depth and frame is depth[-1]:
+            depth.pop()
+        elif event == "call" and depth:
+            name = code.co_filename.removeprefix(_PACKAGE + "/")
+            is_own = name != code.co_filename or name.startswith(("<fused_norm", "<program of fused_norm"))
+            if is_own and not name.startswith(_ONLY_INTERPRETED):
+                frames[f"{name.partition('#')[0]}: {code.co_name}"] += 1
+
+    sys.setprofile(noted)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return frames
+
+
+def explained(frames: Counter[str]) -> str:
+    return "\n".join([f"{frames.total()} frames", *(f"{number} {frame}" for frame, number in frames.most_common())])
+
+
+@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 58), ("llama", 61), ("gemma3_text", 67)])
+def test_a_layer_that_has_run_before_takes_few_frames(model_type: str, most: int, device: str) -> None:
+    model = build(model_type, seed=0, device=device)
+    fused_norm.apply_fused_norm(model)
+    ids = tokens(device, batch=1, length=2)
+    model(ids, use_cache=False).logits.sum().backward()
+    frames = frames_of(model.model.layers[1], lambda: model(ids, use_cache=False))
+    assert 10 < frames.total() <= most, explained(frames)
+
+
+def test_a_lora_layer_that_has_run_before_takes_few_frames(device: str) -> None:
+    model = build("llama", seed=0, dtype=torch.bfloat16, device=device)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), model)
+    fused_norm.apply_fused_norm(model)
+    ids = tokens(device, batch=1, length=2)
+
+    def run() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            model(ids, use_cache=False)
+
+    run()
+    frames = frames_of(model.model.layers[1].self_attn.q_proj, run)
+    assert 5 < frames.total() <= 15, explained(frames)
+
+
+def test_a_norm_that_has_run_before_takes_few_frames(device: str) -> None:
+    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+
+    class Norm(nn.Module):
+        def forward(self) -> torch.Tensor:
+            return rms_norm(x, weight)
+
+    norm = Norm()
+    norm()
+    frames = frames_of(norm, norm)
+    assert 1 < frames.total() <= 9, explained(frames)

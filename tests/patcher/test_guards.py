@@ -1,0 +1,114 @@
+"""A forward is what a patch would make of its module as it is now: with hooks that have come since, and gone again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fused_norm
+from fused_norm.patcher import guard
+
+from .models import relative, tokens, twins
+
+HOOKED = [
+    ("qwen3", "self_attn.q_norm"),
+    ("qwen3", "post_attention_layernorm"),
+    ("qwen3", "mlp.act_fn"),
+    ("gemma3_text", "self_attn.k_norm"),
+    ("gemma3_text", "post_attention_layernorm"),
+    ("gemma3_text", "pre_feedforward_layernorm"),
+    ("gemma3_text", "post_feedforward_layernorm"),
+]
+"""Model types, and the modules of a layer that get a hook."""
+
+
+@pytest.mark.parametrize(("model_type", "place"), HOOKED)
+def test_a_hook_leaves_fused_what_a_patch_would_still_fuse(
+    model_type: str, place: str, device: str, launches: list[str]
+) -> None:
+    stock, fused = twins(model_type, device)
+    ids, outputs, calls = tokens(device, batch=1, length=2), [], []
+
+    def run() -> None:
+        launches.clear()
+        outputs.append(fused(ids, use_cache=False).logits)
+        calls.append(Counter(launches))
+
+    run()
+    for module in (one.get_submodule(place) for one in fused.model.layers[:2]):
+        module.register_forward_hook(lambda *_: None)
+    run()
+    fused_norm.apply_fused_norm(fused)
+    run()
+    assert calls[1] == calls[2]
+    assert calls[0] != calls[1]
+    assert all(relative(one, stock(ids, use_cache=False).logits) < 1e-5 for one in outputs)
+
+
+class Norms(nn.Module):
+    """Norms after adds, each with a hook or without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.RMSNorm(16, eps=1e-5) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + x * 2
+        y = self.a(x)
+        x = x + y
+        y = self.b(x)
+        x = x + y
+        y = self.c(x)
+        x = x + y
+        return self.d(x)
+
+
+def test_no_more_variants_are_made_than_are_worth_it(
+    device: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    rewrite = guard.rewritten_forward
+    monkeypatch.setattr(guard, "rewritten_forward", lambda *given: made.append(given) or rewrite(*given))
+    fused = Norms().to(device)
+    fused_norm.apply_fused_norm(nn.ModuleList([fused]))
+    x, added = torch.randn(5, 16, device=device), []
+    expected = Norms().to(device)(x)
+    for number in range(16):
+        hooked = [norm for bit, norm in enumerate(fused.children()) if number >> bit & 1]
+        handles = [norm.register_forward_hook(lambda *_: None) for norm in hooked]
+        launches.clear()
+        assert relative(fused(x), expected) < 1e-6
+        assert relative(fused(x), expected) < 1e-6
+        added.append((launches.count("add_rms_norm") // 2, 4 - len(hooked)))
+        for handle in handles:
+            handle.remove()
+    most = guard._MOST_VARIANTS + 1
+    assert len(made) == most
+    assert [found for found, _ in added] == [left for _, left in added[:most]] + [0] * (16 - most)
+
+
+class OneNorm(nn.Module):
+    """A norm of a branch that is also the norm of the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16, eps=1e-5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        s = x + self.norm(x * 2)
+        return self.norm(s)
+
+
+def test_a_norm_that_takes_part_twice_is_heard_twice(device: str, launches: list[str]) -> None:
+    fused, heard = OneNorm().to(device), []
+    fused_norm.apply_fused_norm(nn.ModuleList([fused]))
+    x = torch.randn(5, 16, device=device)
+    fused(x)
+    assert launches == ["norm_add_norm"]
+    fused.norm.register_forward_hook(lambda *_: heard.append(1))
+    assert relative(fused(x), OneNorm().to(device)(x)) < 1e-6
+    assert len(heard) == 2
