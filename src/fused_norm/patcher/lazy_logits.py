@@ -101,8 +101,13 @@ class Projection:
         self._sample = _sample(self.weight) if may_be_written else None
 
     @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight and bias."""
+        return self.x, self.weight, self.bias
+
+    @property
     def _tensors(self) -> list[Tensor]:
-        return [one for one in (self.x, self.weight, self.bias) if one is not None]
+        return [one for one in self.arguments if one is not None]
 
     def compute(self) -> Tensor:
         """The logits.
@@ -111,7 +116,7 @@ class Projection:
             RuntimeError: as ``check``.
         """
         self.check()
-        return _logits(self.x, self.weight, self.bias, self.dtype)
+        return _logits(*self.arguments, self.dtype)
 
     def check(self) -> None:
         """Check that logits computed now would be those of the forward.
@@ -221,8 +226,7 @@ class LazyLogits(LazyTensor):
     ) -> LazyLogits:
         with plain_functions():
             if is_connected:
-                given = projection.x, projection.weight, projection.bias
-                lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *given)
+                lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
         lazy._projection, lazy._steps, lazy._parent, lazy._real = projection, steps, parent, None
@@ -300,10 +304,10 @@ class LazySum(LazyTensor):
         like = torch.empty((), dtype=torch.float32, device="meta")
         with plain_functions():
             device, requires_grad = logits.device, logits.requires_grad
-            projection = logits._projection
-            given = projection.x, projection.weight, projection.bias
-            is_connected = torch.is_grad_enabled() and requires_grad
-            lazy: LazySum = _Loss.apply(like, logits, how, True, *given) if is_connected else cls(like, device)
+            if torch.is_grad_enabled() and requires_grad:
+                lazy: LazySum = _Loss.apply(like, logits, how, True, *logits._projection.arguments)
+            else:
+                lazy = cls(like, device)
         lazy._logits, lazy._how = logits, how
         return lazy
 
@@ -335,19 +339,12 @@ class _Lazy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        like: Tensor,
-        steps: tuple[Step, ...],
-        dtype: torch.dtype | None,
-        parent: LazyLogits | None,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        ctx: Any, like: Tensor, steps: tuple[Step, ...], dtype: Any, parent: LazyLogits | None, *arguments: Any
     ) -> Any:
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(*arguments)
         ctx.set_materialize_grads(False)
         ctx.steps, ctx.dtype, ctx.is_first = steps, dtype, parent is None
-        return LazyLogits(like, x.device)
+        return LazyLogits(like, arguments[0].device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
@@ -387,17 +384,8 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        logits: LazyLogits,
-        how: CrossEntropy,
-        is_lazy: bool,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Any:
-        ctx.save_for_backward(x, weight, bias)
+    def forward(ctx: Any, loss: Tensor, logits: LazyLogits, how: CrossEntropy, is_lazy: bool, *arguments: Any) -> Any:
+        ctx.save_for_backward(*arguments)
         ctx.set_materialize_grads(False)
         ctx.steps, ctx.dtype, ctx.family = logits._steps, logits._projection.dtype, logits._family
         ctx.how, ctx.is_lazy = how, is_lazy
@@ -469,7 +457,7 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
             loss = projection.loss(rows_by(logits._steps, projection.x), replace(how, **transformation))
         if loss.requires_grad:
             with plain_functions():
-                loss = _Loss.apply(loss, logits, how, False, projection.x, projection.weight, projection.bias)
+                loss = _Loss.apply(loss, logits, how, False, *projection.arguments)
     return loss
 
 
