@@ -96,8 +96,8 @@ def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
 
 def every_call(
     device: str, layout: str = "contiguous", rows: int = 3, width: int = 16, dtype: torch.dtype | None = None
-) -> list[Call]:
-    """Every operator, with tensors of several dtypes unless all are to have one."""
+) -> dict[str, Call]:
+    """Calls of every operator by their names, with tensors of several dtypes unless all are to have one."""
 
     def made(*shape: int, usual: torch.dtype = BF16) -> Tensor:
         tensor = torch.randn(shape, device=device).to(dtype or usual)
@@ -110,33 +110,39 @@ def every_call(
     cos, sin = made(2, 2, rotary), made(2, 2, rotary)
     whole_cos, whole_sin = (made(2, 2, rotary if width % 2 else width) for _ in range(2))
     first, second = made(4, width, usual=FP32), made(width, 4)
-    return [
-        Call("rms_norm", llama, (x, w), (None,)),
-        Call("rms_norm", none, (r, None), ("static_persistent",)),
-        Call("add_rms_norm", gemma, (x, r, w), (None, 1.0)),
-        Call("add_rms_norm", llama, (x, x.clone(), inner), (None, 1.0)),
-        Call("add_rms_norm", none, (x, x.clone(), None), (None, 0.22)),
-        Call("norm_add", llama, (x, r, w)),
-        Call("norm_add_norm", gemma, (x, r, inner, w)),
-        Call("norm_add_norm", none, (x, r, None, w)),
-        Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1, None)),
-        Call("qk_norm", gemma, (x, x[:, :1].contiguous(), inner, inner.clone(), cos, sin), (1, None)),
-        Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, None)),
-        Call("glu", None, (x, r), ("silu",)),
-        Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, None)),
-        Call("glu", None, (packed, None), ("gelu_tanh",)),
-        Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
-        Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
-        Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, inner, whole_cos, whole_sin), (1, None)),
-        Call("qk_norm", llama, (x, x[:, :1].contiguous(), w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)),
-        Call("rope", None, (x, x[:, :1].contiguous(), whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
-        Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
-    ]
+    k = x[:, :1].contiguous()
+    return {
+        "norm": Call("rms_norm", llama, (x, w), (None,)),
+        "norm uncast": Call("rms_norm", none, (r, None), ("static_persistent",)),
+        "add in gemma": Call("add_rms_norm", gemma, (x, r, w), (None, 1.0)),
+        "add": Call("add_rms_norm", llama, (x, x.clone(), inner), (None, 1.0)),
+        "add scaled": Call("add_rms_norm", none, (x, x.clone(), None), (None, 0.22)),
+        "norm and add": Call("norm_add", llama, (x, r, w)),
+        "sandwich": Call("norm_add_norm", gemma, (x, r, inner, w)),
+        "sandwich uncast": Call("norm_add_norm", none, (x, r, None, w)),
+        "heads": Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1, None)),
+        "heads rotated in part": Call("qk_norm", gemma, (x, k, inner, inner.clone(), cos, sin), (1, None)),
+        "rotation in part": Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, None)),
+        "glu": Call("glu", None, (x, r), ("silu",)),
+        "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, None)),
+        "glu packed": Call("glu", None, (packed, None), ("gelu_tanh",)),
+        "gated in groups": Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
+        "gate first": Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
+        "heads rotated": Call("qk_norm", llama, (x, k, w, inner, whole_cos, whole_sin), (1, None)),
+        "heads rotated in part and cast": Call(
+            "qk_norm", llama, (x, k, w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)
+        ),
+        "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
+        "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
+    }
 
 
-def _id(index: int) -> str:
-    return f"{every_call('cpu')[index].name}-{index}"
-
-
-CALLS = pytest.mark.parametrize("index", range(20), ids=_id)
-NORMED_CALLS = pytest.mark.parametrize("index", [*range(10), 14, 15, 16, 17], ids=_id)
+_EVERY = every_call("cpu")
+NAMES = list(_EVERY)
+CALLS = pytest.mark.parametrize("case", NAMES)
+NORMED = [name for name, call in _EVERY.items() if call.spec is not None]
+HEADS = [name for name, call in _EVERY.items() if call.name in ("qk_norm", "rope")]
+ROWS = [name for name in NAMES if name not in HEADS]
+"""The calls whose tensors are rows alone, and not heads."""
+IN_PART = [name for name in HEADS if "in part" in name]
+"""The calls that rotate a part of each row."""

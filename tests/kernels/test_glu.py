@@ -120,15 +120,6 @@ def test_any_number_of_rows(rows: int, device: str) -> None:
         assert_right(inputs(device, rows, width, up=None), "silu")
 
 
-def test_outputs_and_gradients_lie_in_the_order_of_the_gate(device: str) -> None:
-    given = inputs(device, 2, 4, 4, 16)
-    turned = given.gate.transpose(1, 2)
-    for value in run(by(glu, "silu"), given.but(gate=turned)).present().values():
-        assert value.stride() == turned.stride()
-    found = run(by(glu, "silu"), given.but(gate=given.up, up=turned)).present().values()
-    assert all(value.is_contiguous() for value in found)
-
-
 def test_one_row_for_all(device: str) -> None:
     given = inputs(device, 4, 16)
     one = given.up[:1].expand(4, 16)

@@ -46,7 +46,7 @@ def test_a_sum_of_shares_awaits_the_backward_that_lets_it_begin(
 ) -> None:
     on(Device(overlaps=overlaps))
     sums = 0
-    for call in every_call(device, rows=1, width=width):
+    for call in every_call(device, rows=1, width=width).values():
         if width > 16 and call.name not in ("rms_norm", "add_rms_norm", "norm_add_norm"):
             continue
         made = launches_of(call.results)
@@ -67,7 +67,7 @@ def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[D
     few, many = (
         [
             [(one.name, one.constants, one.options) for one in launches_of(call.results)]
-            for call in every_call(device, rows=rows)
+            for call in every_call(device, rows=rows).values()
             if call.name not in ("qk_norm", "rope")  # whose rows are heads here
         ]
         for rows in (3, 700)
@@ -83,7 +83,7 @@ def fused(launch: Launch) -> bool:
 def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(device: str) -> None:
     """Squares of fp32 rows, two norms in one kernel, products of angles and those of a gate."""
     for dtype in (FP32, BF16, FP16):
-        for call in every_call(device, dtype=dtype):
+        for call in every_call(device, dtype=dtype).values():
             forward = launches_of(call.outputs)[0]
             rounded = call.name in ("glu", "rope", "norm_add", "norm_add_norm")
             rounded = rounded or (dtype == FP32 and call.name in ("rms_norm", "add_rms_norm"))
@@ -136,9 +136,9 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
 
 
 @CALLS
-def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(index: int, on: Callable[[Device], None]) -> None:
+def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(case: str, on: Callable[[Device], None]) -> None:
     on(Device())
-    call = every_call("cpu")[index]
+    call = every_call("cpu")[case]
 
     def large(one: torch.Tensor) -> torch.Tensor:
         if one.dim() < 4:

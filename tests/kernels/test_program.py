@@ -22,12 +22,13 @@ from triton import knobs
 from fused_norm.kernels import add_rms_norm, codegen, guards, program, rms_norm
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm import ADD_RMS_NORM, NORM_ADD, RMS_NORM
-from fused_norm.kernels.operator import calls, norm_spec
+from fused_norm.kernels.operator import Operator, calls, norm_spec
 from fused_norm.kernels.plans import PlanTable, Rule
 from fused_norm.kernels.triton.devices import use_plans
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.launch import launches as observed
 
+from .calls import NAMES, every_call
 from .conftest import OPERATORS
 from .numerics import BF16, FP32
 
@@ -39,8 +40,6 @@ def rows(device: str, dtype: torch.dtype = FP32, layout: str = "dense") -> Tenso
     """[2, 3, 16] in a layout."""
     if layout == "transposed":
         return torch.randn(3, 2, 16, device=device).to(dtype).transpose(0, 1)
-    if layout == "padded":
-        return torch.randn(2, 3, 32, device=device).to(dtype)[..., :16]
     if layout == "columns":
         return torch.randn(2, 16, 3, device=device).to(dtype).transpose(1, 2)
     return torch.randn(2, 3, 16, device=device).to(dtype)
@@ -50,44 +49,16 @@ def weight(device: str, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(16, device=device).to(dtype)
 
 
-def factor(device: str, rank: int, dtype: torch.dtype = FP32) -> Tensor:
-    return torch.randn(rank, 16, device=device).to(dtype)
+CASES = (*NAMES, "norm transposed heads", "norm padded rows")
+"""The calls that are recorded: those of every operator, and norms of rows in another layout."""
 
 
-def heads(device: str, count: int) -> Tensor:
-    return torch.randn(2, 3, count, 16, device=device).transpose(1, 2)
-
-
-def angles(device: str) -> Tensor:
-    return torch.randn(1, 3, 16, device=device)
-
-
-Make = Callable[[str], tuple[Any, ...]]
-CASES: dict[str, tuple[str, Any, Make, int]] = {
-    "norm": ("rms_norm", LLAMA, lambda d: (rows(d), weight(d), None), 2),
-    "norm of bf16": ("rms_norm", GEMMA, lambda d: (rows(d, BF16), weight(d, FP32), "multi_wave_reload"), 2),
-    "norm without weight": ("rms_norm", LLAMA, lambda d: (rows(d), None, None), 1),
-    "norm transposed": ("rms_norm", LLAMA, lambda d: (rows(d, layout="transposed"), weight(d), None), 2),
-    "norm padded": ("rms_norm", LLAMA, lambda d: (rows(d, layout="padded"), weight(d), None), 2),
-    "add": ("add_rms_norm", LLAMA, lambda d: (rows(d), rows(d), weight(d), None, 1.0), 3),
-    "add scaled": ("add_rms_norm", LLAMA, lambda d: (rows(d, BF16), rows(d), weight(d), None, 0.5), 3),
-    "norm and add": ("norm_add", LLAMA, lambda d: (rows(d), rows(d), weight(d)), 3),
-    "sandwich": ("norm_add_norm", GEMMA, lambda d: (rows(d), rows(d), weight(d), weight(d)), 4),
-    "gated": ("gated_rms_norm", LLAMA, lambda d: (rows(d), rows(d), weight(d), "silu", True, 2), 3),
-    "glu": ("glu", None, lambda d: (rows(d), rows(d), "gelu"), 2),
-    "glu packed": ("glu", None, lambda d: (rows(d), None, "silu"), 1),
-    "heads": ("qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), None, None, 1, None), 4),
-    "heads rotated": (
-        "qk_norm", LLAMA, lambda d: (heads(d, 4), heads(d, 2), weight(d), weight(d), angles(d), angles(d), 1, None), 4,
-    ),
-    "rotation": ("rope", None, lambda d: (heads(d, 4), heads(d, 2), angles(d), angles(d), 1, False, None), 2),
-    "rotation of one": ("rope", None, lambda d: (heads(d, 4), None, angles(d), angles(d), 1, True, None), 1),
-    "adapter": ("lora_add", None, lambda d: (rows(d), rows(d, BF16), factor(d, 4), factor(d, 4, BF16).t(), 0.5), 4),
-    "adapter of 16 bits": (
-        "lora_add", None, lambda d: (rows(d, BF16), rows(d, BF16), factor(d, 1), factor(d, 1).t().contiguous(), 1.0), 4,
-    ),
-}  # fmt: skip
-"""By name: an operator, its norm, arguments, and how many of the first of them may want a gradient."""
+def case_of(case: str, device: str) -> tuple[Operator, Any, tuple[Any, ...], int]:
+    """An operator, its norm, a call's arguments, and how many of the first of them may want a gradient."""
+    layout = next((layout for layout in ("transposed heads", "padded rows") if case.endswith(layout)), "contiguous")
+    dtype = FP32 if case == "norm and add" else None  # or its backward casts the residual's gradient
+    call = every_call(device, layout, dtype=dtype)[case.removesuffix(f" {layout}")]
+    return OPERATORS[call.name], call.spec, (*call.tensors, *call.options), call.differentiated
 
 
 def fresh(arguments: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -144,8 +115,7 @@ def straight(one: program.Program) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_does_what_the_general_path_does(case: str, device: str) -> None:
-    name, spec, make, differentiable = CASES[case]
-    operator, given = OPERATORS[name], make(device)
+    operator, spec, given, differentiable = case_of(case, device)
     everything, outputs = (True,) * differentiable, (True, True)
     patterns = [(everything, outputs), ((False,) * differentiable, outputs), (everything, (True, False))]
     patterns.append((tuple(index % 2 == 0 for index in range(differentiable)), outputs))
@@ -157,8 +127,8 @@ def test_a_program_does_what_the_general_path_does(case: str, device: str) -> No
             results = operator(spec, *fresh(given, wanted))
         results = [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
         assert_same(results, expected[: len(results)])
-    assert all(straight(one) for one in programs(name))
-    backwards = [one for forward in programs(name) for one in forward.backwards]
+    assert all(straight(one) for one in programs(operator.name))
+    backwards = [one for forward in programs(operator.name) for one in forward.backwards]
     assert backwards
     assert all(map(straight, backwards))
 
@@ -186,18 +156,23 @@ def with_one_other(spec: Any, options: tuple[Any, ...]) -> list[tuple[Any, tuple
     """The meaning of a norm and an operator's options, one of them another one."""
     others = []
     if spec is not None:
-        others += [(replace(spec, eps=0.1), options), (replace(spec, zero_centered=not spec.zero_centered), options)]
+        others += [(replace(spec, eps=0.1), options)]
+        if spec.casting != "none":  # whose call has no weight
+            others += [(replace(spec, zero_centered=not spec.zero_centered), options)]
     for place, value in enumerate(options):
-        other: Any = False if value is True else {"gelu": "gelu_tanh", "silu": "sigmoid", 0.5: -3.0}.get(value)
+        other: Any = (
+            False if value is True else {"gelu_tanh": "gelu", "silu": "sigmoid", 0.22: -3.0, 0.7: -3.0}.get(value)
+        )
         if other is not None:
             others.append((spec, (*options[:place], other, *options[place + 1 :])))
     return others
 
 
-@pytest.mark.parametrize("case", ["norm", "add scaled", "norm and add", "sandwich", "gated", "glu", "heads", "adapter"])
+@pytest.mark.parametrize(
+    "case", ["norm", "add scaled", "norm and add", "sandwich", "gated in groups", "glu", "heads", "adapter"]
+)
 def test_numbers_and_words_of_a_call_are_those_of_that_call(case: str, device: str) -> None:
-    name, spec, make, differentiable = CASES[case]
-    operator, given = OPERATORS[name], make(device)
+    operator, spec, given, differentiable = case_of(case, device)
     tensors, options, wanted = given[: operator.tensor_count], given[operator.tensor_count :], (True,) * differentiable
     first = step(lambda *a: operator(spec, *a), fresh(given, wanted), (True, True))
     others = with_one_other(spec, options)
@@ -414,8 +389,8 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     case: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them at a time: in a call that a program has to repeat, and in one that would be recorded."""
-    name, spec, make, differentiable = CASES[case]
-    operator, given, wanted = OPERATORS[name], make(device), (True,) * differentiable
+    operator, spec, given, differentiable = case_of(case, device)
+    wanted = (True,) * differentiable
     if device == "cpu":
         monkeypatch.setattr(Launch, "run", lambda launch: None)  # it is the way that counts, and no result
 
@@ -435,7 +410,7 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
         return [one for one, odd in zip(("forward", "backward"), is_odd, strict=True) if odd]
 
     step_at(None, None)
-    (forward,) = programs(name)
+    (forward,) = programs(operator.name)
     (backward,) = forward.backwards
     found = repeated(forward=forward.forward, backward=backward.call)
     outputs = operator(spec, *fresh(given, wanted))
@@ -449,8 +424,8 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     for way in ways:
         program.forget_all()
         odd = step_at(*way)
-        assert len(programs(name)) == ("forward" not in odd), way
-        assert all(len(one.backwards) == ("backward" not in odd) for one in programs(name)), way
+        assert len(programs(operator.name)) == ("forward" not in odd), way
+        assert all(len(one.backwards) == ("backward" not in odd) for one in programs(operator.name)), way
 
 
 def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(
@@ -661,10 +636,9 @@ def test_random_calls_in_turn_do_what_the_general_path_does(
     monkeypatch.setattr(program, "EACH", 2)
     pick = random.Random(seed)
     for _ in range(24):
-        name, spec, make, differentiable = CASES[pick.choice(list(CASES))]
+        operator, spec, given, differentiable = case_of(pick.choice(CASES), device)
         wanted = tuple(pick.random() < 0.7 for _ in range(differentiable))
         used = (pick.random() < 0.8, True)
-        given, operator = make(device), OPERATORS[name]
         expected = step(lambda *a, o=operator, s=spec: o._launched(s, *a), fresh(given, wanted), used)
         for _ in range(pick.randrange(1, 3)):
             assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)

@@ -363,19 +363,6 @@ def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.Mo
     assert allocated == [dq.shape]
 
 
-@pytest.mark.parametrize("heads", [LLAMA, ROPE, PARTIAL], ids=str)
-def test_one_launch_each_way_and_one_more_for_both_sums(
-    heads: Heads, device: str, launched: Callable[[], list[str]]
-) -> None:
-    inputs = heads.inputs(16, device)
-    wanted = ["qk_forward_kernel", "qk_backward_kernel", "_sum_shares_kernel"]
-    for _ in range(2):
-        run(heads.fused, inputs)
-        assert launched() == wanted
-    run(heads.fused, inputs, ("q_weight", "k_weight"))
-    assert launched() == wanted[:2]
-
-
 @pytest.mark.parametrize("heads", [LLAMA, pytest.param(replace(ROPE, rotary=256), marks=pytest.mark.slow)], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
     """More tiles than programs on both sides, and repeats that agree to the last bit."""

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
-from .calls import Call, every_call
+from .calls import NAMES, Call, every_call
 from .conftest import OPERATORS
 from .numerics import FP32
 
@@ -37,19 +37,22 @@ class Case(Call):
         return tuple(self.outputs(tensors, call))
 
 
-def _case(index: int, device: str) -> Case:
+def _case(name: str, device: str) -> Case:
     """In fp32, with an eps that keeps second derivatives small."""
-    x, w = (torch.randn(8, device=device) for _ in range(2))
-    gate, up = (torch.randn(3, 8, device=device) for _ in range(2))
-    more = [
-        Call("rms_norm", NormSpec("gemma", True), (x, w), (None,)),
-        Call("glu", None, (gate, up), ("gelu",)),
-    ]
-    case = Case(*[*every_call(device, width=8, dtype=FP32), *more][index])
+    calls = every_call(device, width=8, dtype=FP32)
+    calls["glu by erf"] = calls["glu"]._replace(options=("gelu",))
+    case = Case(*calls[name.removesuffix(" of a row")])
+    if name.endswith(" of a row"):
+        case = case.converted(lambda tensor: tensor[0, 0, 0].clone() if tensor.dim() == 4 else tensor)
     return case if case.spec is None else case._replace(spec=replace(case.spec, eps=1e-3))
 
 
-CASES = pytest.mark.parametrize("index", range(22), ids=lambda index: f"{_case(index, 'cpu').name}-{index}")
+OF_A_ROW = [
+    f"{name} of a row"
+    for name in ("norm", "add", "add scaled", "norm and add", "sandwich", "heads", "glu", "gated in groups")
+]
+"""Calls of tensors of one dimension, which is a row."""
+CASES = pytest.mark.parametrize("case", [*NAMES, "norm of a row", "glu by erf"])
 
 
 def _assert_close(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float = 1e-4) -> None:
@@ -116,26 +119,15 @@ def functional_transforms(case: Case, function: Function) -> Sequence[Tensor]:
     return *gradients, several(stacked, *case.inputs[1:]), *outputs, *tangents, jacobian, *hessian
 
 
-def _of_one_row(device: str) -> list[Case]:
-    """Calls of tensors of one dimension, which is a row."""
-    x, other, w, inner = (torch.randn(8, device=device) for _ in range(4))
-    a, b, wide = torch.randn(3, 8, device=device), torch.randn(5, 3, device=device), torch.randn(5, device=device)
-    norm = NormSpec("llama", True, eps=1e-3)
-    return [
-        Case("rms_norm", norm, (x, w), (None,)),
-        Case("add_rms_norm", norm, (x, other, w), (None, 0.5)),
-        Case("norm_add", norm, (x, other, w)),
-        Case("norm_add_norm", norm, (x, other, inner, w)),
-        Case("qk_norm", norm, (x, other, w, inner, None, None), (1, None)),
-        Case("glu", None, (x, other), ("silu",)),
-        Case("gated_rms_norm", norm, (x, other, w), ("silu", True, 2)),
-        Case("lora_add", None, (wide.bfloat16(), x.bfloat16(), a, b), (0.7,)),
-    ]
+def _adapter_of_a_row(device: str) -> Case:
+    x, a = torch.randn(8, device=device).bfloat16(), torch.randn(3, 8, device=device)
+    b, base = torch.randn(5, 3, device=device), torch.randn(5, device=device).bfloat16()
+    return Case("lora_add", None, (base, x, a, b), (0.7,))
 
 
-@pytest.mark.parametrize("index", range(8), ids=lambda index: _of_one_row("cpu")[index].name)
-def test_gradients_of_a_single_row_are_differentiated_again(index: int, device: str) -> None:
-    case = _of_one_row(device)[index]
+@pytest.mark.parametrize("name", [*OF_A_ROW, "adapter of a row"])
+def test_gradients_of_a_single_row_are_differentiated_again(name: str, device: str) -> None:
+    case = _adapter_of_a_row(device) if name.startswith("adapter") else _case(name, device)
     _assert_close(*(second_derivatives(case, one) for one in (case.by_kernels, case.by_formula)), _tolerance(case))
 
 
@@ -152,7 +144,7 @@ def test_a_weight_that_is_written_between_has_the_second_derivatives_of_its_forw
 
 
 def test_factors_that_are_written_between_have_the_second_derivatives_of_their_forward(device: str) -> None:
-    case = _of_one_row(device)[-1]
+    case = _adapter_of_a_row(device)
     found = [_second_derivatives_after_a_write(case, one) for one in (case.by_kernels, case.by_formula)]
     _assert_close(*found, _tolerance(case))
 
@@ -178,28 +170,28 @@ TRANSFORMED = (
 
 @CASES
 @pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda one: one.__name__)
-def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor]], index: int, device: str) -> None:
-    case = _case(index, device)
-    _assert_close(transformed(case, case.by_kernels), transformed(case, case.by_formula))
+def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor]], case: str, device: str) -> None:
+    call = _case(case, device)
+    _assert_close(transformed(call, call.by_kernels), transformed(call, call.by_formula))
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
-@pytest.mark.parametrize("index", [2, 6, 9, 10])
-def test_second_derivatives_where_one_output_is_unused(index: int, used: tuple[bool, bool], device: str) -> None:
-    case = _case(index, device)
+@pytest.mark.parametrize("case", ["add in gemma", "sandwich", "heads rotated in part", "rotation in part"])
+def test_second_derivatives_where_one_output_is_unused(case: str, used: tuple[bool, bool], device: str) -> None:
+    call = _case(case, device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
-        leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
+        leaves = [leaf.clone().requires_grad_() for leaf in call.inputs]
         outputs = [output for output, keep in zip(function(*leaves), used, strict=True) if keep]
         first = torch.autograd.grad(_loss(outputs), leaves, create_graph=True, allow_unused=True)
         total = sum(one.square().sum() for one in first if one is not None)
         return *first, *torch.autograd.grad(total, leaves, allow_unused=True)
 
-    _assert_close(found(case.by_kernels), found(case.by_formula))
+    _assert_close(found(call.by_kernels), found(call.by_formula))
 
 
 def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(device: str) -> None:
-    case = _case(0, device)
+    case = _case("norm", device)
 
     def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         x = case.inputs[0].clone().requires_grad_()
@@ -237,27 +229,27 @@ def _negated(tensor: Tensor) -> Tensor:
 
 
 @CASES
-def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(index: int, launches: list[Launch], device: str) -> None:
-    case = _case(index, device)
-    expected = case.by_formula(*case.inputs)
+def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(case: str, launches: list[Launch], device: str) -> None:
+    call = _case(case, device)
+    expected = call.by_formula(*call.inputs)
     incoming = [output.cos() for output in expected]
-    for place in range(len(case.inputs)):
-        leaves = [leaf.clone().requires_grad_() for leaf in case.inputs]
+    for place in range(len(call.inputs)):
+        leaves = [leaf.clone().requires_grad_() for leaf in call.inputs]
         given = [_negated(leaf) if at == place else leaf for at, leaf in enumerate(leaves)]
         with torch.no_grad():
-            _assert_close(case.by_kernels(*given), expected)
-        outputs = case.by_kernels(*given)
+            _assert_close(call.by_kernels(*given), expected)
+        outputs = call.by_kernels(*given)
         _assert_close(outputs, expected)
         gradients = torch.autograd.grad(outputs, leaves, [_negated(one) for one in incoming])
-        plain = torch.autograd.grad(case.by_formula(*leaves), leaves, incoming)
+        plain = torch.autograd.grad(call.by_formula(*leaves), leaves, incoming)
         _assert_close(gradients, plain)
     assert not any(tensor is not None and tensor.is_neg() for launch in launches for tensor in launch.tensors)
 
 
 @pytest.mark.filterwarnings("ignore")
 @CASES
-def test_traces_by_torch_jit(index: int, device: str) -> None:
-    case = _case(index, device)
-    traced = torch.jit.trace(case.by_kernels, case.inputs, check_trace=False)
-    others = [tensor.sin() for tensor in case.inputs]
-    _assert_close(traced(*others), case.by_formula(*others))
+def test_traces_by_torch_jit(case: str, device: str) -> None:
+    call = _case(case, device)
+    traced = torch.jit.trace(call.by_kernels, call.inputs, check_trace=False)
+    others = [tensor.sin() for tensor in call.inputs]
+    _assert_close(traced(*others), call.by_formula(*others))
