@@ -40,7 +40,7 @@ def _poisoned_memory() -> Iterator[None]:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """Every launch of the test, in order; programs make them by Triton's own way, where they are seen."""
     found: list[Launch] = []
-    monkeypatch.setattr(program, "machine_of", lambda device: None)
+    monkeypatch.setattr(program, "launch_backend", lambda device: None)
     program.forget_all()
     run = Launch.run
 

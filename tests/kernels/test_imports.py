@@ -16,7 +16,6 @@ LAYERS = (
     "kernels.triton",
     "kernels.reference",
     "kernels.arguments",
-    "kernels.guards",
     "kernels.codegen",
     "kernels.program",
     "kernels.operator",

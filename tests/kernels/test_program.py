@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 
-from fused_norm.kernels import add_rms_norm, codegen, guards, program, rms_norm
+from fused_norm.kernels import add_rms_norm, codegen, program, rms_norm
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm import ADD_RMS_NORM, NORM_ADD, RMS_NORM
 from fused_norm.kernels.operator import Operator, calls, norm_spec
@@ -169,7 +169,7 @@ def with_one_other(spec: Any, options: tuple[Any, ...]) -> list[tuple[Any, tuple
 
 
 @pytest.mark.parametrize(
-    "case", ["norm", "add scaled", "norm and add", "sandwich", "gated in groups", "glu", "heads", "adapter"]
+    "case", ["norm", "add scaled", "norm and add", "sandwich", "gated in groups", "glu packed", "heads", "adapter"]
 )
 def test_numbers_and_words_of_a_call_are_those_of_that_call(case: str, device: str) -> None:
     operator, spec, given, differentiable = case_of(case, device)
@@ -281,7 +281,7 @@ def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(
     has_guards: bool, order: tuple[str, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_guards:
-        monkeypatch.setattr(guards, "TensorGuards", None)
+        monkeypatch.setattr(program, "TensorGuards", None)
     for layout in ("dense", "columns"):  # the latter is copied
         program.forget_all()
         x, w, dy = rows(device, layout=layout).requires_grad_(), weight(device), rows(device)
@@ -644,7 +644,7 @@ def test_random_calls_in_turn_do_what_the_general_path_does(
             assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)
 
 
-@pytest.mark.parametrize("without", [(guards, "TensorGuards"), (codegen, "_empty_strided_cuda")])
+@pytest.mark.parametrize("without", [(program, "TensorGuards"), (codegen, "_empty_strided_cuda")])
 def test_without_parts_of_pytorch_that_are_not_public(
     without: tuple[Any, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

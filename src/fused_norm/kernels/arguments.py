@@ -13,7 +13,7 @@ from torch import Tensor
 from ..spec import NormSpec
 from .plans import forward_plan
 from .sharded import are_angles_of, is_plain
-from .triton.memory import against_heads, heads_dim_of, memory_order
+from .triton.memory import angles_layout, heads_dim_of, memory_order
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
@@ -196,7 +196,7 @@ def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
             f"cos must have an even last dimension of at most q's {width}, not {rotary}; pass the angles of both halves"
         )
     else:
-        shape, _ = against_heads(cos, unsqueeze_dim)
+        shape, _ = angles_layout(cos, unsqueeze_dim)
         for name, x in sides:
             if any(size not in (1, wanted) for size, wanted in zip(shape[:3], x.shape[:3], strict=True)):
                 reason = (

@@ -7,6 +7,8 @@ those of the inputs are given, what is allocated is m0, m1 and so on, and the ad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -224,7 +226,7 @@ class Interpreter:
         return _Entry(call, (launch._replace(tensors=()),), True, launch.numbers, tensors)
 
 
-def machine_of(device: torch.device) -> Cuda | Interpreter | None:
+def launch_backend(device: torch.device) -> Cuda | Interpreter | None:
     """The machine that launches kernels on ``device``; None where it is not known how to do that."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     if not all(hasattr(hook, "calls") for hook in hooks):
@@ -241,3 +243,15 @@ def tensor_at(address: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tens
     extent = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
     memory = torch.frombuffer((ctypes.c_byte * extent).from_address(address), dtype=torch.uint8, count=extent)
     return memory.view(dtype).as_strided(shape, stride)
+
+
+@lru_cache(maxsize=512)
+def _code(names: tuple[str, ...], lines: tuple[str, ...]) -> CodeType:
+    source = "".join(f"    {line}\n" for line in lines)
+    module = compile(f"def run({', '.join(names)}):\n{source}", "<program of fused_norm>", "exec")
+    return next(one for one in module.co_consts if isinstance(one, CodeType))
+
+
+def function_of(names: Sequence[str], lines: Sequence[str], known: dict[str, Any]) -> Callable[..., Any]:
+    """The function of arguments of these names that does the lines, with these global names."""
+    return FunctionType(_code(tuple(names), tuple(lines)), {"__builtins__": __builtins__, **known})

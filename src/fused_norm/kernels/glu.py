@@ -40,7 +40,7 @@ class Glu(Operator):
             )
         return wrong_choice("activation", activation, ACTIVATIONS)
 
-    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         return other_dtype("gate", "up", *arguments[:2])
 
     def is_elementwise(self, *tensors: Any) -> bool:

@@ -35,7 +35,7 @@ class HeadsOperator(Operator):
         cos, sin = arguments[self.tensor_count - 2 : self.tensor_count]
         return None if cos is None else angles_beyond_kernels(q, cos, sin, arguments[self.tensor_count])
 
-    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         return other_dtype("q", "k", *arguments[:2])
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class QKNorm(HeadsOperator):
                 continue
             x, weight = inputs[side::2]
             if cos is not None:
-                d = reference.rope_backward(d, *(reference.against_heads(a, call.facts[0]) for a in (cos, sin)))
+                d = reference.rope_backward(d, *(reference.broadcast_angles(a, call.facts[0]) for a in (cos, sin)))
             grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
             dx[side] = grad.to(x.dtype)
         return *dx, *dw
@@ -152,7 +152,7 @@ class Rope(HeadsOperator):
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
-        cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in (cos, sin))
+        cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
         q_out = reference.written(reference.rope(q, cos, sin, single_rounding), dtype)
         return q_out, None if k is None else reference.written(reference.rope(k, cos, sin, single_rounding), dtype)
 
@@ -185,7 +185,7 @@ class Rope(HeadsOperator):
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         unsqueeze_dim, *dtypes = call.facts[:3]
-        cos, sin = (reference.against_heads(angles, unsqueeze_dim) for angles in call.saved)
+        cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
         return tuple(
             None if d is None else reference.rope_backward(d, cos, sin).to(dtype)
             for d, dtype in zip(call.incoming, dtypes, strict=True)

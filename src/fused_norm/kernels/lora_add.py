@@ -53,7 +53,7 @@ class LoraAdd(Operator):
             return Refusal("a or b has more elements than 32 bits count")
         return None
 
-    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         base, x, *_ = arguments
         if base.dtype not in (x.dtype, torch.float32):
             return other_dtype("x", "base", x, base)

@@ -52,7 +52,7 @@ class NormOperator(Operator):
         args = self.by_name(arguments)
         return wrong_mode(args["x"], args.get("mode")) or wrong_scale(args.get("scale", 1.0))
 
-    def unlike_stock(self, spec: NormSpec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, spec: NormSpec, *arguments: Any) -> str | None:
         return other_order(*arguments[:2]) if self._adds else None
 
     def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
@@ -91,9 +91,9 @@ class NormOperator(Operator):
             results["weight_copy"] = outputs.inner_weight_copy
         return tuple([results[name] for name in self.result_names])
 
-    def handed_out(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
+    def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
         if not self._has_consumers:
-            return super().handed_out(arguments, results, trained=trained)
+            return super().pack_outputs(arguments, results, trained=trained)
         y, s, *_ = results
         if not self._adds:  # s is x, for the residual connection: its gradient meets y's in the norm's backward
             s = arguments[0].detach() if trained else arguments[0]
@@ -175,14 +175,14 @@ class NormOperator(Operator):
         dx = empty_rows_like(s, x_dtype) if args["need_dx"] else None
         dr = empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
         dw = empty_weight_grad(weight, args["need_dw"])
-        dinner = empty_weight_grad(inner_weight, args.get("need_dinner", False))
+        dw_inner = empty_weight_grad(inner_weight, args.get("need_dinner", False))
         if launch:
             saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
-            saved = saved._replace(apart=not self._adds)
+            saved = saved._replace(round_before_add=not self._adds)
             if self._has_inner_norm:
                 saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
-            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dinner))
-        grads = {"dx": dx, "dr": dr, "dinner": dinner, "dw": dw}
+            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dw_inner))
+        grads = {"dx": dx, "dr": dr, "dinner": dw_inner, "dw": dw}
         return tuple([grads[name] for name in self.gradients])
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:

@@ -43,7 +43,7 @@ class BackwardCall(NamedTuple):
     """The arguments of one backward.
 
     Attributes:
-        incoming: the gradients of the outputs, as they were ``handed_out``, None for those that nothing depends on.
+        incoming: the gradients of the returned tensors (``pack_outputs``), None for those that nothing depends on.
         saved: the tensors that the forward saved.
         facts: what else it saved.
         needed: which of the operator's ``gradients`` are wanted.
@@ -170,15 +170,15 @@ class Operator(ABC):
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
     def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
-        """Refuse wrong options, and tensors that are good by themselves and do not go together."""
+        """Check options, and that tensors are compatible with each other."""
         return None
 
     def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
         """Refuse what the reference alone can compute, of tensors that kernels take."""
         return None
 
-    def unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
-        """Return why a call that kernels take may not replace a model's stock code: its results would differ."""
+    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+        """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
     @abstractmethod
@@ -311,16 +311,16 @@ class Operator(ABC):
         """Return whether elements of outputs depend on those at their place alone, so that rows may be cut."""
         return False
 
-    def handed_out(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
-        """Return what a call gives its caller: a forward's outputs; some operators give one of them several times."""
+    def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
+        """Pack the outputs for the caller. Some operators return the same output once per consumer."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
     def by_output(self, found: Any) -> list[tuple[Tensor, ...]]:
-        """Sort what was ``handed_out`` by the output that it is."""
+        """Group the returned tensors by output."""
         return [(one,) for one in (found if isinstance(found, tuple) else (found,))]
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
-        """The places of the outputs, as ``handed_out``, that no gradient flows into, where these ones are wanted."""
+        """Indices of returned tensors that are not differentiable, given which gradients are needed."""
         return self._not_differentiable
 
     def public_name(self, *arguments: Any) -> str:
@@ -414,7 +414,7 @@ class Operator(ABC):
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
             refusal = self.refuses(spec, *arguments)
-            reason = self._unlike_stock(spec, *arguments) if refusal is None else refusal.reason
+            reason = self._differs_from_eager(spec, *arguments) if refusal is None else refusal.reason
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -430,12 +430,12 @@ class Operator(ABC):
                     programs.remember(shape, program)
         return outputs, None
 
-    def _unlike_stock(self, spec: Spec, *arguments: Any) -> str | None:
-        """``unlike_stock``, and tensors with a behaviour of their own, which stock code knows."""
+    def _differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
         for name, one in zip(self.tensor_names, arguments, strict=False):
             if one is not None and type(one) not in _PLAIN and not is_taken(one):
                 return f"{name} is a {type(one).__name__}"
-        return self.unlike_stock(spec, *arguments)
+        return self.differs_from_eager(spec, *arguments)
 
     def known(self, among: Programs, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that has a program among these; None for all others, which nobody has checked."""
@@ -505,18 +505,18 @@ class Operator(ABC):
         """A function of a plain call's tensors that launches it, as ``program.recorded`` wants it; and if it trains."""
         trained = _is_trained(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
-        apart = self.without_gradient(needed) if trained else ()
+        nondiff = self.without_gradient(needed) if trained else ()
 
         def launch(*tensors: Tensor | None) -> Any:
             arguments = *tensors, *options
             results = self.forward(spec, *arguments, **self._how(spec, arguments, trained))
-            outputs = self.handed_out(arguments, results, trained=trained)
+            outputs = self.pack_outputs(arguments, results, trained=trained)
             if not trained:
                 return outputs
             saved, facts = self.save(arguments, results)
             sources = self.sources(arguments, saved)
             kept = tuple([arguments[source] for _, source in sources])
-            return outputs, tuple(saved), kept, (spec, facts, apart, [at for at, _ in sources])
+            return outputs, tuple(saved), kept, (spec, facts, nondiff, [at for at, _ in sources])
 
         return launch, trained
 
@@ -527,7 +527,7 @@ class Operator(ABC):
             return call_on_parts(lambda *parts: self.results_of(spec, *parts, *options), tensors, self.rules.is_shared)
         if _is_trained(tensors):
             return self.function.apply(spec, *arguments)
-        return self.handed_out(arguments, self.run(spec, *arguments, training=False), trained=False)
+        return self.pack_outputs(arguments, self.run(spec, *arguments, training=False), trained=False)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         """``forward`` by the registered operator."""
@@ -660,7 +660,7 @@ def _function_of_arguments(operator: Operator) -> Any:
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
         saved, facts = operator.save(arguments, results)
-        outputs = operator.handed_out(arguments, results, trained=True)
+        outputs = operator.pack_outputs(arguments, results, trained=True)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         _mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + len(operator.gradients)]))
@@ -757,10 +757,10 @@ def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tenso
     return tuple(linked)
 
 
-def _mark(ctx: Any, outputs: Any, apart: Sequence[int]) -> None:
+def _mark(ctx: Any, outputs: Any, nondiff: Sequence[int]) -> None:
     """Tell autograd which outputs, by their places, no gradient flows into."""
-    if apart:
-        ctx.mark_non_differentiable(*(outputs[place] for place in apart if outputs[place] is not None))
+    if nondiff:
+        ctx.mark_non_differentiable(*(outputs[place] for place in nondiff if outputs[place] is not None))
 
 
 def _backward_function(operator: Operator, spec: Spec, facts: Facts, needed: Sequence[bool], saved: int) -> Any:

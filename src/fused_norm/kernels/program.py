@@ -4,6 +4,10 @@ An operator's forward, or backward, is run once for tensors of certain facts (sh
 wants a gradient), while a recorder notes what it allocates and launches. What it noted becomes a few lines of
 straight-line Python, compiled once for each sequence of steps: allocate, gather addresses, launch (``codegen``). A call
 that does anything else to a tensor, such as a copy, has a program that runs the operator's code every time.
+
+A guard tells whether a call is like the recorded one. The facts of tensors are verified by the guard that Dynamo uses
+for compiled code, one call into C++, or by plain comparisons if PyTorch has no such guard. It does not check grad mode
+(added separately when relevant), forward-mode AD, FakeTensorMode or make_fx; the caller must check these.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .codegen import NotRecordableError, generated_lines, machine_of
-from .guards import Guard, function_of, is_comparable
+from .codegen import NotRecordableError, function_of, generated_lines, launch_backend
 from .triton.devices import when_plans_change
 from .triton.launch import Launch, launches
 
 logger = logging.getLogger("fused_norm")
+
+TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 SHAPES, EACH = 1024, 8
 """How many shapes an operator remembers, and how many programs for each; where there are more it starts anew."""
@@ -32,6 +38,66 @@ _ALLOCATIONS = ("new_empty", "empty_strided")
 
 _WITHOUT_WORK = ("detach", "promote_types")
 """Operators that do nothing to memory; ``detach`` is how the dispatcher hands a tensor on."""
+
+
+class Guard:
+    """Tells whether arguments are like those of a call.
+
+    Attributes:
+        names: of the arguments, in functions that begin with this guard.
+        tensors: the names of those that are tensors or stand in the place of one.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None], further: Sequence[Any], in_any_grad_mode: bool) -> None:
+        """Take the facts of a call, as ``program.recorded`` has its arguments."""
+        given = [*further[:1], *inputs, *further[1:]]
+        self.names = [f"a{index}" for index in range(len(given))]
+        self.tensors = self.names[len(further[:1]) :][: len(inputs)]
+        conditions: list[str] = []
+        first: dict[int, str] = {}
+        self._known: dict[str, Any] = {}
+        for name, value in zip(self.names, given, strict=True):
+            if value is None or value is True or value is False:
+                conditions.append(f"{name} is {value}")
+            elif name in self.tensors:
+                if first.setdefault(id(value), name) != name:  # a tensor given twice
+                    conditions.append(f"{name} is {first[id(value)]}")
+            else:
+                self._known |= {f"c{name}": value, f"k{name}": type(value)}
+                conditions.append(f"({name} is c{name} or (type({name}) is k{name} and {name} == c{name}))")
+        tensors = [one for one, name in zip(given, self.names, strict=True) if first.get(id(one)) == name]
+        self._known["check"] = _check_of(tensors)
+        conditions.append(f"check({', '.join(first.values())})")
+        if not in_any_grad_mode and any(tensor.requires_grad for tensor in tensors):
+            self._known["grad_mode"] = torch.is_grad_enabled
+            conditions.append("grad_mode()" if torch.is_grad_enabled() else "not grad_mode()")
+        self._condition = " and ".join(conditions)
+
+    def function(self, lines: Sequence[str], known: dict[str, Any], otherwise: Any = None) -> Callable[..., Any]:
+        """A function of all arguments that does the lines for those that are alike, and returns ``otherwise`` else."""
+        guarded = [f"if not ({self._condition}):", f"    return {otherwise}", *lines]
+        return function_of(self.names, guarded, {**self._known, **known})
+
+
+def is_comparable(value: Any) -> bool:
+    """Return whether equal values mean the same: NaN is not equal to itself, and 0.0 is to -0.0."""
+    return not isinstance(value, float) or (value == value and value != 0.0)
+
+
+def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that tells whether tensors, no one given twice, have the facts of these, and the thread its state."""
+    if TensorGuards is not None:
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    expected = [_tensor_key(tensor) for tensor in tensors]
+    return lambda *given: len(set(map(id, given))) == len(given) and [_tensor_key(one) for one in given] == expected
+
+
+def _tensor_key(tensor: Any) -> Any:
+    if type(tensor) not in (Tensor, Parameter) or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    described = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), *described, tensor.is_neg(), tensor.is_inference(), torch.is_inference_mode_enabled()
 
 
 class Recorder(TorchDispatchMode):
@@ -192,7 +258,7 @@ def recorded(
     present = [one for one in inputs if one is not None]
     if not all(map(is_comparable, further)) or any(one.data_ptr() % 16 for one in present):
         return None
-    guard, machine = Guard(inputs, further, in_any_grad_mode), machine_of(present[0].device)
+    guard, machine = Guard(inputs, further, in_any_grad_mode), launch_backend(present[0].device)
     results, straight = None, None
     if machine is not None:
         # Outside of inference mode, in which the dispatcher is passed over.

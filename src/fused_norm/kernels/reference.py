@@ -105,11 +105,11 @@ def qk_norm_rope(
     q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
     if cos is None or sin is None:
         return q, k
-    cos, sin = against_heads(cos, unsqueeze_dim), against_heads(sin, unsqueeze_dim)
+    cos, sin = broadcast_angles(cos, unsqueeze_dim), broadcast_angles(sin, unsqueeze_dim)
     return rope(q, cos, sin), rope(k, cos, sin)
 
 
-def against_heads(angles: Tensor, unsqueeze_dim: int) -> Tensor:
+def broadcast_angles(angles: Tensor, unsqueeze_dim: int) -> Tensor:
     """Four-dimensional cos or sin, which broadcast against q and k."""
     if angles.dim() == 2:
         angles = angles[None]

@@ -114,7 +114,7 @@ def memory_order(x: Tensor) -> list[int]:
     return order
 
 
-def against_heads(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[int]]:
+def angles_layout(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[int]]:
     """Shape and strides of cos or sin against q's four dimensions; the stride of what is broadcast is 0."""
     shape, strides = list(angles.shape), list(angles.stride())
     for dim in (0, unsqueeze_dim)[len(shape) - 2 :]:
@@ -125,7 +125,7 @@ def against_heads(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[i
 
 def heads_dim_of(cos: Tensor, unsqueeze_dim: int) -> int | None:
     """The dimension, 1 or 2, along which cos does not vary, which is then that of the heads; None where it has none."""
-    shape, _ = against_heads(cos, unsqueeze_dim)
+    shape, _ = angles_layout(cos, unsqueeze_dim)
     return next((dim for dim in (unsqueeze_dim, 3 - unsqueeze_dim) if shape[dim] == 1), None)
 
 

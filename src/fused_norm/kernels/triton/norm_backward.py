@@ -58,15 +58,15 @@ def _load_dy(dys, stride, row, col, live, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_grad(ds, g, s, correction, rstd, row, col, live, APART: tl.constexpr):
+def _sum_grad(ds, g, s, correction, rstd, row, col, live, ROUND_BEFORE_ADD: tl.constexpr):
     """The gradient of the sum that is normalised: through the norm, and what else flows into it.
 
-    APART is the dtype in which the norm's part was a gradient of its own in stock code; None where it is not rounded.
+    ROUND_BEFORE_ADD is the dtype of the norm's part in stock code, a gradient of its own; None if it is not rounded.
     """
     grad = rstd * (g - s * correction)
     if ds[0] is not None:
-        if APART is not None:
-            grad = round_to(grad, APART)
+        if ROUND_BEFORE_ADD is not None:
+            grad = round_to(grad, ROUND_BEFORE_ADD)
         grad += load_tile(ds, row, col, live)
     return grad
 
@@ -81,8 +81,8 @@ def _store_input_grads(dx, dr, grad, scale, row, col, live):
 
 
 @triton.jit
-def _load_rstd(rstd_ptr, row, M, ALONE: tl.constexpr):
-    if ALONE:
+def _load_rstd(rstd_ptr, row, M, ONE_ROW: tl.constexpr):
+    if ONE_ROW:
         return tl.load(rstd_ptr + row)[:, None]
     return tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
 
@@ -107,22 +107,22 @@ def _backward_kernel(
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
-    shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dinner, then of dw
+    shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dw_inner, then of dw
     M,
     dy_stride, ds_stride, s_stride, s_scale_stride, x_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
-    RELOAD: tl.constexpr, HAS_DINNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
-    SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, APART: tl.constexpr,
+    RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
+    SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     # A tile of one row needs no mask for rows; without it a fifth of the registers is free where there are two norms.
-    ALONE: tl.constexpr = ROWS == 1 and x_ptr is not None
+    ONE_ROW: tl.constexpr = ROWS == 1 and x_ptr is not None
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < N
-    dinner = tl.zeros([ROWS, BLOCK], tl.float32)
+    dw_inner = tl.zeros([ROWS, BLOCK], tl.float32)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     inner_gamma = tl.full([1, BLOCK], 1.0, tl.float32)
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
@@ -140,10 +140,10 @@ def _backward_kernel(
             gamma_tail = load_gamma(w_ptr, col_tail, in_tail, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, ROWS, LONG)
-        live = in_row[None, :] if ALONE else (row < M)[:, None] & in_row[None, :]
+        live = in_row[None, :] if ONE_ROW else (row < M)[:, None] & in_row[None, :]
         s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, 0, M, N)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
-        rstd = _load_rstd(rstd_ptr, row, M, ALONE)
+        rstd = _load_rstd(rstd_ptr, row, M, ONE_ROW)
         if HAS_DW:
             dw += dy * (s * rstd)
         if TAIL:
@@ -152,7 +152,7 @@ def _backward_kernel(
             dy_tail = _load_dy(dys, dy_stride, row, col_tail, live_tail, DY_DTYPE)
             if HAS_DW:
                 dw_tail += dy_tail * (s_tail * rstd)
-        if dx_ptr is not None or dr_ptr is not None or HAS_DINNER:
+        if dx_ptr is not None or dr_ptr is not None or HAS_DW_INNER:
             if w_ptr is not None and RELOAD:
                 gamma = load_gamma(w_ptr, col, in_row, SPEC)
                 if TAIL:
@@ -163,19 +163,19 @@ def _backward_kernel(
                 g_tail = dy_tail * gamma_tail
                 products = tl.sum(tl.reshape(products, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + g_tail * s_tail
             correction = tl.sum(products, axis=1)[:, None] * (rstd * rstd) * (1.0 / N)
-            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live, APART)
+            grad = _sum_grad(ds, g, s, correction, rstd, row, col, live, ROUND_BEFORE_ADD)
             if x_ptr is None:
                 _store_input_grads(dx, dr, grad, scale, row, col, live)
             elif dr_ptr is not None:
                 store_tile(dr, row, col, live, grad)
             if TAIL:
-                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail, APART)
+                grad_tail = _sum_grad(ds, g_tail, s_tail, correction, rstd, row, col_tail, live_tail, ROUND_BEFORE_ADD)
                 _store_input_grads(dx, dr, grad_tail, scale, row, col_tail, live_tail)
-        if x_ptr is not None and (dx_ptr is not None or HAS_DINNER):
+        if x_ptr is not None and (dx_ptr is not None or HAS_DW_INNER):
             x = load_tile((x_ptr, x_stride), row, col, live)
-            inner_rstd = _load_rstd(inner_rstd_ptr, row, M, ALONE)
-            if HAS_DINNER:
-                dinner += grad * (x * inner_rstd)
+            inner_rstd = _load_rstd(inner_rstd_ptr, row, M, ONE_ROW)
+            if HAS_DW_INNER:
+                dw_inner += grad * (x * inner_rstd)
             if dx_ptr is not None:
                 if inner_ptr is not None:
                     if RELOAD:
@@ -183,8 +183,8 @@ def _backward_kernel(
                     grad = grad * inner_gamma
                 store_tile(dx, row, col, live, input_grad(grad, x, inner_rstd, N))
     let_next_begin(OVERLAPS)
-    if HAS_DINNER:
-        _store_share(shares_ptr, program, dinner, col, N)
+    if HAS_DW_INNER:
+        _store_share(shares_ptr, program, dw_inner, col, N)
         program += tl.num_programs(0)
     if HAS_DW:
         _store_share(shares_ptr, program, dw, col, N)
@@ -236,7 +236,7 @@ def _backward_columns_kernel(
     dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, APART: tl.constexpr,
+    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
     """The second half for wide rows: a block of columns of every row, given each row's correction."""
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
@@ -258,7 +258,7 @@ def _backward_columns_kernel(
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             correction = tl.load(correction_ptr + row, mask=row < M, other=0.0)[:, None]
-            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, APART)
+            grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, ROUND_BEFORE_ADD)
             _store_input_grads(dx, dr, grad, scale, row, col, live)
     let_next_begin(OVERLAPS)
     if shares_ptr is not None:
@@ -280,7 +280,7 @@ class NormSaved(NamedTuple):
         inner_rstd: [..., 1] fp32, of that norm.
         scale: what the branch was multiplied by.
         s_scale: [..., N / 16] where s are codes; nothing but the norm's gradient flows into these.
-        apart: the norm's part of the gradient of s is rounded by itself before ds is added, as where s is no new sum.
+        round_before_add: the norm's part of the gradient of s is rounded before ds is added, as if s is no new sum.
     """
 
     dy: Tensor | tuple[Tensor, ...]
@@ -293,7 +293,7 @@ class NormSaved(NamedTuple):
     inner_rstd: Tensor | None = None
     scale: float = 1.0
     s_scale: Tensor | None = None
-    apart: bool = False
+    round_before_add: bool = False
 
 
 class NormGradients(NamedTuple):
@@ -303,21 +303,21 @@ class NormGradients(NamedTuple):
         dx: the gradient of the branch, from ``empty_rows_like(s)``.
         dr: the gradient of the residual, the same.
         dw: [N], contiguous.
-        dinner: [N], contiguous.
+        dw_inner: [N], contiguous.
     """
 
     dx: Tensor | None
     dr: Tensor | None
     dw: Tensor | None
-    dinner: Tensor | None = None
+    dw_inner: Tensor | None = None
 
 
 def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
     """Write the ``gradients`` that are there."""
-    dx, dr, dw, dinner = gradients
+    dx, dr, dw, dw_inner = gradients
     size, width, inner = saved.s.numel(), saved.s.shape[-1], saved.x is not None
     if size == 0:
-        for gradient in (dinner, dw):
+        for gradient in (dw_inner, dw):
             if gradient is not None:
                 gradient.zero_()
         return
@@ -336,14 +336,14 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else alone)
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
-    first, second = (dw, None) if dinner is None else (dinner, dw)
+    first, second = (dw, None) if dw_inner is None else (dw_inner, dw)
     programs = programs if first is None else min(programs, most)
     shares = empty_shares(programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
     constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
-    constants["APART"] = TRITON_DTYPES[saved.s.dtype] if saved.apart and ds is not None else None
+    constants["ROUND_BEFORE_ADD"] = TRITON_DTYPES[saved.s.dtype] if saved.round_before_add and ds is not None else None
     scale_stride, x_stride = (spacing[6], None) if s_scale is not None else (None, spacing[3] if inner else None)
     strides = *spacing[1:3], spacing[0], scale_stride, x_stride, *spacing[4:6]
     scale = None if saved.scale == 1.0 else float(saved.scale)
@@ -361,7 +361,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
-        constants |= {"HAS_DINNER": dinner is not None, "HAS_DW": dw is not None}
+        constants |= {"HAS_DW_INNER": dw_inner is not None, "HAS_DW": dw is not None}
         tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, shares
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if shares is not None:
@@ -377,9 +377,9 @@ def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:
 
 def _launch_one_norm_at_a_time(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
     """The backward of a norm, an add and a norm whose rows are too wide to be held; ``g`` is the gradient of s."""
-    dx, dr, dw, dinner = gradients
+    dx, dr, dw, dw_inner = gradients
     g = None
-    if dx is not None or dinner is not None:
+    if dx is not None or dw_inner is not None:
         g = dr if dr is not None and dr.dtype == saved.s.dtype else empty_rows_like(saved.s)
     second = NormSaved(saved.dy, saved.ds, saved.s, saved.weight, saved.rstd)
     launch_norm_backward(spec, second, NormGradients(None if g is dr else g, dr, dw))
@@ -387,4 +387,4 @@ def _launch_one_norm_at_a_time(spec: NormSpec, saved: NormSaved, gradients: Norm
         assert saved.x is not None
         assert saved.inner_rstd is not None
         first = NormSaved(g, None, saved.x, saved.inner_weight, saved.inner_rstd)
-        launch_norm_backward(spec, first, NormGradients(dx, None, dinner))
+        launch_norm_backward(spec, first, NormGradients(dx, None, dw_inner))

@@ -69,9 +69,9 @@ def _branch_norm(x, rstd_ptr, w_ptr, row, col, M, eps, dtype: tl.constexpr, N: t
 @triton.jit
 def _forward_tile(
     x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr,
-    N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, HELD: tl.constexpr,
+    N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, GAMMA_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows held whole. ``HELD``: gamma is there already, in registers."""
+    """Normalise rows held whole. ``GAMMA_IN_REGISTERS``: gamma is there already, in registers."""
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
     x_dtype: tl.constexpr = x[0].dtype.element_ty
@@ -85,7 +85,7 @@ def _forward_tile(
     if y[0] is not None:
         out = normalised(total, rstd_of(total, rstd_ptr, row, M, eps, s_dtype, N, SPEC), w_ptr, s_dtype, SPEC)
         if w_ptr is not None:
-            if not HELD:
+            if not GAMMA_IN_REGISTERS:
                 gamma = load_gamma(w_ptr, col, in_row, SPEC)
             out = out * gamma
         store_tile(y, row, col, live, out)

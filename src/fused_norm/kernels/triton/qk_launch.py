@@ -16,7 +16,7 @@ from .devices import device_facts
 from .language import TRITON_DTYPES
 from .launch import launch
 from .memory import (
-    against_heads,
+    angles_layout,
     empty_rows_like,
     heads_dim_of,
     is_long,
@@ -184,7 +184,7 @@ class _Call:
         self.heads = [layout.heads for layout in self._layouts]
         self._strides = [step for layout in self._layouts for step in layout.strides]
         for angles in self.shared[2:]:  # which have no stride by head
-            steps = [0] * 4 if angles is None else against_heads(angles, unsqueeze_dim)[1]
+            steps = [0] * 4 if angles is None else angles_layout(angles, unsqueeze_dim)[1]
             self._strides += [steps[0], 0 if self._heads_dim is None else steps[3 - self._heads_dim]]
         self._long = is_long([x for x in self.shared[2:] if x is not None]) or any(one.long for one in self._layouts)
 
