@@ -51,7 +51,8 @@ def budget(stock: Sequence[float], numbers: int, predictions: int, dtype: torch.
     Two steps that are equally right make errors of the same size that are independent of each other. The norm of ``n``
     such errors scatters by ``1 / sqrt(2 * n)`` of itself, so two of them differ by ``1 / sqrt(n)``. Four times that is
     granted, since a model has hundreds of results. ``SLACK`` comes on top, for errors that a whole gradient has in
-    common because they were made upstream of it, and ``floor``.
+    common because they were made upstream of it, and the ``eps`` of ``dtype``: a value between two numbers of the dtype
+    may be rounded to either by steps that are equally right, even if the stock step happened to hit the truth.
 
     Where the stock errors scatter by more than ``numbers`` and ``predictions`` explain, ``n`` is what their scatter
     says: gradients that pass through a layer's attention may hang on a few large terms.
@@ -66,20 +67,11 @@ def budget(stock: Sequence[float], numbers: int, predictions: int, dtype: torch.
     rms = _rms(stock)
     scatter = statistics.stdev(stock) / rms if rms and math.isfinite(rms) else 0.0
     independent = 1 / max(1 / min(numbers, predictions), 2 * scatter**2)
-    return rms * (1 + SLACK + 4 / math.sqrt(independent)) + floor(dtype)
+    return rms * (1 + SLACK + 4 / math.sqrt(independent)) + torch.finfo(dtype).eps
 
 
 def _rms(errors: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean(error * error for error in errors))
-
-
-def floor(dtype: torch.dtype) -> float:
-    """The relative error that is always allowed: one unit in the last place of ``dtype``.
-
-    A value that lies between two numbers of the dtype may be rounded to either by two steps that are equally right, and
-    so they are up to ``eps`` apart, even where the stock step happened to hit the truth.
-    """
-    return torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ class StepCheck:
             "",
             f"shown: the {len(worst)} of {gradients} gradients that are nearest to their budgets",
             f"stock: rms of {STOCK_STEPS} steps, all but one with the sums of norms in another order",
-            f"budget: stock error * ({1 + SLACK:g} + 4 / sqrt(independent errors)) + {floor(self.dtype):.1e}",
+            f"budget: stock error * ({1 + SLACK:g} + 4 / sqrt(independent errors)) + {torch.finfo(self.dtype).eps:.1e}",
             f"verdict: {over} of {len(self.deviations)} results are over budget" if over else "verdict: within budget",
         ]
         return "\n".join(lines)
@@ -263,12 +255,9 @@ class _Float64ForFloat32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        widened = {key: _widen(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_widen, args), **widened)
-
-
-def _widen(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def _truth(

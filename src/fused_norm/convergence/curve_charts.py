@@ -24,13 +24,8 @@ _LEAST, _MOST = 1e-4, 1e2
 """Shares of limits that are less, or more, are drawn at this."""
 
 
-def has_curves(result: ComparisonResult) -> bool:
-    """Return whether stock, control and fused runs were made."""
-    return bool(result.stock and result.fused and result.controls)
-
-
 def curves_svg(result: ComparisonResult) -> str:
-    """The three charts of a comparison as one ``svg`` element, without a background."""
+    """The three charts of a comparison that has stock, control and fused runs, as one ``svg`` without a background."""
     svg = as_svg(partial(_figure, result), result.comparison.name)
     for name, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{name}, {colour})")

@@ -200,7 +200,8 @@ class PairedRuns:
                 if not step:
                     # What is compiled later, for another shape or without gradients, calls all sites once more.
                     seen.graphs.extend(graphs)
-                    gradients.update(_gradients(trained))
+                    grads = {name: parameter.grad for name, parameter in trained_parameters(trained)}
+                    gradients.update({name: snapshot(grad) for name, grad in grads.items() if grad is not None})
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
@@ -280,10 +281,6 @@ def fused_for(feature: str) -> ModelChange:
         yield *report.fused, *(row for row in report.readers if row.reason is None)
 
     return fused
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: snapshot(one.grad) for name, one in trained_parameters(model) if one.grad is not None}
 
 
 def _snapshots(model: nn.Module) -> dict[str, Tensor]:

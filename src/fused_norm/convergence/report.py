@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from .curve_charts import curves_svg, has_curves
+from .curve_charts import curves_svg
 from .result_store import ComparisonResult
 from .verdict import BY_NAME, FIRST_STEPS_BAR, MEASURES, MULTIPLE, BoundCheck, Measure
 
@@ -107,7 +107,7 @@ def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> st
         status={0: "green", 1: "red", 2: "invalid"}[exit_code(results)],
         where=html.escape(f"{facts.get('kernels run in', 'kernels of unknown kind')}; {versions}"),
         explanations=f"<h2>What went wrong</h2>\n<pre>{_marked(wrong)}</pre>" if wrong else "",
-        cards="\n".join(_card(result) for result in results if has_curves(result)),
+        cards="\n".join(_card(result) for result in results if result.stock and result.fused and result.controls),
         shares=_as_html(_share_rows(results)),
         limits=_as_html([["measure", "limit", "what"], *([one.head, _limit(one), one.what] for one in MEASURES)]),
         reasons="\n".join(f"<p>{html.escape(reason)}</p>" for reason in _REASONS),
