@@ -36,7 +36,7 @@ make a distance."""
 
 
 def share_apart(tensor: Tensor, right: Tensor, *, rows_left_out: float = 0.0) -> float:
-    """The share of the numbers that differ, 1 where shapes or dtypes do.
+    """The share of the numbers that differ, 1 if shapes or dtypes do.
 
     In fp32 a number counts only if it is off by more than two roundings of the largest in its row. ``rows_left_out``:
     the share of the rows, those in which most numbers differ, that do not count.

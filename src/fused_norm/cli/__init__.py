@@ -29,7 +29,7 @@ _COMMANDS = {
 STOPPED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
-# Transformers imports torchao, and PEFT bitsandbytes, where they are installed; these say then what is wrong in them.
+# Transformers imports torchao, and PEFT bitsandbytes, if they are installed; these say then what is wrong in them.
 for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).addFilter(lambda record: record.levelno > logging.WARNING)
 

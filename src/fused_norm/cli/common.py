@@ -259,7 +259,7 @@ def positive_float(text: str) -> float:
 
 
 def results_folder(path: Path) -> Path:
-    """The folder of ``--out``, made where it is not there.
+    """The folder of ``--out``, made if it is not there.
 
     Raises:
         UsageError: it cannot be made, or no file in it can.

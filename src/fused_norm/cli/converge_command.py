@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, help="optimizer steps")
     parser.add_argument("--length", type=positive, help="tokens in a sequence")
     parser.add_argument(
-        "--learning-rate", type=positive_float, help="AdamW's, after the warm-up; ten times that where weights are bf16"
+        "--learning-rate", type=positive_float, help="AdamW's, after the warm-up; ten times that if weights are bf16"
     )
     parser.add_argument("--data", metavar="TEXT", help="a text file or a dataset, NAME[:CONFIG] (Python's own source)")
     parser.add_argument("--column", default="text", help="the dataset's column with the text (text)")

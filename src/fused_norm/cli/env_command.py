@@ -81,7 +81,7 @@ def plan_tables() -> dict[str, str]:
 
 
 def _devices() -> list[torch.device]:
-    """The GPUs, or the CPU where there is none."""
+    """The GPUs, or the CPU if there is none."""
     import torch
 
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]

@@ -60,7 +60,7 @@ def _rewritten_forwards(model: Any) -> Iterator[str]:
 
 
 def _build_empty(source: Source, trust_remote_code: bool) -> Any:
-    """The model of a config on the meta device, with the head it was saved with where that is known."""
+    """The model of a config on the meta device, with the head it was saved with if that is known."""
     import torch
     import transformers
 

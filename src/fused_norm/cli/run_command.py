@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _OPTIONS = "FUSED_NORM_RUN"
 """The environment variable that tells the processes of a script the options to fuse with, as JSON."""
 _REPORTS = "FUSED_NORM_REPORTS"
-"""That of the file in which each of them adds a letter for a model: ``f`` where something was fused, else ``n``."""
+"""That of the file in which each of them adds a letter for a model: ``f`` if something was fused, else ``n``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,7 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
 
     Every position has a gradient, the last one too, which has no label in training. The second one has none here
     either, as a mean over a power of two has no roundings. The logits of positions without a label have a loss of their
-    own. The loss is scaled, as it is where fp16 is trained.
+    own. The loss is scaled, as it is if fp16 is trained.
 
     Args:
         model: a causal language model, neither wrapped nor sharded.

@@ -118,7 +118,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """The comparison in words, for people: all is fused and the seed is 0 where nothing else is said."""
+        """The comparison in words, for people: all is fused and the seed is 0 if nothing else is said."""
         model = self.model.removesuffix("_text").replace("_moe", "-MoE") if self.model in FAMILIES else self.model
         ways = [way for way in (self.execution, self.feature) if way not in ("eager", "all")] or ["eager"]
         words = [model[0].upper() + model[1:], *(_WORDS.get(way, way) for way in (self.precision, *ways))]

@@ -240,7 +240,7 @@ class _Watch:
 def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_idle: bool = False) -> tuple[str, ...]:
     """The sites, with their kinds, of which not every call ran fused: by an operator that stands for their kind.
 
-    Those without a call are among them; where they ``may_be_idle``, as experts are without tokens, only if no site of
+    Those without a call are among them; if they ``may_be_idle``, as experts are without tokens, only if no site of
     their kind has one.
     """
     calls_of = [(site, [c for c in calls if is_call_of(site, c)]) for site in sites]
@@ -301,7 +301,7 @@ def returned(found: Any) -> list[Tensor]:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy that is a leaf of autograd, and wants a gradient where the tensor does."""
+    """A copy that is a leaf of autograd, and requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

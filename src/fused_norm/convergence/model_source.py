@@ -34,7 +34,7 @@ class ModelSource:
 
     @classmethod
     def of_family(cls, model_type: str, overrides: Mapping[str, Any]) -> ModelSource:
-        """The small model of a family in ``model_configs``, with other sizes where ``overrides`` has them."""
+        """The small model of a family in ``model_configs``, with the sizes in ``overrides``."""
         return cls(model_type, model_configs.tiny_config(model_type, **overrides))
 
     def build(self, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

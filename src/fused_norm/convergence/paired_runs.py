@@ -150,8 +150,13 @@ class PairedRuns:
             return {}
         apply_fused_norm(model, **options_for_feature(self.comparison.feature) | without)
         with contextlib.ExitStack() as stack, use_plans(same_plans(model)):
-            change = lambda model: stack.enter_context(fused(model))  # noqa: E731
-            return changed_bits(model, tokens[:1], change, mixed=mixed, loss_of=loss_of)
+            return changed_bits(
+                model,
+                tokens[:1],
+                lambda model: stack.enter_context(fused(model)),
+                mixed=mixed,
+                loss_of=loss_of,
+            )
 
     def checked_model(self) -> tuple[nn.Module, Tensor, bool]:
         """The stock model at its initial weights, the tokens of its steps, and whether they run under autocast."""
@@ -160,7 +165,7 @@ class PairedRuns:
         return self._build(device), self.sequences[:CHECKED].to(device), mixed
 
     def _build(self, device: torch.device) -> nn.Module:
-        """The stock model in the dtype of the comparison, with adapters where it has them."""
+        """The stock model in the dtype of the comparison, with adapters if it has them."""
         dtype = getattr(torch, PRECISIONS[self.comparison.precision].weights)
         model = self.source.build(seed=self.comparison.seed, dtype=dtype, device=device)
         if self.comparison.execution in LORA:

@@ -26,7 +26,7 @@ class Plan:
         sources: of the models, by name.
         settings: of every run.
         sequences: token ids in training order for a comparison, (sequences, length), int64.
-        facts: about versions, device and processes: a result is used again only where they are equal.
+        facts: about versions, device and processes: a result is used again only if they are equal.
         cpu: stay on the CPU.
     """
 

@@ -63,7 +63,7 @@ def _share_rows(results: Iterable[ComparisonResult]) -> list[list[str]]:
 
 
 def explanations(results: Iterable[ComparisonResult]) -> str:
-    """The reasons of each comparison that is not green, in words; empty where all are."""
+    """The reasons of each comparison that is not green, in words; empty if all are."""
     lines = []
     for result in results:
         verdict = result.verdict
@@ -75,8 +75,8 @@ def explanations(results: Iterable[ComparisonResult]) -> str:
 
 
 _REASONS = (
-    "The noise is what the worst control does in that place, or in the median place where that is more. A rounding is "
-    "half an eps of bf16, or of fp32 where all is fp32. The first losses, of which only fp32 has limits, may be "
+    "The noise is what the worst control does in that place, or in the median place if that is more. A rounding is "
+    "half an eps of bf16, or of fp32 if all is fp32. The first losses, of which only fp32 has limits, may be "
     f"{FIRST_STEPS_BAR:g} off in any case.",
     *dict.fromkeys(measure.why for measure in MEASURES if measure.why),
 )

@@ -125,7 +125,7 @@ class Baseline:
         trainer: of stock and controls.
         stock: the stock run, with its tensors.
         record: the same as numbers.
-        controls: harmlessly perturbed stock runs; none where the stock run is not finite.
+        controls: harmlessly perturbed stock runs; none if the stock run is not finite.
     """
 
     trainer: PairedRuns

@@ -50,7 +50,7 @@ def read_dataset(name: str, *, column: str = "text", split: str = "train") -> It
     """The texts of a dataset, streamed in its own order.
 
     Args:
-        name: what ``datasets.load_dataset`` takes, a folder or a name on the hub, with ``:config`` behind it where
+        name: what ``datasets.load_dataset`` takes, a folder or a name on the hub, followed by ``:config`` if
             the dataset has configurations.
         column: holds the text.
         split: which part of the dataset.

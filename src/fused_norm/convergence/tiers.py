@@ -44,7 +44,7 @@ class Settings:
         controls: control runs for each stock run.
         compile_backend: of ``torch.compile``.
         overrides: config arguments that replace those of a family's tiny model.
-        hidden_sizes: of a family's model, where another one than the tiny model's.
+        hidden_sizes: of a family's model, if not that of the tiny model.
     """
 
     options: TrainingOptions
@@ -67,7 +67,7 @@ class Tier:
     Attributes:
         what: it is for, in words.
         settings: of every run.
-        families: that are trained where the user names none.
+        families: that are trained if the user names none.
         precisions: in which they are trained.
         wide: families that run every feature and execution. The others run all features at once.
         features_in: precisions in which wide families run every feature.

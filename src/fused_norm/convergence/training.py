@@ -31,7 +31,7 @@ class TrainingResult:
         losses: of each step, before its update, in nats per token.
         gradient_norms: of each step, over all parameters, before clipping.
         seconds_per_step: median; the first step, which compiles kernels, is left out unless it is the only one.
-        memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass, 0 where layers
+        memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass, 0 if layers
             recompute some: counting would keep them from it.
         evaluation_loss: after the last step, without gradients and dropout, in nats per token.
     """
@@ -54,7 +54,7 @@ def accelerator_for(*, mixed: bool | None = None, accumulation: int = 1, cpu: bo
     Args:
         mixed: bf16 mixed precision; None is what the launcher asked for.
         accumulation: micro-batches in a step.
-        cpu: stay on the CPU even where there is a GPU.
+        cpu: stay on the CPU even if there is a GPU.
     """
     # The state is the process's, and refuses another precision until it is made anew.
     AcceleratorState._reset_state(reset_partial_state=True)

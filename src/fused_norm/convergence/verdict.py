@@ -64,16 +64,16 @@ class Measure:
 
 
 def _to_a_last_place(name: str, head: str, what: str) -> Measure:
-    why = "A last place is two roundings: a control can happen to hit the stock number where the fused one does not."
+    why = "A last place is two roundings: a control can happen to hit the stock number and the fused run not."
     return Measure(name, head, what, floor=2, why=why)
 
 
 _OUTPUTS = (
-    "Calls: sums in another order turn fewer than two roundings in a thousand (3.5 where an fp32 stream takes up a "
+    "Calls: sums in another order turn fewer than two roundings in a thousand (3.5 if an fp32 stream takes up a "
     "16-bit branch), a cast in the wrong place one in four; a wrong row is far off in most places."
 )
 _GRADIENTS = (
-    "Gradients of calls: where nothing was wrong they were 2.4 last places off at most, and slopes took .6 of what "
+    "Gradients of calls: if nothing was wrong they were 2.4 last places off at most, and slopes took .6 of what "
     "chance explains."
 )
 
@@ -305,7 +305,7 @@ def _checks(
 
 
 def noise_floor(controls: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The noise in each place: that of the worst control there, or in the median place where that is more.
+    """The noise in each place: that of the worst control there, or in the median place if that is more.
 
     A place with few numbers can come out alike by luck in all controls; the median place cannot.
     """
