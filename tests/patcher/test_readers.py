@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -27,7 +28,7 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher.patterns.readers import find_inputs
 
-from .models import relative, tokens
+from .models import assert_gradients_near, fused_copy, gradients_of, relative, tokens
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HOW = {
@@ -44,7 +45,7 @@ QUICK = {how: FAMILIES[1:2] if how in ("adapters", "adapters with dropout") else
 """The families that fast tests try in these ways."""
 
 
-def made(family: str, how: str, device: str) -> nn.Module:
+def model_of(family: str, how: str, device: str) -> nn.Module:
     dtype, _, dropout = HOW[how]
     torch.manual_seed(0)
     model = build(family, seed=0, dtype=dtype, device=device)
@@ -54,22 +55,31 @@ def made(family: str, how: str, device: str) -> nn.Module:
     return peft.get_peft_model(model, lora)
 
 
+def autocast(device: str, how: str = "autocast") -> Any:
+    return torch.autocast(device, BF16, enabled=HOW[how][1])
+
+
+def logits_of(model: nn.Module, device: str, how: str = "autocast") -> Tensor:
+    with autocast(device, how):
+        return model(input_ids=tokens(device), use_cache=False).logits
+
+
 def step(model: nn.Module, how: str, device: str) -> dict[str, Tensor]:
     """Logits, and the gradients of every parameter and of every hidden state."""
     ids = tokens(device)
     torch.manual_seed(3)
-    with torch.autocast(device, BF16) if HOW[how][1] else contextlib.nullcontext():
+    with autocast(device, how):
         output = model(input_ids=ids, labels=ids, use_cache=False, output_hidden_states=True)
-    hidden = {f"hidden {i}": one for i, one in enumerate(output.hidden_states) if one.requires_grad}
-    wanted = hidden | {name: one for name, one in model.named_parameters() if one.requires_grad}
-    found = torch.autograd.grad(output.loss, list(wanted.values()), allow_unused=True)
-    assert all(one is not None for one in found)
-    return dict(zip(wanted, found, strict=True)) | {"logits": output.logits.detach()}
+    tensors = {f"hidden {i}": state for i, state in enumerate(output.hidden_states) if state.requires_grad}
+    tensors |= {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    gradients = torch.autograd.grad(output.loss, list(tensors.values()), allow_unused=True)
+    assert all(gradient is not None for gradient in gradients)
+    return dict(zip(tensors, gradients, strict=True)) | {"logits": output.logits.detach()}
 
 
 def pair(family: str, how: str, device: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A fused model whose linears read one tensor, and one whose linears have inputs of their own."""
-    without = made(family, how, device)
+    without = model_of(family, how, device)
     within = copy.deepcopy(without)
     fused_norm.apply_fused_norm(without, readers=False)
     report = fused_norm.apply_fused_norm(within, **options)
@@ -77,28 +87,28 @@ def pair(family: str, how: str, device: str, **options: Any) -> tuple[nn.Module,
     return without, within
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert equal bits; nearly equal numbers on a GPU, where a kernel of other dtypes may add up in another order."""
-    assert found.keys() == expected.keys()
-    if next(iter(found.values())).is_cuda:
-        assert [name for name in expected if relative(found[name], expected[name]) > 2e-3] == []
+    assert actual.keys() == expected.keys()
+    if next(iter(actual.values())).is_cuda:
+        assert [name for name in expected if relative(actual[name], expected[name]) > 2e-3] == []
     else:
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 @contextlib.contextmanager
 def inputs_of_linears() -> Iterator[list[Tensor]]:
     """What the linears of a model are given, in order."""
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def noted(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is nn.Linear.forward.__code__:
-            seen.append(frame.f_locals["input"])
+            inputs.append(frame.f_locals["input"])
 
     before = sys.getprofile()
     sys.setprofile(noted)  # anything in the place of the linears' code would be noticed
     try:
-        yield seen
+        yield inputs
     finally:
         sys.setprofile(before)
 
@@ -121,9 +131,9 @@ def test_adapters_of_the_other_16_bits_round_their_input_to_these_first(device: 
         build("llama", seed=0, device=device),
         peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     )
-    for name, one in model.named_parameters():
+    for name, weight in model.named_parameters():
         if "lora_" in name:
-            one.data = one.data.bfloat16()
+            weight.data = weight.data.bfloat16()
     logits = []
     for readers in (False, True):
         fused = copy.deepcopy(model)
@@ -145,76 +155,74 @@ def test_checkpointed_layers_have_the_same_bits(reentrant: bool, device: str) ->
     for model in models:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    ids, gradients = tokens(device), []
+    ids = tokens(device)
     for model in models:
-        with torch.autocast(device, BF16):
+        with autocast(device):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: one.grad for name, one in model.named_parameters()})
-    assert_same(gradients[1], gradients[0])
+    assert_same(*map(gradients_of, models))
 
 
 def test_linears_read_outputs_of_their_own_in_the_dtype_that_autocast_casts_to(device: str) -> None:
     without, within = pair("llama", "autocast", device)
     for model, dtype, tensors in ((without, FP32, 1), (within, BF16, 3)):
-        with inputs_of_linears() as seen, torch.autocast(device, BF16):
-            model(input_ids=tokens(device), use_cache=False)
-        q, k, v, _, gate, up, _ = seen[:7]
-        assert {one.dtype for one in (q, k, v, gate, up)} == {dtype}
-        assert len({id(one) for one in (q, k, v)}) == tensors
-        assert len({one.data_ptr() for one in (q, k, v)}) == 1
+        with inputs_of_linears() as inputs:
+            logits_of(model, device)
+        q, k, v, _, gate, up, _ = inputs[:7]
+        assert {x.dtype for x in (q, k, v, gate, up)} == {dtype}
+        assert len({id(x) for x in (q, k, v)}) == tensors
+        assert len({x.data_ptr() for x in (q, k, v)}) == 1
         assert (gate is up) == (model is without)
 
 
-def hook_on_linear(model: Any) -> None:
-    model.layers[0].self_attn.k_proj.register_forward_pre_hook(lambda *_: None)
+def hook_before(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda *_: None)
 
 
-def hook_on_attention(model: Any) -> None:
-    model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+def hook_after(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
 
 
-def hook_on_norm(model: Any) -> None:
-    model.layers[0].input_layernorm.register_forward_hook(lambda *_: None)
+def own_forward(module: nn.Module) -> None:
+    module.forward = MethodType(nn.Linear.forward, module)
 
 
-def forward_on_linear(model: Any) -> None:
-    linear = model.layers[0].self_attn.q_proj
-    linear.forward = MethodType(nn.Linear.forward, linear)
+def other_class(module: nn.Module) -> None:
+    module.__class__ = type("Other", (nn.Linear,), {})
 
 
-def other_linear(model: Any) -> None:
-    class Other(nn.Linear):
-        pass
-
-    model.layers[0].self_attn.v_proj.__class__ = Other
-
-
-@pytest.mark.parametrize("change", [hook_on_linear, hook_on_attention, hook_on_norm, forward_on_linear, other_linear])
-def test_who_could_tell_gets_what_a_stock_norm_returns(change: Callable[[Any], None], device: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (hook_before, "self_attn.k_proj"), (hook_after, "self_attn"), (hook_after, "input_layernorm"),
+        (own_forward, "self_attn.q_proj"), (other_class, "self_attn.v_proj"),
+    ],
+)  # fmt: skip
+def test_who_could_tell_gets_what_a_stock_norm_returns(
+    change: Callable[[nn.Module], None], name: str, device: str
+) -> None:
     model = build("llama", seed=0, device=device)
     fused_norm.apply_fused_norm(model)
-    change(model.model)
-    with inputs_of_linears() as seen, torch.autocast(device, BF16):
-        model(input_ids=tokens(device), use_cache=False)
-    first, second = [one for one in seen if one.shape[-1] == model.config.hidden_size][:3], seen[7:10]
-    assert {one.dtype for one in first} == {FP32}
-    assert {one.dtype for one in second} == {BF16}, "the second layer is as it was"
+    change(model.model.layers[0].get_submodule(name))
+    with inputs_of_linears() as inputs:
+        logits_of(model, device)
+    first, second = [x for x in inputs if x.shape[-1] == model.config.hidden_size][:3], inputs[7:10]
+    assert {x.dtype for x in first} == {FP32}
+    assert {x.dtype for x in second} == {BF16}, "the second layer is as it was"
 
 
 def test_a_compiled_attention_gets_what_a_stock_norm_returns(device: str) -> None:
     model = build("llama", seed=0, device=device)
     fused_norm.apply_fused_norm(model)
-    given: list[Any] = []
+    arguments: list[Any] = []
 
     def backend(graph: Any, inputs: list[Any]) -> Any:
-        given.extend(inputs)
+        arguments.extend(inputs)
         return graph
 
     model.model.layers[0].self_attn.compile(backend=backend)
-    with torch.autocast(device, BF16):
-        model(input_ids=tokens(device), use_cache=False)
-    hidden = [one for one in given if isinstance(one, Tensor) and one.shape[-1] == model.config.hidden_size]
-    assert [one.dtype for one in hidden if one.dim() == 3] == [FP32]
+    logits_of(model, device)
+    hidden = [x for x in arguments if isinstance(x, Tensor) and x.shape[-1] == model.config.hidden_size]
+    assert [x.dtype for x in hidden if x.dim() == 3] == [FP32]
 
 
 def test_switched_off_and_removed_all_read_one_tensor(device: str) -> None:
@@ -222,9 +230,9 @@ def test_switched_off_and_removed_all_read_one_tensor(device: str) -> None:
     fused_norm.apply_fused_norm(model)
 
     def read() -> int:
-        with inputs_of_linears() as seen, torch.autocast(device, BF16):
-            model(input_ids=tokens(device), use_cache=False)
-        return len({id(one) for one in seen[:3]})
+        with inputs_of_linears() as inputs:
+            logits_of(model, device)
+        return len({id(x) for x in inputs[:3]})
 
     assert read() == 3
     with fused_norm.disabled():
@@ -298,46 +306,32 @@ class ByAFunctionInside(Attention):
     ],
 )
 def test_who_reads_an_argument(block: type[nn.Module], readers: tuple[str, ...], other: str | None) -> None:
-    found = find_inputs(block)[0]
-    assert (found.readers, found.other) == (readers, other)
+    first = find_inputs(block)[0]
+    assert (first.readers, first.other) == (readers, other)
 
 
 class Rounding(TorchFunctionMode):
     """Doubles what ``torch.nn.functional.linear`` returns, as a mode that quantises or calibrates may."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return 2 * found if func is functional.linear else found
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is functional.linear else y
 
 
-@contextlib.contextmanager
-def replaced_function() -> Iterator[None]:
-    linear = functional.linear
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "linear", lambda *args: 2 * linear(*args))
-        yield
+LINEAR, FORWARD = functional.linear, nn.Linear.forward
 
 
-@contextlib.contextmanager
-def replaced_forward() -> Iterator[None]:
-    forward = nn.Linear.forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x.float().to(self.weight.dtype)))
-        yield
+def replaced_function() -> Any:
+    return mock.patch.object(functional, "linear", lambda *args: 2 * LINEAR(*args))
 
 
-@contextlib.contextmanager
-def wrapped_forward() -> Iterator[None]:
+def replaced_forward() -> Any:
+    return mock.patch.object(nn.Linear, "forward", lambda self, x: 2 * FORWARD(self, x.float().to(self.weight.dtype)))
+
+
+def wrapped_forward() -> Any:
     """The forward of linears inside a function with its name, as instrumentation has it."""
-    forward = nn.Linear.forward
-
-    @functools.wraps(forward)
-    def doubled(self: nn.Linear, x: Tensor) -> Tensor:
-        return 2 * forward(self, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Linear, "forward", doubled)
-        yield
+    return mock.patch.object(nn.Linear, "forward", functools.wraps(FORWARD)(lambda self, x: 2 * FORWARD(self, x)))
 
 
 @contextlib.contextmanager
@@ -364,18 +358,13 @@ REPLACED = [replaced_function, replaced_forward, wrapped_forward, swapped_code, 
 def test_linears_that_other_code_has_replaced_run_as_in_stock(
     replaced: Callable[[], Any], how: str, is_patched_inside: bool, device: str
 ) -> None:
-    model = made("llama", how, device)
-    fused = copy.deepcopy(model)
-    if not is_patched_inside:
-        fused_norm.apply_fused_norm(fused)
-    with torch.no_grad() if not is_patched_inside else contextlib.nullcontext(), replaced():
+    model = model_of("llama", how, device)
+    fused = copy.deepcopy(model) if is_patched_inside else fused_copy(model)
+    with torch.set_grad_enabled(is_patched_inside), replaced():
         report = fused_norm.apply_fused_norm(fused) if is_patched_inside else None
-        logits = []
-        for one in (model, fused):
-            with torch.autocast(device, BF16) if HOW[how][1] else contextlib.nullcontext():
-                logits.append(one(input_ids=tokens(device), use_cache=False).logits)
+        stock_logits, logits = (logits_of(one, device, how) for one in (model, fused))
     assert report is None or not any(row.kind in ("adapter", "loss") for row in report.fused)
-    assert relative(logits[1], logits[0]) < 2e-2
+    assert relative(logits, stock_logits) < 2e-2
 
 
 class Inside(nn.Module):
@@ -404,9 +393,9 @@ class ByCalls(Inside):
     def forward(self, hidden: Tensor) -> Tensor:
         before = torch.get_autocast_dtype(hidden.device.type)
         torch.set_autocast_dtype(hidden.device.type, torch.float16)
-        found = self.q(hidden) + self.k(hidden)
+        y = self.q(hidden) + self.k(hidden)
         torch.set_autocast_dtype(hidden.device.type, before)
-        return found
+        return y
 
 
 class ByCall(Inside):
@@ -503,15 +492,15 @@ def test_linears_read_what_the_autocast_of_their_own_call_makes_of_a_norm(
     assert [site.path for site in fused_norm.apply_fused_norm(fused, strict=False).fused][:1] == ["0.norm"]
     x = torch.randn(2, 3, 64, device=device)
     outcomes = []
-    for one in (model, fused):
-        given = x.clone().requires_grad_()
-        with torch.autocast(device, BF16):
-            y = one[0](given)
+    for layers in (model, fused):
+        leaf = x.clone().requires_grad_()
+        with autocast(device):
+            y = layers[0](leaf)
         y.float().square().sum().backward()
-        outcomes.append([y, given.grad, *(p.grad for p in one.parameters())])
-    for found, expected in zip(*outcomes[::-1], strict=True):
-        assert found.dtype == expected.dtype
-        assert relative(found, expected) < 5e-4
+        outcomes.append([y, leaf.grad, *(p.grad for p in layers.parameters())])
+    for expected, actual in zip(*outcomes, strict=True):
+        assert actual.dtype == expected.dtype
+        assert relative(actual, expected) < 5e-4
 
 
 def checkpointed(model: Any) -> None:
@@ -566,59 +555,46 @@ def test_wrappers_that_come_after_the_patch_and_forward_attributes_change_nothin
     wrap(wrapped)
     ids, steps = tokens(device), []
     for model in (fused, wrapped):
-        with torch.autocast(device, BF16) if HOW[how][1] else contextlib.nullcontext():
+        with autocast(device, how):
             output = model(input_ids=ids, labels=ids, use_cache=False)
         output.loss.backward()
         steps.append({"loss": output.loss.detach()} | {str(i): p.grad for i, p in enumerate(model.parameters())})
-    for name, found in steps[1].items():
-        assert relative(found, steps[0][name]) < 2e-2, name
+    assert_gradients_near(steps[1], steps[0], 2e-2)
 
 
 def test_a_copy_of_an_mlp_that_peft_trains_whole_is_called_as_in_stock(device: str) -> None:
     models = [build("llama", seed=0, device=device) for _ in range(2)]
     fused_norm.apply_fused_norm(models[1])
-    logits = []
-    for model in models:
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["mlp"])
-        wrapped = peft.get_peft_model(model, lora)
-        with torch.autocast(device, BF16):
-            logits.append(wrapped(input_ids=tokens(device), use_cache=False).logits)
-    assert relative(logits[1], logits[0]) < 2e-2
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["mlp"])
+    stock, fused = (logits_of(peft.get_peft_model(model, copy.deepcopy(lora)), device) for model in models)
+    assert relative(fused, stock) < 2e-2
 
 
 def test_a_forward_put_on_pefts_class_after_the_patch_reads_what_a_stock_norm_returns(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made("llama", "adapters in fp32 beside bf16", device).float()
-    fused = copy.deepcopy(model)
-    fused_norm.apply_fused_norm(fused)
-    given: list[list[torch.dtype]] = []
+    model = model_of("llama", "adapters in fp32 beside bf16", device).float()
+    fused = fused_copy(model)
+    dtypes: list[torch.dtype] = []
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        given[-1].append(x.dtype)
+        dtypes.append(x.dtype)
         return self.base_layer(x)
 
     monkeypatch.setattr(peft.tuners.lora.Linear, "forward", forward)
-    logits = []
-    for one in (model, fused):
-        given.append([])
-        with torch.autocast(device, BF16):
-            logits.append(one(input_ids=tokens(device), use_cache=False).logits)
-    assert given[0] == given[1]
-    assert relative(logits[1], logits[0]) < 2e-2
+    stock_logits, logits = (logits_of(one, device) for one in (model, fused))
+    assert dtypes[: len(dtypes) // 2] == dtypes[len(dtypes) // 2 :]
+    assert relative(logits, stock_logits) < 2e-2
 
 
 def test_a_hook_on_a_dropout_that_is_idle_sees_what_it_sees_in_stock(device: str) -> None:
-    model = made("llama", "adapters", device)
-    fused = copy.deepcopy(model)
-    fused_norm.apply_fused_norm(fused)
-    seen: list[list[torch.dtype]] = []
-    for one in (model, fused):
-        seen.append([])
+    model = model_of("llama", "adapters", device)
+    dtypes: list[list[torch.dtype]] = []
+    for one in (model, fused_copy(model)):
+        dtypes.append([])
         for module in one.modules():
             if isinstance(module, nn.ModuleDict) and "default" in module and isinstance(module.default, nn.Identity):
-                module.default.register_forward_hook(lambda _, given, __, to=seen[-1]: to.append(given[0].dtype))
-        with torch.autocast(device, BF16):
-            one(input_ids=tokens(device), use_cache=False)
-    assert seen[0]
-    assert seen[0] == seen[1]
+                module.default.register_forward_hook(lambda _, args, __, to=dtypes[-1]: to.append(args[0].dtype))
+        logits_of(one, device)
+    assert dtypes[0]
+    assert dtypes[0] == dtypes[1]
