@@ -81,29 +81,32 @@ def test_a_part_of_a_layer_that_is_compiled_is_logged(device: str, caplog: pytes
     assert "recompute='mlp' does nothing in 2 parts of layers, model.layers.0.mlp the first: it is" in caplog.text
 
 
-@pytest.mark.parametrize("level", [True, "attention"])
-def test_a_layer_that_is_compiled_later_is_logged_when_it_is_traced(
-    level: Any, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("level", "trains"), [(True, True), ("attention", True), (True, False)])
+def test_a_layer_that_is_compiled_later_is_logged_when_it_is_traced_for_a_backward(
+    level: Any, trains: bool, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recompute, "_explained", set())
     model = build("llama", seed=0, device=device)
     fused_norm.apply_fused_norm(model, recompute=level)
     caplog.set_level(logging.WARNING, "fused_norm")
-    each_layer(model)(input_ids=tokens(device), use_cache=False)
-    assert "recompute does nothing in a layer: it is compiled" in caplog.text
+    with torch.set_grad_enabled(trains):
+        each_layer(model)(input_ids=tokens(device), use_cache=False)
+    assert ("recompute does nothing in a layer: it is compiled" in caplog.text) == trains
+    assert ("recompute does nothing" in caplog.text) == trains
 
 
 def bytes_kept_for_the_backward(model: Any, device: str) -> int:
     """Run the model with its layers compiled, and return the bytes of the storages that are saved."""
-    held: list[torch.Tensor] = []  # alive, so that no two have one address
+    saved: list[torch.Tensor] = []  # alive, so that no two have one address
 
-    def pack(one: torch.Tensor) -> torch.Tensor:
-        held.append(one)
-        return one
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
 
-    with saved_tensors_hooks(pack, lambda one: one):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         each_layer(model)(input_ids=tokens(device), use_cache=False)
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}.values())
+    storages = (tensor.untyped_storage() for tensor in saved)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_compiled_layers_keep_as_much_at_every_level_and_less_under_checkpointing(device: str) -> None:
@@ -148,9 +151,9 @@ def test_checkpointing_stays_on_in_a_trainer_of_a_compiled_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with mock.patch.dict(os.environ):  # in which transformers leaves the backend
-        model, further = compiled(build("llama", seed=0))
+        model, options = compiled(build("llama", seed=0))
         arguments = TrainingArguments(
-            str(tmp_path), gradient_checkpointing=True, report_to=[], use_cpu=device == "cpu", **further
+            str(tmp_path), gradient_checkpointing=True, report_to=[], use_cpu=device == "cpu", **options
         )
         callback = FusedNormCallback(recompute=level)
         Trainer(model, arguments, callbacks=[callback])
@@ -158,14 +161,3 @@ def test_checkpointing_stays_on_in_a_trainer_of_a_compiled_model(
     assert callback.report is not None
     assert callback.report.recompute is None
     assert f"recompute={level!r} is left out: the model is compiled" in caplog.text
-
-
-def test_compiled_generation_is_not_told_of_recompute(
-    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recompute, "_explained", set())
-    model = build("llama", seed=0, device=device)
-    fused_norm.apply_fused_norm(model, recompute=True)
-    with torch.no_grad():
-        each_layer(model)(input_ids=tokens(device), use_cache=False)
-    assert "recompute does nothing" not in caplog.text
