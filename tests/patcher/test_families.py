@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from fused_norm.check.against_float64 import check_step
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.rewrite import Rewrite
 
-from .models import EXPERTS_ARE_MLPS, relative, step
+from .models import EXPERTS_ARE_MLPS, fused_copy, relative, step
 from .other_families import OTHERS, TOKENS, TOKENS_OF_TOWERS, model_of
 
 QUICK = ("glm4", "olmo2", "exaone4", "granite", "phi3", "lfm2", "qwen3_next", "t5", "aimv2_vision_model", "qwen2_5_vl")
@@ -56,8 +54,7 @@ def test_bf16_errors_stay_within_the_stock_errors_budget(model_type: str, device
 
 def test_a_scale_that_is_a_tensor_is_multiplied_as_in_stock(device: str) -> None:
     stock, ids = model_of("granite", device), TOKENS.to(device)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
+    fused = fused_copy(stock)
     for model in (stock, fused):
         model.model.layers[0].residual_multiplier = torch.nn.Parameter(torch.tensor(0.3, device=device))
         model.model.layers[1].residual_multiplier = 1
@@ -83,8 +80,7 @@ def test_of_a_wide_stream_t5s_norms_make_what_their_narrow_weights_are(narrow: t
     for name, module in stock.named_modules():
         if name.endswith(".wo"):
             module.float()
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused, strict=False)
+    fused = fused_copy(stock, strict=False)
     ids, dtypes = TOKENS_OF_TOWERS.to(device), []
     norm = fused.encoder.block[1].layer[1].layer_norm
     norm.register_forward_hook(lambda _, args, y: dtypes.append((args[0].dtype, y.dtype)))

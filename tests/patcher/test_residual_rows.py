@@ -11,7 +11,7 @@ from torch import nn
 import fused_norm
 from tools.coverage.traced_sums import TracedSums
 
-from .models import assert_near, assert_same_bits, relative, step
+from .models import assert_near, assert_same_bits, fused_copy, relative, step
 from .other_families import TOKENS_WITH_AN_IMAGE, model_of
 
 
@@ -20,8 +20,7 @@ def test_a_tower_of_images_is_stock_with_hooks_checkpointing_and_where_fusing_is
     device: str, launches: list[str]
 ) -> None:
     stock = model_of("qwen2_5_vl", device)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
+    fused = fused_copy(stock)
     tokens = TOKENS_WITH_AN_IMAGE.to(device)
     expected = step(stock, tokens)
     with fused_norm.disabled():
