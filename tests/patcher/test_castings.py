@@ -81,7 +81,9 @@ def test_a_model_computes_what_it_would_with_norms_of_that_code(casting, model, 
     assert torch.equal(model(tokens).logits, twin(tokens).logits)
 
 
-def test_the_report_says_where_rounding_points_were_replaced(model):
+def test_the_report_says_where_rounding_points_were_replaced_and_a_norms_own_replace_nothing(model):
+    plain = fused_norm.apply_fused_norm(copy.deepcopy(model))
+    assert fused_norm.apply_fused_norm(copy.deepcopy(model), casting={"*": "llama"}) == plain
     report = fused_norm.apply_fused_norm(model, casting=ON_HEADS)
     rows = {site.path: site for site in report.fused if site.kind == "qk"}
     assert {site.spec.casting for site in rows.values()} == {"gemma"}
@@ -94,19 +96,12 @@ def test_the_report_says_where_rounding_points_were_replaced(model):
 def test_the_last_call_decides_and_copies_keep_it(model):
     fused_norm.apply_fused_norm(model, casting=ON_HEADS)
     norm = model.model.layers[0].self_attn.q_norm
-    given = type(norm)
+    cls = type(norm)
     fused_norm.apply_fused_norm(model, casting=ON_HEADS)
-    assert type(norm) is given
-    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-        assert type(twin) is given
+    assert {type(twin) for twin in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)))} == {cls}
     report = fused_norm.apply_fused_norm(model)
     assert norm.fused_norm_spec.casting == "llama"
     assert all(site.replaced is None for site in report.fused)
-
-
-def test_giving_a_norm_its_own_casting_replaces_nothing(model):
-    plain = fused_norm.apply_fused_norm(copy.deepcopy(model))
-    assert fused_norm.apply_fused_norm(model, casting={"*": "llama"}) == plain
 
 
 @pytest.mark.parametrize(
