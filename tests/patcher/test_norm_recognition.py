@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build
+from fused_norm.patcher import norm_recognition
 from fused_norm.patcher.norm_recognition import looks_like_norm, recognise
 from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.spec import NormSpec
@@ -304,3 +305,11 @@ def test_instances_of_one_class_are_told_apart_by_their_attributes() -> None:
     class_patched = Switched(True)
     Switched.forward = Norm.forward
     assert recognise(class_patched).spec.casting == "llama"
+
+
+def test_a_norm_runs_once_for_each_sample_however_many_formulas_it_is_compared_with(monkeypatch) -> None:
+    called, calls = norm_recognition._called, []
+    monkeypatch.setattr(norm_recognition, "_called", lambda *given: calls.append(given) or called(*given))
+    assert recognise(norm_by(lambda self, x: Norm.forward(self, x), eps=2e-5)).spec.casting == "llama"
+    dtype_pairs, shapes, modes = 6, 3, 3
+    assert len(calls) == dtype_pairs * shapes * modes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch, shadow_of
+from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, shadow_of
 from .reached_code import own_attributes, reached_by
 from .running_code import RunningCode
 
@@ -95,10 +95,14 @@ def _setting(value: Any) -> Any:
 
 def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Formula:
     def find() -> Formula:
-        found = [formula for formula, expected in FORMULAS.items() if all(_computes(call, expected) for call in calls)]
-        if len(found) != 1:
+        bits, gradients = (
+            Recognizer[Formula](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)
+            for way in (False, True)
+        )
+        matches = [formula for formula in FORMULAS if bits.agrees(formula) and gradients.agrees(formula)]
+        if len(matches) != 1:
             raise UnrecognisedError
-        return found[0]
+        return matches[0]
 
     try:
         return _outcomes.of(reached_by(code), None, find)
@@ -106,16 +110,13 @@ def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Fo
         raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}") from None
 
 
-def _computes(call: Callable[[Tensor], Any], formula: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether both give the same bits for values of every size, and the same gradient."""
-    with plain_pytorch():
-        plain = torch.randn(1024, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        scales = torch.tensor([1e-6, 1e-3, 1.0, 4.0, 16.0, 1e3, 1e6, torch.nan])
-        values = (plain[:, None] * scales).view(64, -1)
-        if not all(agrees(call, formula, [values.to(dtype)]) for dtype in DTYPES):
-            return False
-    with plain_pytorch(gradients=True):
-        return agrees_in_gradients(call, formula, [plain])
+def _cases(calls: Sequence[Callable[..., Any]], gradients: bool) -> Iterator[Case]:
+    """Values of every size; for gradients, of one."""
+    plain = torch.randn(1024, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    scales = torch.tensor([1e-6, 1e-3, 1.0, 4.0, 16.0, 1e3, 1e6, torch.nan])
+    values = (plain[:, None] * scales).view(64, -1)
+    for call in calls:
+        yield from (Case(call, [x]) for x in ([plain] if gradients else [values.to(dtype) for dtype in DTYPES]))
 
 
 def looks_like_activation(name: str, value: Any) -> bool:

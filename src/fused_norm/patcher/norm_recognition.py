@@ -23,10 +23,11 @@ from ..kernels.reference import Spelling
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
 from .probe import (
     DTYPES,
+    Case,
     NotTakenError,
     Outcomes,
+    Recognizer,
     UnrecognisedError,
-    agrees,
     agrees_in_gradients,
     plain_pytorch,
     shadow_of,
@@ -111,11 +112,12 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
     gated = _are_x_and_gate(_arguments_of(module))
     for name in names:
         eps = getattr(module, name)
-        candidates = _gated_candidates(module, eps) if gated else _candidates(module, eps)
-        for spec, spelling in itertools.product(candidates, _SPELLINGS):
-            if spelling.by is not torch.mul and spec.casting in ("rounded_rstd", "none"):
-                continue  # the root is rounded there, and so it matters which root it is
-            if _computes(module, name, spec, spelling):
+        recognizer = Recognizer[tuple[NormSpec, Spelling]](_cases(module, name, eps, gated), _expected)
+        for spec in _gated_candidates(module, eps) if gated else _candidates(module, eps):
+            # Under these castings the root is rounded, and so it matters which root it is.
+            rounds_root = spec.casting in ("rounded_rstd", "none")
+            spellings = [one for one in _SPELLINGS if one.by is torch.mul or not rounds_root]
+            if any(recognizer.agrees((spec, spelling)) for spelling in spellings):
                 matches[spec] = name
     if not matches:
         raise UnrecognisedError("computes none of the known formulas")
@@ -197,18 +199,16 @@ def _gated_candidates(module: nn.Module, eps: float) -> Iterator[GatedNormSpec]:
 
 def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
     """Return whether the module's gradients are those of the formula."""
-    spec = replace(spec, eps=_OTHER_EPS)
     with plain_pytorch(gradients=True):
         x, weight = next(_samples(module))
-        given = [one[:1, :4].repeat(2, 1, 1) for one in next(_inputs(spec, x))]  # no huge rows
-        shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
+        given = [one[:1, :4].repeat(2, 1, 1) for one in _inputs(isinstance(spec, GatedNormSpec), x)[0]]  # no huge rows
+        shadow = _shadow(module, weight, eps_name, _OTHER_EPS, training=True)
         for name, parameter in list(shadow.named_parameters()):
             setattr(shadow, name, watched(parameter.requires_grad_()))
         for name, buffer in list(shadow.named_buffers()):
             shadow._buffers[name] = watched(buffer)
         learnt = list(shadow.parameters())
-        gamma = (*learnt, weight)[0] if spec.weighted else None
-        formula = partial(_expected, spec, gamma, _SPELLINGS[0])
+        formula = partial(_expected, (spec, _SPELLINGS[0]), (*learnt, weight)[0], _OTHER_EPS)
         return agrees_in_gradients(partial(type(module).forward, shadow), formula, given, learnt)
 
 
@@ -225,49 +225,43 @@ def _casts_weight(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
     with plain_pytorch(gradients=True), saved_tensors_hooks(pack, lambda packed: packed):
         x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.bfloat16)
         shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
-        _called(shadow, isinstance(spec, GatedNormSpec), x.dim(), *next(_inputs(spec, x.requires_grad_())))
+        gated = isinstance(spec, GatedNormSpec)
+        _called(shadow, gated, x.dim(), *_inputs(gated, x.requires_grad_())[0])
     assert weight is not None
     memory = weight.untyped_storage().data_ptr()
     return all(one.untyped_storage().data_ptr() != memory for one in saved)
 
 
-def _inputs(spec: NormSpec, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The arguments of calls: x, and a gate where there is one; in others x has more dimensions, or fewer.
+def _cases(module: nn.Module, eps_name: str, eps: float, gated: bool) -> Iterator[Case]:
+    """Calls of the module's shadow, in both modes and with two values of its eps; formulas take weight and eps."""
+    samples = [(x, weight, _inputs(gated, x)) for x, weight in _samples(module)]
+    for value, training in ((eps, True), (eps, False), (_OTHER_EPS, False)):
+        for place in range(len(samples[0][2])):
+            for x, weight, inputs in samples:  # which tell most formulas apart, so that few cases are needed
+                shadow = _shadow(module, weight, eps_name, value, training)
+                yield Case(partial(_called, shadow, gated, x.dim()), inputs[place], (weight, value))
+
+
+def _inputs(gated: bool, x: Tensor) -> list[tuple[Tensor, ...]]:
+    """The arguments of calls: x, and a gate if there is one; in others x has more dimensions, or fewer.
 
     Of x with a gate, other calls have many rows of one token each.
     """
-    if not isinstance(spec, GatedNormSpec):
-        yield (x,)
-        yield (x.flatten(0, 1),)
-        yield (x.unflatten(1, (2, -1)),)
-        return
+    if not gated:
+        return [(x,), (x.flatten(0, 1),), (x.unflatten(1, (2, -1)),)]
     gate = 2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
-    yield x, gate.to(x.dtype)
-    yield x.flatten(0, 1)[:, None], gate.flatten(0, 1)[:, None]
+    return [(x, gate.to(x.dtype)), (x.flatten(0, 1)[:, None], gate.flatten(0, 1)[:, None])]
 
 
-def _expected(spec: NormSpec, weight: Tensor | None, spelling: Spelling, *given: Tensor) -> Tensor:
-    """The result of the formula."""
+def _expected(meaning: tuple[NormSpec, Spelling], weight: Tensor | None, eps: float, *given: Tensor) -> Tensor:
+    """The result of the formula, with this eps in place of its own."""
+    spec, spelling = meaning
+    spec, weight = replace(spec, eps=eps), weight if spec.weighted else None
     if not isinstance(spec, GatedNormSpec):
         return reference.rms_norm(spec, given[0], weight, spelling=spelling)
     x, gate = given
     how = spec.activation, spec.norm_before_gate, spec.groups
     return reference.gated_rms_norm(spec, x, gate, weight, *how, spelling)
-
-
-def _computes(module: nn.Module, eps_name: str, spec: NormSpec, spelling: Spelling) -> bool:
-    """Return whether the module's shadow and the formula give the same bits, for every dtype pair, in both modes."""
-    changed = replace(spec, eps=_OTHER_EPS)
-    with plain_pytorch():
-        for x, weight in _samples(module):
-            ways = ((spec, True), (spec, False), (changed, False))
-            for given, (eps_spec, training) in itertools.product(_inputs(spec, x), ways):
-                shadow = _shadow(module, weight, eps_name, eps_spec.eps, training)
-                code = partial(_called, shadow, isinstance(spec, GatedNormSpec), x.dim())
-                formula = partial(_expected, eps_spec, weight if spec.weighted else None, spelling)
-                if not agrees(code, formula, given):
-                    return False
-    return True
 
 
 def _called(shadow: nn.Module, gated: bool, usual: int, *given: Tensor) -> Tensor:

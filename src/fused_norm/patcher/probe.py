@@ -1,16 +1,17 @@
 """Runs code beside known formulas on small tensors on the CPU and compares them bit for bit, to find what it computes.
 
-Each sort of code (norms, rotary embeddings, activations) brings its candidates and its samples. What was found is known
-again by all that the code reaches (``reached_code.py``), so that it is found anew if any of that is another, or if it
-reaches something of which that cannot be told.
+Each sort of code (norms, rotary embeddings, activations) brings its cases and its formula to a ``Recognizer``. What was
+found is known again by all that the code reaches (``reached_code.py``), so that it is found anew if any of that is
+another, or if it reaches something of which that cannot be told.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -97,19 +98,57 @@ def shadow_of(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module
     return shadow
 
 
-def agrees(code: Callable[..., Any], formula: Callable[..., Any], given: Sequence[Tensor]) -> bool:
-    """Return whether code gives the bits of a formula, in each of its results, and leaves what it is given alone.
+class Case(NamedTuple):
+    """A call of the code in question, and what formulas take besides its arguments.
 
-    Raises:
-        UnrecognisedError: as ``code``; any other error of the code's is no agreement.
+    Attributes:
+        code: what is called.
+        given: its arguments.
+        facts: what a formula takes before them.
     """
-    copies = [one.clone() for one in given]
-    try:
-        actual = _results(code, copies)
-    except NotTakenError:
+
+    code: Callable[..., Any]
+    given: Sequence[Tensor]
+    facts: tuple[Any, ...] = ()
+
+
+class Recognizer(Generic[T]):
+    """Tells which formula code computes, bit for bit, in all cases; the code is run once a case, when it is needed."""
+
+    def __init__(self, cases: Iterable[Case], formula: Callable[..., Any], *, gradients: bool = False) -> None:
+        """Compare the code of ``cases`` with ``formula(candidate, *facts, *given)``.
+
+        ``gradients``: those are compared too, up to roundings.
+        """
+        self._cases, self._formula, self._gradients = iter(cases), formula, gradients
+        self._calls: list[tuple[Case, tuple[Tensor, ...]]] = []
+
+    def agrees(self, candidate: T) -> bool:
+        """Return whether the code gives the bits of the formula, in all results, and leaves its arguments alone.
+
+        Raises:
+            UnrecognisedError: as the code; any other error of the code's is no agreement.
+        """
+        with plain_pytorch(gradients=self._gradients):
+            for case, actual in self._calls_of_code():
+                formula = partial(self._formula, candidate, *case.facts)
+                expected = (*_results(formula, case.given), *case.given)
+                if len(actual) != len(expected) or not all(map(same_values, actual, expected)):
+                    return False
+                if self._gradients and not agrees_in_gradients(case.code, formula, case.given):
+                    return False
         return True
-    expected = _results(formula, given)
-    return len(actual) == len(expected) and all(map(same_values, (*actual, *copies), (*expected, *given)))
+
+    def _calls_of_code(self) -> Iterator[tuple[Case, tuple[Tensor, ...]]]:
+        """The cases that the code takes, each with its results and its arguments after the call."""
+        yield from self._calls
+        for case in self._cases:
+            copies = [one.clone() for one in case.given]
+            try:
+                self._calls.append((case, (*_results(case.code, copies), *copies)))
+            except NotTakenError:
+                continue
+            yield self._calls[-1]
 
 
 def agrees_in_gradients(

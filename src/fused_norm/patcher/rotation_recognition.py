@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..kernels.program import Programs
 from .hooks import has_hooks
-from .probe import DTYPES, Outcomes, UnrecognisedError, agrees, agrees_in_gradients, plain_pytorch
+from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError
 from .reached_code import reached_by
 from .running_code import RunningCode
 
@@ -176,83 +176,72 @@ def _find(function: Any, arguments: int) -> Rotation:
     if arguments <= 4:
         forms.append((of_each_element, True))
     for form, tokens_first in forms:
-        found: tuple[list[DtypePair], list[DtypePair]] = [], []
-        rotates = partial(_rotates, rotate, tensors, form, tokens_first)
+        cases = partial(_cases, rotate, tensors, form, tokens_first)
+        compared: tuple[list[DtypePair], list[DtypePair]] = [], []
         for pair in _PAIRS:
-            single_rounding = next((one for one in (False, True) if rotates(pair, one)), None)
+            recognizer = Recognizer[bool](cases(pair), _rotated)
+            single_rounding = next((one for one in (False, True) if recognizer.agrees(one)), None)
             if single_rounding is not None:
-                found[single_rounding].append(pair)
-        if _PAIRS[0] in found[0] and rotates(_PAIRS[0], single_rounding=False, gradients=True):
-            # A function that computes in fp64 shows in fp32 alone.
-            partial_too = all(rotates(pair, way == 1, _ROTARY) for way, pairs in enumerate(found) for pair in pairs)
-            facts = tuple(found[0]), tuple(found[1]), partial_too, tokens_first, form
+                compared[single_rounding].append(pair)
+        # A function that computes in fp64 shows in fp32 alone.
+        if _PAIRS[0] in compared[0] and Recognizer[bool](cases(_PAIRS[0]), _rotated, gradients=True).agrees(False):
+            is_partial = all(
+                Recognizer[bool](cases(pair, _ROTARY), _rotated).agrees(way == 1)
+                for way, pairs in enumerate(compared)
+                for pair in pairs
+            )
+            facts = tuple(compared[0]), tuple(compared[1]), is_partial, tokens_first, form
             return Rotation(None, RunningCode(None), arguments, *facts)
     raise UnrecognisedError
 
 
-def _rotates(
+def _cases(
     function: Callable[..., Any],
     tensors: int,
     form: AngleForm,
     tokens_first: bool,
     dtypes: DtypePair,
-    single_rounding: bool,
     rotary: int = _WIDTH,
-    gradients: bool = False,
-) -> bool:
-    """Return whether a function gives the bits of the half rotation of so many tensors, in every layout that it has.
+) -> Iterator[Case]:
+    """Calls with so many tensors, in every layout that the rotary embedding has, and cos and sin as formulas take them.
 
-    ``gradients``: those of the half rotation too, up to rounding.
+    Their cos, sin and what comes after them tell a form from every other.
     """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
-    with plain_pytorch(gradients=gradients):
-        heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
-        turned = [x.transpose(1, 2) for x in heads]
-        calls: list[tuple[list[Tensor], tuple[Any, ...], int, dict[str, int]]] = []
-        for cos, sin, further in _samples(form, rotary, random):
-            angles = cos, sin, further
-            if tokens_first:
-                alike = cos[0], sin[0], further
-                calls += [(turned, angles, 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
-            else:
-                calls += [(heads, angles, 1, {}), (turned, angles, 2, {"unsqueeze_dim": 2})]
-        for given, (cos, sin, further), heads_dim, named in calls:
-            code = partial(_called, function, (cos, sin, *further), named)
-            cos, sin = (form(one, *further).unsqueeze(heads_dim) for one in (cos, sin))
-            formula = partial(_rotated, cos, sin, single_rounding)
-            if not agrees(code, formula, given) or (gradients and not agrees_in_gradients(code, formula, given)):
-                return False
-    return True
-
-
-def _samples(
-    form: AngleForm, rotary: int, random: Callable[..., Tensor]
-) -> Iterator[tuple[Tensor, Tensor, tuple[Any, ...]]]:
-    """cos, sin and what comes after them, which tell a form from every other."""
-    half = rotary // 2
+    heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
+    turned, half = [x.transpose(1, 2) for x in heads], rotary // 2
     for batch in (_BATCH, 1):
         positions = torch.arange(batch * _TOKENS).view(batch, _TOKENS) * 3 % _TABLE
         shape: tuple[int, ...] = batch, _TOKENS, half if form is of_one_half else rotary
-        further: list[tuple[Any, ...]] = [()]
+        all_further: list[tuple[Any, ...]] = [()]
         if form is at_positions:
-            shape, further = (_TABLE, rotary), [(positions,)]
+            shape, all_further = (_TABLE, rotary), [(positions,)]
         elif form is by_sections:
-            shape, further = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
+            shape, all_further = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
         elif form is without_positions:
-            further = [(None,), (positions,)]
-        for one in further:
-            yield random(*shape), random(*shape), one
+            all_further = [(None,), (positions,)]
+        for further in all_further:
+            cos, sin = random(*shape), random(*shape)
+            calls: list[tuple[list[Tensor], tuple[Any, ...], int, dict[str, int]]]
+            if tokens_first:
+                alike = cos[0], sin[0]
+                calls = [(turned, (cos, sin), 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
+            else:
+                calls = [(heads, (cos, sin), 1, {}), (turned, (cos, sin), 2, {"unsqueeze_dim": 2})]
+            for given, angles, heads_dim, named in calls:
+                code = partial(_called, function, (*angles, *further), named)
+                yield Case(code, given, tuple(form(one, *further).unsqueeze(heads_dim) for one in angles))
 
 
 def _called(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
     return function(*heads, *angles, **named)
 
 
-def _rotated(cos: Tensor, sin: Tensor, single_rounding: bool, *heads: Tensor) -> Any:
+def _rotated(single_rounding: bool, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:
     """The half rotation of one tensor, or of each of two."""
     rotated = tuple(reference.rope(x, cos, sin, single_rounding) for x in heads)
     return rotated if len(rotated) > 1 else rotated[0]
