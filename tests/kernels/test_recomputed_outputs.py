@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,67 +10,21 @@ from torch import Tensor
 
 from fused_norm.kernels.norm import RECOMPUTED_NORM
 from fused_norm.kernels.operator import calls, norm_spec
-from fused_norm.spec import NormSpec
+from fused_norm.spec import CASTINGS, Casting, NormSpec
 
+from .calls import CALLS, Call, every_call
 from .conftest import OPERATORS
-from .numerics import BF16, FP16, FP32
+from .numerics import BF16, FP16
 
 LLAMA, GEMMA = norm_spec("llama", False, 1e-6), norm_spec("gemma", True, 1e-6)
-CENTERED = norm_spec("llama", True, 1e-3)
 
 
 def made(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
 
-def _norm(
-    name: str, shape: tuple[int, ...], x: torch.dtype, w: torch.dtype | None, r: torch.dtype | None = None
-) -> Any:
-    def arguments(device: str) -> tuple[Any, ...]:
-        weight = None if w is None else made(device, shape[-1], dtype=w)
-        if name == "rms_norm":
-            return made(device, *shape, dtype=x), weight, None
-        residual = made(device, *shape, dtype=r or x)
-        if name == "add_rms_norm":
-            return made(device, *shape, dtype=x), residual, weight, None, 0.5
-        return made(device, *shape, dtype=x), residual, made(device, shape[-1], dtype=w or x), weight
-
-    return name, arguments
-
-
-def _transposed(device: str) -> tuple[Any, ...]:
-    return made(device, 2, 3, 5, 40).transpose(1, 2), made(device, 40), None
-
-
-def _heads(device: str, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-    """Written in ``dtype``, if given, in the place of float32."""
-    q, k = made(device, 2, 5, 4, 16).transpose(1, 2), made(device, 2, 5, 2, 16).transpose(1, 2)
-    angles = BF16 if dtype is None else FP32
-    cos, sin = (made(device, 2, 5, 16, dtype=angles).detach() for _ in range(2))
-    return q, k, made(device, 16), made(device, 16), cos, sin, 1, dtype
-
-
-CASES: list[tuple[str, NormSpec | None, Callable[[str], tuple[Any, ...]]]] = [
-    (name, spec, arguments)
-    for spec, (name, arguments) in [
-        (LLAMA, _norm("rms_norm", (3, 5, 40), BF16, BF16)),
-        (LLAMA, _norm("rms_norm", (3, 5, 40), BF16, FP32)),
-        (LLAMA, _norm("rms_norm", (7, 40), FP16, None)),
-        (LLAMA, _norm("rms_norm", (2, 5000), BF16, BF16)),
-        (GEMMA, _norm("rms_norm", (3, 5, 40), FP32, BF16)),
-        (CENTERED, ("rms_norm", _transposed)),
-        (LLAMA, _norm("add_rms_norm", (3, 5, 40), BF16, BF16)),
-        (norm_spec("weight_dtype", False, 1e-6), _norm("add_rms_norm", (3, 5, 40), BF16, FP32)),
-        (norm_spec("rounded_rstd", False, 1e-6), _norm("rms_norm", (3, 5, 40), BF16, BF16)),
-        (GEMMA, _norm("add_rms_norm", (3, 5, 40), BF16, BF16, FP32)),
-        (GEMMA, _norm("norm_add_norm", (3, 5, 40), BF16, BF16)),
-        (LLAMA, _norm("norm_add_norm", (2, 2100), BF16, BF16, FP32)),
-        (LLAMA, ("qk_norm", _heads)),
-        (LLAMA, ("qk_norm", partial(_heads, dtype=FP16))),
-        (None, ("glu", lambda device: (made(device, 3, 5, 40), made(device, 3, 5, 40), "silu"))),
-        (None, ("glu", lambda device: (made(device, 3, 5, 80), None, "gelu_tanh"))),
-    ]
-]
+KEPT = ("norm_add", "rope", "gated_rms_norm", "lora_add")
+"""The operators whose outputs are not recomputed."""
 
 
 class Observer:
@@ -89,20 +41,23 @@ class Observer:
         return outputs
 
 
-def _check(name: str, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
-    observer = Observer()
+def assert_recomputed_or_kept(call: Call) -> None:
+    """Bit for bit; outputs are kept if they are another operator's, or if the norm uses another rstd than it keeps."""
+    operator, observer = OPERATORS[call.name], Observer()
     with calls.by(observer):
-        results = OPERATORS[name](spec, *arguments)
-    outputs = results if isinstance(results, tuple) else (results,)
+        outputs = call.outputs(call.leaves())
     (recompute,) = observer.recomputes
+    is_kept = call.name in KEPT or (call.name != "qk_norm" and call.spec is not None and call.spec.casting == "none")
+    assert (recompute is None) == is_kept
+    if recompute is None:
+        return
     again = recompute.outputs()
+    assert len(again) == len(recompute.operator.outputs) == (2 if call.name == "qk_norm" else 1)
     for output, recomputed in zip(outputs, again, strict=False):
         assert recomputed is not output
         assert not recomputed.requires_grad
-        assert recomputed.stride() == output.stride()
-        assert recomputed.dtype == output.dtype
-        assert torch.equal(recomputed, output)
-    return recompute
+        assert (recomputed.stride(), recomputed.dtype) == (output.stride(), output.dtype)
+        assert torch.equal(recomputed, output), operator.name
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -113,31 +68,25 @@ def test_what_is_kept_is_what_an_operator_saves_last(name: str) -> None:
         assert saved[-len(operator.kept) :] == list(operator.kept)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_outputs_are_recomputed_bit_for_bit(case: Any, device: str) -> None:
-    name, spec, arguments = case
-    recompute = _check(name, spec, arguments(device))
-    assert len(recompute.operator.outputs) == (2 if name == "qk_norm" else 1)
+@CALLS
+@pytest.mark.parametrize("layout", ["contiguous", "transposed heads"])
+def test_outputs_are_recomputed_bit_for_bit_or_kept(layout: str, case: str, device: str) -> None:
+    assert_recomputed_or_kept(every_call(device, layout)[case])
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_add_norm"])
-def test_a_norm_that_uses_another_rstd_than_it_keeps_is_not_recomputed(name: str, device: str) -> None:
-    _, arguments = _norm(name, (3, 40), FP16, FP16)
-    observer = Observer()
-    with calls.by(observer):
-        OPERATORS[name](norm_spec("none", False, 1e-6), *arguments(device))
-    assert observer.recomputes == [None]
+@pytest.mark.parametrize("casting", CASTINGS)
+@pytest.mark.parametrize("dtype", [None, BF16, FP16], ids=str)
+def test_norms_are_recomputed_with_the_roundings_of_their_casting(
+    casting: Casting, dtype: torch.dtype | None, device: str
+) -> None:
+    for case in ("norm", "add", "add in gemma", "sandwich"):
+        call = every_call(device, dtype=dtype)[case]
+        assert_recomputed_or_kept(call._replace(spec=norm_spec(casting, call.spec.zero_centered, 1e-6)))
 
 
-def test_sums_and_rotations_without_a_norm_and_adapters_are_not_recomputed(device: str) -> None:
-    x, residual, weight = made(device, 3, 40), made(device, 3, 40), made(device, 40)
-    q, k, _, _, cos, sin, heads_dim, dtype = _heads(device)
-    observer = Observer()
-    with calls.by(observer):
-        OPERATORS["norm_add"](LLAMA, x, residual, weight)
-        OPERATORS["rope"](None, q, k, cos, sin, heads_dim, False, dtype)
-        OPERATORS["lora_add"](None, residual, x, made(device, 4, 40), made(device, 40, 4), 2.0)
-    assert observer.recomputes == [None, None, None]
+@pytest.mark.parametrize(("case", "width"), [("norm", 5000), ("sandwich", 2100)])
+def test_wide_rows_are_recomputed(case: str, width: int, device: str) -> None:
+    assert_recomputed_or_kept(every_call(device, rows=1, width=width, dtype=BF16)[case])
 
 
 def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Refusals: what is wrong with a call's arguments, and what of good ones only PyTorch's own operators can compute."""
+"""Checks of arguments: what is wrong with those of a call, and which good ones only the PyTorch reference computes."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def angles_beyond_kernels(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
 
 
 def other_order(x: Tensor, residual: Tensor) -> str | None:
-    """The reason not to add in place of stock code: a kernel lays a sum out as x, PyTorch as its first operand."""
+    """Why the fused add would differ: its output has x's memory format, PyTorch's has that of the first operand."""
     if (x.is_contiguous() and residual.is_contiguous()) or not (is_plain(x) and is_plain(residual)):
         return None
     alike = memory_order(x) == memory_order(residual)
@@ -228,7 +228,7 @@ def other_order(x: Tensor, residual: Tensor) -> str | None:
 
 
 def other_dtype(name: str, other_name: str, one: Tensor, other: Tensor | None) -> str | None:
-    """The reason not to compute two tensors together in place of stock code: their dtypes differ."""
+    """Why stock code should compute two tensors: their dtypes differ."""
     if other is None or one.dtype == other.dtype:
         return None
     return f"{name} is {one.dtype} and {other_name} {other.dtype}"

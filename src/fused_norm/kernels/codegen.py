@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
 
     Attributes:
         call: the function.
-        head: what it takes in front of the kernel's arguments.
+        head: what it takes before the kernel's arguments.
         packed: whether these are one tuple, without those that were compiled in; otherwise all of them follow.
         numbers: the arguments that are no tensors.
         tensors: the index of each tensor argument that is passed; None is passed as it is.
@@ -46,7 +46,7 @@ class _Entry(NamedTuple):
 
 
 class _Names:
-    """The names of the tensors of a call; ``asked`` has those that anyone has asked for."""
+    """The names of the tensors of a call; ``asked`` has those that are used."""
 
     def __init__(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -101,16 +101,16 @@ def generated_lines(
     They fall back to ``repeat`` if an address is not 16-byte aligned or a launch hook is installed.
 
     Args:
-        machine: where it was made.
+        machine: how its kernels are launched.
         inputs: its tensors.
-        arguments: the names of these; with a context, ``ctx``, in front of them, which gets what is saved.
+        arguments: the names of these; if there is a context, ``ctx``, before them, it gets what is saved.
         allocated: the tensors that it has made.
         performed: its launches with their compiled kernels.
         results: in nested tuples; with a context the outputs, what is saved, and the weights that copies among that
             were made of.
 
     Raises:
-        NotRecordableError: where one of the tensors is of unknown origin.
+        NotRecordableError: if one of the tensors is of unknown origin.
     """
     made = [f"m{index}" for index in range(len(allocated))]
     names = _Names([*inputs, *allocated], [*arguments[len(arguments) - len(inputs) :], *made])
@@ -227,7 +227,7 @@ class Interpreter:
 
 
 def launch_backend(device: torch.device) -> Cuda | Interpreter | None:
-    """The machine that launches kernels on ``device``; None where it is not known how to do that."""
+    """How kernels are launched on ``device``; None if that has to be left to Triton."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     if not all(hasattr(hook, "calls") for hook in hooks):
         return None

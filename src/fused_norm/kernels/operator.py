@@ -104,9 +104,9 @@ class Operator(ABC):
 
     name: ClassVar[str]
     plain_name: ClassVar[str] = ""
-    """The name of the operator whose outputs these are, where another form of it computes them."""
+    """The name of the operator whose outputs these are, if this is another form of it."""
     has_norm: ClassVar[bool] = True
-    """Calls begin with the meaning of a norm; it is None in an operator without one."""
+    """Calls begin with the spec of a norm; it is None in an operator without one."""
     tensors: ClassVar[str]
     """The schema of the tensors; the first of them is always there."""
     options: ClassVar[str] = ""
@@ -117,16 +117,16 @@ class Operator(ABC):
     same_shape: ClassVar[tuple[str, ...]] = ()
     """The tensors that must have the shape of the first one."""
     other_rules: ClassVar[tuple[str, ...]] = ()
-    """The tensors that ``wrong`` looks at, and nobody before it."""
+    """The tensors that ``wrong`` alone checks."""
     takes_dtensors: ClassVar[bool] = True
-    """Of DTensors that are cut between rows each device can compute its part."""
+    """Each device can compute its part of DTensors that are cut between rows."""
     kept: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     copies: ClassVar[Mapping[str, Sequence[str]]] = {}
     """The weights that the forward may copy, each with the tensors that need it in their gradients.
 
-    A copy, called ``weight_copy``, is a result behind ``kept``, and is saved in the weight's place if there is one. It
-    is there if stock code does not keep the weight itself, which somebody may write into before the backward.
+    A copy, called ``weight_copy``, is a result after ``kept``, and is saved in the weight's place if there is one. It
+    is made if stock code does not keep the weight itself, which other code may write into before the backward.
     """
     saved: ClassVar[str]
     """The schema of the tensors that the backward takes besides the gradients of the outputs, ``kept`` at its end."""
@@ -266,7 +266,7 @@ class Operator(ABC):
         return name in self._saved_names
 
     def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
-        """A forward's arguments, and its results where they are given, by their names."""
+        """A forward's arguments, and its results if given, by their names."""
         return dict(zip(self._forward_names, (*arguments, *results), strict=False))
 
     def backward_by_name(self, call: BackwardCall) -> dict[str, Any]:
@@ -470,7 +470,7 @@ class Operator(ABC):
         return self.results_of(spec, *arguments)
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs of a call that is not traced, whoever intercepts calls."""
+        """Run an untraced call, ignoring any interceptor."""
         tensors = arguments[: self.tensor_count]
         if not is_plain_call(tensors):
             return self._registered(spec, *arguments)

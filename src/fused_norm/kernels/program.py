@@ -31,7 +31,7 @@ logger = logging.getLogger("fused_norm")
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 SHAPES, EACH = 1024, 8
-"""How many shapes an operator remembers, and how many programs for each; where there are more it starts anew."""
+"""How many shapes an operator remembers, and how many programs for each; if there are more it starts anew."""
 
 _ALLOCATIONS = ("new_empty", "empty_strided")
 """The operators by which launchers allocate what a program can allocate again."""
@@ -229,7 +229,7 @@ when_plans_change.append(forget_all)
 
 
 def with_one_more(programs: tuple[Program, ...], program: Program) -> tuple[Program, ...]:
-    """The programs and one more; that one alone where they are too many."""
+    """The programs and one more; that one alone if they are too many."""
     return (*programs, program) if len(programs) < EACH else (program,)
 
 
@@ -248,7 +248,7 @@ def recorded(
 
     Args:
         inputs: the tensors of the call, or None. Nobody may watch the dispatcher.
-        further: its other arguments: the first comes before the tensors (``further[0]``), the others after them.
+        further: its other arguments: the first comes before the tensors, the others after them.
         function: makes it of tensors like these, and returns its outputs, in nested tuples. If the call has a backward
             it returns the outputs, what is saved for it, the weights that copies among that were made of, and what else
             it has to know. It holds no tensor.

@@ -1,7 +1,7 @@
 """Tensors that PyTorch spreads over devices (DTensors), and calls of operators on the part that each device holds.
 
-Rows are computed where they are, and nothing is sent. A weight that all devices have gets on each one the gradient of
-the rows that are there, which DTensor knows as a sum that is still to be made, as it does for PyTorch's own operators.
+Rows are computed where they are, and nothing is sent. A replicated weight gets a Partial gradient, as from PyTorch's
+own operators: each rank contributes the sum over its own rows.
 """
 
 from __future__ import annotations

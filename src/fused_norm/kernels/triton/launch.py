@@ -20,7 +20,7 @@ class Launch(NamedTuple):
         kernel: the function that ``triton.jit`` has made.
         grid: programs along two axes.
         tensors: the first arguments, the first of which is present; None for absent ones.
-        numbers: the arguments behind them, None for absent ones.
+        numbers: the arguments after them, None for absent ones.
         constants: the compile-time arguments, by name.
         options: of Triton's compiler, such as the number of warps.
     """
@@ -100,11 +100,11 @@ def launch(
         kernel: the function that ``triton.jit`` has made.
         grid: programs along two axes.
         tensors: the kernel's first arguments; the first is always present.
-        numbers: the arguments behind them: counts, strides, then floats; None is compiled in.
+        numbers: the arguments after them: counts, strides, then floats; None becomes a constexpr.
         constants: the compile-time arguments, by name.
         warps: of a program.
         fuse: a product that is added to may become one multiply-add, which does not round the product.
-        overlaps: the kernel may begin before the launch in front of it has ended, and waits for it itself
+        overlaps: the kernel may begin before the previous launch has ended, and waits for it itself
             (``await_previous``).
     """
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
