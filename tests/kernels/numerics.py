@@ -429,7 +429,8 @@ def far_apart(dense: Tensor) -> Tensor:
 class Guarded:
     """Makes tensors like others, between guard bands, and tells whether anything was written there."""
 
-    _SIZE, _SENTINEL = 4096, 1234.0
+    _BYTES = 16384
+    """Of a band."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -438,10 +439,12 @@ class Guarded:
         """Return a tensor of the shape, strides and dtype of one that is dense, filled with NaN; None for None."""
         if like is None:
             return None
-        buffer = like.new_full((like.numel() + 2 * self._SIZE,), self._SENTINEL)
-        buffer[self._SIZE : -self._SIZE] = float("nan")
+        inside = slice(self._BYTES, -self._BYTES)
+        size = like.untyped_storage().nbytes() + 2 * self._BYTES
+        buffer = torch.full((size,), 0xA5, dtype=torch.uint8, device=like.device)
+        buffer[inside] = 0xFF  # NaN in every floating point dtype
         self._buffers.append(buffer)
-        return buffer.as_strided(like.shape, like.stride(), self._SIZE)
+        return buffer[inside].view(like.dtype).as_strided(like.shape, like.stride())
 
     @property
     def count(self) -> int:
@@ -449,5 +452,5 @@ class Guarded:
         return len(self._buffers)
 
     def intact(self) -> bool:
-        bands = (band for b in self._buffers for band in (b[: self._SIZE], b[-self._SIZE :]))
-        return all((band == self._SENTINEL).all() for band in bands)
+        bands = (band for b in self._buffers for band in (b[: self._BYTES], b[-self._BYTES :]))
+        return all((band == 0xA5).all() for band in bands)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_norm.kernels.fp8 import FORMATS, FP8Format, dequantize, quantize
 from fused_norm.kernels.fp8.cast import cast_groups
-from fused_norm.kernels.fp8.codes import codes_of, scale_of
+from fused_norm.kernels.fp8.kernels import codes_of, scale_of
 from fused_norm.kernels.triton.language import TRITON_DTYPES, values_of
 
 from .fp8_values import E4M3, E5M2, assert_same_bits, hard_rows

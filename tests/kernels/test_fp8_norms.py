@@ -16,8 +16,8 @@ from fused_norm.kernels.fp8 import (
     FORMATS,
     Quantized,
     add_rms_norm_fp8,
-    codes,
     dequantize,
+    kernels,
     quantize,
     rms_norm_fp8,
 )
@@ -28,7 +28,7 @@ from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
 from .fp8_values import E4M3, assert_same_bits, assert_same_codes, hard_rows, in_bits
-from .numerics import BF16, FP16, FP32
+from .numerics import BF16, FP16, FP32, Guarded, slow
 
 Names = list[str]
 
@@ -42,6 +42,9 @@ class Case(NamedTuple):
     casting: Any = "llama"
     zero_centered: bool = False
     scale: float = 1.0
+
+    def __str__(self) -> str:
+        return "-".join(str(value).removeprefix("torch.") for value in self)
 
     @property
     def meaning(self) -> dict[str, Any]:
@@ -86,15 +89,6 @@ CASES = [
     Case(FP32, None, BF16, "weight_dtype"),
     Case(BF16, BF16, FP32, "rounded_rstd", scale=0.22),
 ]
-IDS = {"ids": lambda one: "-".join(map(str, one)) if isinstance(one, Case) else one}
-
-
-def slow_but(few: list[Any], every: list[Any]) -> list[Any]:
-    """All parameters, those that are not among the ``few`` marked slow."""
-    return [
-        one if one in few else pytest.param(*([one] if isinstance(one, Case) else one), marks=pytest.mark.slow)
-        for one in every
-    ]
 
 
 def assert_unfused_codes(
@@ -115,44 +109,40 @@ CENTERED = Case(FP32, BF16, BF16, "gemma", True)
 LAYOUTS = ("tensorwise", "rowwise", "block128", "mxfp8")
 """A format for each way of laying out scales."""
 
-FEW_NORMS = [
-    (CASES[7], "tensorwise"),  # the norm uses another rstd than it keeps
-    *((LLAMA, name) for name in FORMATS),
-    *((CENTERED, name) for name in ("tensorwise", "mxfp8")),
+FAST_CODES = [
+    (CASES[7], "tensorwise", (7, 128)),  # the norm uses another rstd than it keeps
+    *((LLAMA, name, (7, 128)) for name in FORMATS),
+    *((CENTERED, name, (7, 128)) for name in ("tensorwise", "mxfp8")),
+    (LLAMA, "tensorwise", (131, 37)),
+    (LLAMA, "rowwise", (131, 37)),
+    (LLAMA, "rowwise", (7, 1)),
+    (LLAMA, "block128", (3, 5, 384)),
+    (LLAMA, "mxfp8", (6, 32)),
 ]
-EVERY_NORM = [*FEW_NORMS, *((case, name) for case in CASES for name in LAYOUTS if (case, name) not in FEW_NORMS)]
+SLOW_CODES = [
+    *((case, name, (7, 128)) for case in CASES for name in LAYOUTS if (case, name, (7, 128)) not in FAST_CODES),
+    (LLAMA, "mxfp8", (7, 160)),
+    (LLAMA, "mxfp8", (133, 96)),
+    (LLAMA, "block128", (133, 128)),
+    (LLAMA, "coat_input", (133, 48)),
+    (LLAMA, "rowwise", (7, 5000)),
+    (LLAMA, "tensorwise", (7, 5000)),
+    (LLAMA, "block128", (6, WIDEST_FORWARD)),
+]
 
 
-@pytest.mark.parametrize(("case", "name"), slow_but(FEW_NORMS, EVERY_NORM), **IDS)
-def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, device: str) -> None:
-    assert_unfused_codes(case, name, (7, 128), device)
+@pytest.mark.parametrize(
+    ("case", "name", "shape"),
+    [*FAST_CODES, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_CODES)],
+    ids=str,
+)
+def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, shape: tuple[int, ...], device: str) -> None:
+    assert_unfused_codes(case, name, shape, device)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "coat_input"])
 def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: str) -> None:
     assert_unfused_codes(LLAMA, name, (7, 128), device, finite=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("tensorwise", (131, 37)),
-        ("rowwise", (131, 37)),
-        ("rowwise", (7, 1)),
-        ("block128", (3, 5, 384)),
-        ("mxfp8", (6, 32)),
-        pytest.param("mxfp8", (7, 160), marks=pytest.mark.slow),
-        pytest.param("mxfp8", (133, 96), marks=pytest.mark.slow),
-        pytest.param("block128", (133, 128), marks=pytest.mark.slow),
-        pytest.param("coat_input", (133, 48), marks=pytest.mark.slow),
-        pytest.param("rowwise", (7, 5000), marks=pytest.mark.slow),
-        pytest.param("tensorwise", (7, 5000), marks=pytest.mark.slow),
-        pytest.param("block128", (6, WIDEST_FORWARD), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_odd_shapes(name: str, shape: tuple[int, ...], device: str) -> None:
-    assert_unfused_codes(LLAMA, name, shape, device)
 
 
 def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
@@ -163,10 +153,10 @@ def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tenso
     )
 
 
-FEW_CASES = [case for case in CASES if case in (LLAMA, ADDED) or case.casting == "gemma"]
+FAST_CASES = [case for case in CASES if case in (LLAMA, ADDED) or case.casting == "gemma"]
 
 
-@pytest.mark.parametrize("case", slow_but(FEW_CASES, CASES), **IDS)
+@pytest.mark.parametrize("case", [*FAST_CASES, *slow(*(one for one in CASES if one not in FAST_CASES))], ids=str)
 def test_gradients_are_those_of_the_16_bit_operator(case: Case, device: str) -> None:
     tensors = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
     leaves = [tensor.requires_grad_() for tensor in tensors]
@@ -196,7 +186,7 @@ def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], N
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("case", [LLAMA, ADDED], **IDS)
+@pytest.mark.parametrize("case", [LLAMA, ADDED], ids=str)
 def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(case: Case, device: str) -> None:
     *rows, weight = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
     for place in range(len(rows)):
@@ -211,12 +201,12 @@ def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(case: 
 
 
 def test_without_gradients_nothing_is_differentiable(device: str) -> None:
-    x, r, w = (one.requires_grad_() for one in ADDED.tensors((7, 128), device))
+    tensors = [one.requires_grad_() for one in ADDED.tensors((7, 128), device)]
     with torch.no_grad():
-        made, s = add_rms_norm_fp8(x, r, w, fp8_format="block128")
+        made, s = ADDED.fused("block128", tensors)
     assert not made.placeholder.requires_grad
     assert not s.requires_grad
-    again, _ = add_rms_norm_fp8(x, r, w, fp8_format="block128")
+    again, _ = ADDED.fused("block128", tensors)
     assert_same_codes(made, again)
     assert torch.equal(in_bits(made.rstd), in_bits(again.rstd))
 
@@ -312,29 +302,12 @@ def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
         assert torch.equal(dw, torch.zeros_like(w))
 
 
-class Bands:
-    """Makes tensors like others between bytes that nobody may touch."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def __call__(self, like: Tensor) -> Tensor:
-        size = like.untyped_storage().nbytes()
-        buffer = torch.full((size + 8192,), 0xA5, dtype=torch.uint8, device=like.device)
-        buffer[4096:-4096] = 0xFF
-        self._buffers.append(buffer)
-        return buffer[4096:-4096].view(like.dtype).as_strided(like.shape, like.stride())
-
-    def intact(self) -> bool:
-        return all((band == 0xA5).all() for buffer in self._buffers for band in (buffer[:4096], buffer[-4096:]))
-
-
 @pytest.mark.parametrize(
     "name",
     ["tensorwise", "rowwise", "block128", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
 )
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
-    spec, bands = norm_spec("llama", False, 1e-6), Bands()
+    spec, bands = norm_spec("llama", False, 1e-6), Guarded()
     x, r, w = ADDED.tensors((7, 160 if name == "mxfp8" else 128), device)
     outputs = tuple(map(bands, empty_norm_fp8(spec, x, r, w, FORMATS[name])))
     launch_norm_fp8(spec, (x, r, w, None, None), FORMATS[name], outputs)
@@ -377,9 +350,9 @@ def test_gpus_that_cannot_cast_take_the_reference_and_it_is_said_once(
     device = torch.device("cuda:0")
     for sm, casts in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         capability["sm"] = sm
-        codes._casts_to_fp8.cache_clear()
-        assert [codes._casts_to_fp8(device) for _ in range(2)] == [casts, casts]
-    codes._casts_to_fp8.cache_clear()
+        kernels._casts_to_fp8.cache_clear()
+        assert [kernels._casts_to_fp8(device) for _ in range(2)] == [casts, casts]
+    kernels._casts_to_fp8.cache_clear()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 

@@ -1,8 +1,7 @@
 """Norms that write their result in FP8, for linears that read it, and norms that read FP8."""
 
-from .cast import dequantize, quantize
+from .cast import Quantized, dequantize, quantize
 from .formats import FORMATS, FP8Format
 from .operators import add_rms_norm_fp8, rms_norm_fp8
-from .quantized import Quantized
 
 __all__ = ["FORMATS", "FP8Format", "Quantized", "add_rms_norm_fp8", "dequantize", "quantize", "rms_norm_fp8"]

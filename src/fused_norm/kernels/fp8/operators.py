@@ -16,11 +16,9 @@ from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..triton.memory import empty_rows_like, empty_weight_grad
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
-from .cast import cast, numbers_of
-from .codes import CODES_OF_KERNELS, runs_fp8_kernels_on
+from .cast import Quantized, cast, numbers_of, placeholder_of, with_gradient_to
 from .formats import FORMATS, INPUT_GROUP, FP8Format, name_of_format, wrong_width
-from .kernels import empty_norm_fp8, launch_norm_fp8
-from .quantized import Quantized, placeholder_of, with_gradient_to
+from .kernels import CODES_OF_KERNELS, empty_norm_fp8, launch_norm_fp8, runs_fp8_kernels_on
 
 
 class NormFP8(Operator):
