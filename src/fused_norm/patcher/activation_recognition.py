@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, shadow_of
+from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
 from .reached_code import own_attributes, reached_by
 from .running_code import RunningCode
 
@@ -79,9 +79,9 @@ def recognise_activation(value: Any) -> Activation:
         function = setting.func if isinstance(setting, partial) else setting
         if not isinstance(function, _PLAIN):
             raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
-    shadows = [shadow_of(kind, {**own, "training": training}) for training in (True, False)]
-    calls = [partial(kind.forward, shadow) for shadow in shadows]
-    formula = _formula_of(shadows[0], calls, kind.__name__)
+    replicas = [cpu_replica(kind, {**own, "training": training}) for training in (True, False)]
+    calls = [partial(kind.forward, replica) for replica in replicas]
+    formula = _formula_of(replicas[0], calls, kind.__name__)
     settings = tuple((name, _setting(one)) for name, one in own.items())
     return Activation(formula, kind.forward, RunningCode(kind.forward), kind, settings)
 
@@ -105,7 +105,7 @@ def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Fo
         return matches[0]
 
     try:
-        return _outcomes.of(reached_by(code), None, find)
+        return _outcomes.get_or_compute(reached_by(code), None, find)
     except UnrecognisedError:
         raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}") from None
 

@@ -1,6 +1,6 @@
 """The recognition of a norm by what it computes.
 
-A shadow of the module (same class, same attributes, small random CPU weight in place of the real one, which is never
+A replica of the module (same class, same attributes, small random CPU weight in place of the real one, which is never
 read: it may be on meta, sharded or offloaded) is run against the reference formulas, bit for bit, over pairs of input
 and weight dtypes, and again with another eps. Exactly one formula must match.
 """
@@ -29,8 +29,8 @@ from .probe import (
     Recognizer,
     UnrecognisedError,
     agrees_in_gradients,
+    cpu_replica,
     plain_pytorch,
-    shadow_of,
     watched,
 )
 from .reached_code import own_attributes, reached_by
@@ -90,7 +90,7 @@ def recognise(module: nn.Module) -> Recognised:
     """
     _check_structure(module)
     width, held = _width(module), ("weight" in module._buffers, _held_weight(module) is not None)
-    return _outcomes.of(reached_by(module), (width, held), lambda: _compare_with_formulas(module))
+    return _outcomes.get_or_compute(reached_by(module), (width, held), lambda: _compare_with_formulas(module))
 
 
 def _are_x_and_gate(arguments: list[inspect.Parameter]) -> bool:
@@ -202,14 +202,14 @@ def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
     with plain_pytorch(gradients=True):
         x, weight = next(_samples(module))
         given = [one[:1, :4].repeat(2, 1, 1) for one in _inputs(isinstance(spec, GatedNormSpec), x)[0]]  # no huge rows
-        shadow = _shadow(module, weight, eps_name, _OTHER_EPS, training=True)
-        for name, parameter in list(shadow.named_parameters()):
-            setattr(shadow, name, watched(parameter.requires_grad_()))
-        for name, buffer in list(shadow.named_buffers()):
-            shadow._buffers[name] = watched(buffer)
-        learnt = list(shadow.parameters())
+        replica = _replica(module, weight, eps_name, _OTHER_EPS, training=True)
+        for name, parameter in list(replica.named_parameters()):
+            setattr(replica, name, watched(parameter.requires_grad_()))
+        for name, buffer in list(replica.named_buffers()):
+            replica._buffers[name] = watched(buffer)
+        learnt = list(replica.parameters())
         formula = partial(_expected, (spec, _SPELLINGS[0]), (*learnt, weight)[0], _OTHER_EPS)
-        return agrees_in_gradients(partial(type(module).forward, shadow), formula, given, learnt)
+        return agrees_in_gradients(partial(type(module).forward, replica), formula, given, learnt)
 
 
 def _casts_weight(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
@@ -224,22 +224,22 @@ def _casts_weight(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
 
     with plain_pytorch(gradients=True), saved_tensors_hooks(pack, lambda packed: packed):
         x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.bfloat16)
-        shadow = _shadow(module, weight, eps_name, spec.eps, training=True)
+        replica = _replica(module, weight, eps_name, spec.eps, training=True)
         gated = isinstance(spec, GatedNormSpec)
-        _called(shadow, gated, x.dim(), *_inputs(gated, x.requires_grad_())[0])
+        _called(replica, gated, x.dim(), *_inputs(gated, x.requires_grad_())[0])
     assert weight is not None
     memory = weight.untyped_storage().data_ptr()
     return all(one.untyped_storage().data_ptr() != memory for one in saved)
 
 
 def _cases(module: nn.Module, eps_name: str, eps: float, gated: bool) -> Iterator[Case]:
-    """Calls of the module's shadow, in both modes and with two values of its eps; formulas take weight and eps."""
+    """Calls of the module's replica, in both modes and with two values of its eps; formulas take weight and eps."""
     samples = [(x, weight, _inputs(gated, x)) for x, weight in _samples(module)]
     for value, training in ((eps, True), (eps, False), (_OTHER_EPS, False)):
         for place in range(len(samples[0][2])):
             for x, weight, inputs in samples:  # which tell most formulas apart, so that few cases are needed
-                shadow = _shadow(module, weight, eps_name, value, training)
-                yield Case(partial(_called, shadow, gated, x.dim()), inputs[place], (weight, value))
+                replica = _replica(module, weight, eps_name, value, training)
+                yield Case(partial(_called, replica, gated, x.dim()), inputs[place], (weight, value))
 
 
 def _inputs(gated: bool, x: Tensor) -> list[tuple[Tensor, ...]]:
@@ -264,15 +264,15 @@ def _expected(meaning: tuple[NormSpec, Spelling], weight: Tensor | None, eps: fl
     return reference.gated_rms_norm(spec, x, gate, weight, *how, spelling)
 
 
-def _called(shadow: nn.Module, gated: bool, usual: int, *given: Tensor) -> Tensor:
-    """The result of the shadow's forward.
+def _called(replica: nn.Module, gated: bool, usual: int, *given: Tensor) -> Tensor:
+    """The result of the replica's forward.
 
     Raises:
         UnrecognisedError: where it is no norm's; where it raises, for a tensor of the ``usual`` number of dimensions.
         NotTakenError: where it raises for another.
     """
     try:
-        y = type(shadow).forward(shadow, *given)
+        y = type(replica).forward(replica, *given)
     except Exception as error:  # a foreign forward may raise anything
         if given[0].dim() != usual:
             raise NotTakenError from error
@@ -301,7 +301,7 @@ def _samples(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield x.unflatten(0, (2, -1)), base_weight.to(weight_dtype) if weighted else None
 
 
-def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
+def _replica(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
     """A copy of the module without its tensors, hooks and instance forward, with this weight and this eps."""
     parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
     buffers: dict[str, Tensor | None] = dict.fromkeys(module._buffers)
@@ -310,4 +310,4 @@ def _shadow(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float,
     elif weight is not None:
         parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     given = {"_parameters": parameters, "_buffers": buffers, "training": training, eps_name: eps}
-    return shadow_of(type(module), {**own_attributes(module), **given})
+    return cpu_replica(type(module), {**own_attributes(module), **given})

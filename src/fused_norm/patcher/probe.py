@@ -38,9 +38,9 @@ class Outcomes(Generic[T]):
     """The results of probes of one sort, remembered by what code reaches; it keeps no class, function or module."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[T | None, str]] = {}
+        self._outcomes: dict[Any, tuple[T | None, str]] = {}
 
-    def of(self, reached: Reached, asked: Any, find: Callable[[], T]) -> T:
+    def get_or_compute(self, reached: Reached, asked: Any, find: Callable[[], T]) -> T:
         """The result of ``find``, or that of an earlier call for what reaches the same code and values.
 
         Without a key the result is remembered for this very ``reached`` alone, as long as that is taken to be true.
@@ -53,19 +53,19 @@ class Outcomes(Generic[T]):
         Raises:
             UnrecognisedError: as ``find``, or as it has.
         """
-        kept, key = self._found, (reached.key, asked)
+        outcomes, key = self._outcomes, (reached.key, asked)
         if reached.key is None:
-            kept, key = reached.outcomes, (id(self), asked)
-        found = kept.get(key)
-        if found is None:
+            outcomes, key = reached.outcomes, (id(self), asked)
+        result = outcomes.get(key)
+        if result is None:
             try:
-                found = find(), ""
+                result = find(), ""
             except UnrecognisedError as error:
-                found = None, str(error)
-            if len(kept) >= _MOST_OUTCOMES:
-                kept.clear()
-            kept[key] = found
-        outcome, reason = found
+                result = None, str(error)
+            if len(outcomes) >= _MOST_OUTCOMES:
+                outcomes.clear()
+            outcomes[key] = result
+        outcome, reason = result
         if outcome is None:
             raise UnrecognisedError(reason)
         return outcome
@@ -90,12 +90,12 @@ def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
         yield
 
 
-def shadow_of(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
+def cpu_replica(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
     """A module of a class with these attributes, and nothing else but what every module has."""
-    shadow: nn.Module = object.__new__(kind)
-    nn.Module.__init__(shadow)
-    vars(shadow).update(attributes)
-    return shadow
+    replica: nn.Module = object.__new__(kind)
+    nn.Module.__init__(replica)
+    vars(replica).update(attributes)
+    return replica
 
 
 class Case(NamedTuple):

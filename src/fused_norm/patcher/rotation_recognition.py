@@ -144,7 +144,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     if reached.foreign is not None:  # a kernel of others may write beyond a tensor of a shape it does not expect
         raise UnrecognisedError(f"{name_of(function)} runs {reached.foreign}, which is not tried")
     try:
-        found = _outcomes.of(reached, arguments, lambda: _find(function, arguments))
+        found = _outcomes.get_or_compute(reached, arguments, lambda: _find(function, arguments))
     except UnrecognisedError:
         what = "one tensor" if arguments == 3 else "q and k"
         raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}") from None
