@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -118,8 +118,8 @@ class BenchmarkRun:
     def compare(
         self,
         empty: Result,
-        names: Sequence[str],
-        prepare: Callable[[Result], tuple[Result, Sampler | None]],
+        providers: Mapping[str, Provider],
+        prepare: Callable[[Provider, Result], tuple[Result, Sampler | None]],
         rounds: tuple[int, int],
         seconds: float,
     ) -> None:
@@ -127,7 +127,7 @@ class BenchmarkRun:
 
         Args:
             empty: what is to be measured.
-            names: the implementations.
+            providers: the implementations, by name.
             prepare: adds what is known before anything is timed, and makes the sampler of what is right; may raise.
             rounds: the fewest and the most.
             seconds: for the samples of each.
@@ -135,12 +135,12 @@ class BenchmarkRun:
         ready: dict[str, Sampler] = {}
 
         def prepared(result: Result) -> Result:
-            result, sampler = prepare(result)
+            result, sampler = prepare(providers[result.by], result)
             if sampler is not None:
                 ready[result.by] = sampler
             return result
 
-        results = {name: attempt(replace(empty, by=name), prepared) for name in names}
+        results = {name: attempt(replace(empty, by=name), prepared) for name in providers}
         takes = {name: sampler.take for name, sampler in ready.items()}
         for name, samples in self.take_turns(results, takes, rounds, seconds * len(takes)).items():
             results[name] = replace(results[name], timing=Timing.of(samples, ready[name].method))

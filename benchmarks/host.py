@@ -42,8 +42,8 @@ def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
 def _measure(
     run: BenchmarkRun, case: OperatorCase, providers: Mapping[str, Provider], kind: str, chain: int, repeats: int
 ) -> None:
-    def prepare(result: Result) -> tuple[Result, Sampler]:
-        calls = _chain(case, providers[result.by], run.device, kind, chain)
+    def prepare(provider: Provider, result: Result) -> tuple[Result, Sampler]:
+        calls = _chain(case, provider, run.device, kind, chain)
 
         def take() -> float:
             calls()  # what the others have driven out of the processor's caches comes back
@@ -52,7 +52,7 @@ def _measure(
         return result, Sampler(take, "wall")
 
     row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
-    run.compare(Result("host", row, "", kind), list(providers), prepare, _ROUNDS, _SECONDS)
+    run.compare(Result("host", row, "", kind), providers, prepare, _ROUNDS, _SECONDS)
 
 
 def _chain(case: OperatorCase, provider: Provider, device: torch.device, kind: str, chain: int) -> Run:

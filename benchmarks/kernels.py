@@ -92,20 +92,15 @@ def _measure_case(run: BenchmarkRun, case: OperatorCase, dtype: torch.dtype, pro
         cold = leaves_cache(moved * len(sets), run.device)
         empty = Result("kernels", case.name, "", direction, name_of(dtype), bytes=moved, cold=cold)
         with torch.set_grad_enabled(direction == "backward"):
-            prepare = partial(_prepare, case, providers, sets, exact[direction])
-            run.compare(empty, list(providers), prepare, _ROUNDS, _SECONDS)
+            prepare = partial(_prepare, case, sets, exact[direction])
+            run.compare(empty, providers, prepare, _ROUNDS, _SECONDS)
 
 
 def _prepare(
-    case: OperatorCase,
-    providers: Mapping[str, Provider],
-    sets: Sequence[OperatorInputs],
-    exact: Sequence[Tensor],
-    result: Result,
+    case: OperatorCase, sets: Sequence[OperatorInputs], exact: Sequence[Tensor], provider: Provider, result: Result
 ) -> tuple[Result, Sampler | None]:
     """Hold an operator against the exact results; one that is right is captured, and its peak of memory is taken."""
-    provider, (first, *_) = providers[result.by], sets
-    function = provider.build(case)
+    function, first = provider.build(case), sets[0]
     direction: Direction = "backward" if result.kind == "backward" else "forward"
     calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
     device, dtype = first.arguments[0].device, first.arguments[0].dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,18 +36,18 @@ def measure(run: BenchmarkRun, cases: Sequence[LossCase], dtype: torch.dtype, pr
     for case in run.in_time(cases if present else (), f"{{}} {name_of(dtype)}"):
         release_memory(run.device)
         inputs = case.inputs(dtype, run.device)
-        prepare = partial(_prepare, case, present, inputs, float64_results(case, inputs))
+        prepare = partial(_prepare, case, inputs, float64_results(case, inputs))
         empty = Result("losses", case.name, "", "training", name_of(dtype))
-        run.compare(empty, list(present), prepare, _ROUNDS, _SECONDS)
+        run.compare(empty, present, prepare, _ROUNDS, _SECONDS)
 
 
 def _prepare(
-    case: LossCase, providers: Mapping[str, Provider], inputs: LossInputs, exact: Sequence[Tensor], result: Result
+    case: LossCase, inputs: LossInputs, exact: Sequence[Tensor], provider: Provider, result: Result
 ) -> tuple[Result, Sampler | None]:
     """Hold loss and gradients against the exact ones; of what is right the peak of memory is taken, then the time."""
     device = inputs.x.device
     release_memory(device)
-    call = partial(providers[result.by].build(case), inputs)
+    call = partial(provider.build(case), inputs)
     if result.by != PRODUCTS.name:
         errors = relative_errors(call(), exact)
         worst = max(errors.values(), key=lambda error: error if math.isfinite(error) else math.inf)
