@@ -55,8 +55,9 @@ def explained(frames: Counter[str]) -> str:
     return "\n".join([f"{frames.total()} frames", *(f"{number} {frame}" for frame, number in frames.most_common())])
 
 
-@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 58), ("llama", 61), ("gemma3_text", 67)])
+@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 66), ("llama", 69), ("gemma3_text", 75)])
 def test_a_layer_that_has_run_before_takes_few_frames(model_type: str, most: int, device: str) -> None:
+    """Eight of them are for the decorators that forwards have in some releases of transformers."""
     model = build(model_type, seed=0, device=device)
     fused_norm.apply_fused_norm(model)
     ids = tokens(device, batch=1, length=2)

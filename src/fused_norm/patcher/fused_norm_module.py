@@ -27,7 +27,7 @@ from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
-from .hooks import are_plain_calls, has_hooks, has_origin_forward
+from .hooks import has_hooks, has_origin_forward
 from .running_code import RunningCode
 
 logger = logging.getLogger("fused_norm")
@@ -187,11 +187,6 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
 def scaled(branch: Any, scale: float) -> Any:
     """``scale * branch``; the branch itself where ``scale`` is 1."""
     return branch if scale == 1.0 else branch * scale
-
-
-def may_be_bypassed(norm: Any) -> bool:
-    """Return whether a norm may be computed without calling its module: no hook or other code would be skipped."""
-    return isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward and are_plain_calls(norm)
 
 
 def takes_residual(norm: Any) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from .fused_norm_module import FusedNorm, may_be_bypassed, takes_residual
+from .fused_norm_module import FusedNorm, takes_residual
 from .hooks import are_plain_calls, has_origin_forward, replaced_linear
 from .linear_inputs import called_by, explain_readers
 from .patterns import bypassed_by, rewrites_around, rewritten_forward
@@ -41,34 +42,28 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
         SourceError: where the forward cannot be rewritten.
     """
     stock: Any = origin.forward
-    norms, readers, found = bypassed_by(origin, rewrites) if rewrites else ((), (), ())
+    norms, readers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
     activations = [(act.name, _look_up(origin, act), activation) for act, activation in found]
     straight = finish(rewritten_forward(origin, rewrites) if rewrites else stock)
     variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
 
-    def other(self: Any) -> Forward:
+    def other(self: Any, asked: dict[str, list[Any] | None]) -> Forward:
         """The forward for a module that the straight one is not for, as other code sees calls inside."""
         if not has_origin_forward(type(self)):
             return origin.forward
         if torch.compiler.is_compiling():
             return stock
-        held = {name: member_of(self, name) for name in norms}
-        seen = {name: takes_residual(norm) for name, norm in held.items() if not may_be_bypassed(norm)}
-        for name in readers:
-            called = _called_in(self._modules.get(name))
-            if called is None or not are_plain_calls(*called) or replaced_linear() is not None:
-                seen[name] = False
+        names = [name for name, called in asked.items() if called is None or not are_plain_calls(*called)]
+        for name in names:
+            if name in readers:
                 explain_readers(self._modules.get(name))
-        for name, look_up, activation in activations:
-            act = look_up(self)
-            if not activation.is_now(act) or (activation.kind is not None and not are_plain_calls(act)):
-                seen[name] = False
+        seen = {name: takes_residual(member_of(self, name)) for name in names}
         key = frozenset(seen.items())
         if key not in variants:
             if len(variants) > _MOST_VARIANTS:
                 return stock
-            names = ", ".join(sorted(seen))
-            logger.info("%s runs a forward of its own where other code sees calls of %s", origin.__name__, names)
+            what = ", ".join(sorted(names))
+            logger.info("%s runs a forward of its own where other code sees calls of %s", origin.__name__, what)
             left = tuple(rewrites_around(origin, rewrites, seen))
             try:
                 variants[key] = finish(rewritten_forward(origin, left) if left else stock)
@@ -79,28 +74,24 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     @wraps(straight)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules = self._modules
-        bypassed: list[nn.Module] = []
+        # By name, the modules whose calls have to be plain; None if there is something else by now.
+        asked: dict[str, list[Any] | None] = {}
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
-            if not isinstance(norm, FusedNorm) or type(norm).forward is not FusedNorm.forward:
-                return other(self)(self, *args, **kwargs)
-            bypassed.append(norm)
-        for _, look_up, activation in activations:
+            is_fused = isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
+            asked[name] = [norm] if is_fused else None
+        for name, look_up, activation in activations:
             act = look_up(self)
-            if not activation.is_now(act):
-                return other(self)(self, *args, **kwargs)
-            if activation.kind is not None:
-                bypassed.append(act)
+            called = [] if activation.kind is None else [act]
+            asked[name] = called if activation.is_now(act) else None
         if readers and not torch.compiler.is_compiling():
+            is_replaced = replaced_linear() is not None
             for name in readers:
-                called = _called_in(modules.get(name))
-                if called is None:
-                    return other(self)(self, *args, **kwargs)
-                bypassed += called
-            if replaced_linear() is not None:
-                return other(self)(self, *args, **kwargs)
-        run = straight if are_plain_calls(*bypassed, inside=type(self)) else other(self)
-        return run(self, *args, **kwargs)
+                asked[name] = None if is_replaced else _called_in(modules.get(name))
+        is_known = None not in asked.values()
+        if is_known and are_plain_calls(*chain.from_iterable(asked.values()), inside=type(self)):  # type: ignore[arg-type]
+            return straight(self, *args, **kwargs)
+        return other(self, asked)(self, *args, **kwargs)
 
     return forward
 

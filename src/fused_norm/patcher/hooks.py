@@ -80,9 +80,9 @@ def are_plain_calls(*modules: Any, inside: Any = None) -> bool:
             return False
         if hasattr(kind, "fused_norm_origin"):
             fused.append(kind)
-    for one in fused:
-        forward, running = one.fused_norm_origin.forward, one.fused_norm_origin_code
-        if forward is not one.fused_norm_origin_forward:
+    for kind in fused:
+        forward, running = kind.fused_norm_origin.forward, kind.fused_norm_origin_code
+        if forward is not kind.fused_norm_origin_forward:
             return False
         quick = None if is_dynamo_compiling() else running.quick
         is_same = quick is not None and quick == (forward.__code__, id(forward.__defaults__), forward.__kwdefaults__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -75,12 +74,13 @@ class RunningCode:
             return False
         if self.quick is not None:
             return function.__kwdefaults__ is None
-        others = list(_others(function))
-        return (
-            len(others) == len(self._others)
-            and all(one.is_of(other) for one, other in zip(self._others, others, strict=True))
-            and (self._wrapped is None or self._wrapped.is_in(function.__wrapped__))
-        )
+        others = _others(function)
+        if len(others) != len(self._others):
+            return False
+        for known, other in zip(self._others, others, strict=True):
+            if (known._of if known._reference is None else known._reference()) is not other:
+                return False
+        return self._wrapped is None or self._wrapped.is_in(function.__wrapped__)
 
     # Dynamo asks once, while it traces; it does not see through all that wraps a forward.
     is_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -109,18 +109,19 @@ def _run_by_none() -> None:
     """Have a code that no other function has."""
 
 
-def _others(function: Any) -> Iterator[Any]:
+def _others(function: Any) -> list[Any]:
     """The named defaults of a function, what it closes over, and the function that it wraps."""
     if not isinstance(function, FunctionType):
-        return
+        return []
+    found: list[Any] = []
     for name, value in (function.__kwdefaults__ or {}).items():
-        yield name
-        yield value
+        found += name, value
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             try:
-                yield cell.cell_contents
+                found.append(cell.cell_contents)
             except ValueError:
-                yield ValueError  # it is empty
+                found.append(ValueError)  # it is empty
     if "__wrapped__" in vars(function):
-        yield vars(function)["__wrapped__"]
+        found.append(vars(function)["__wrapped__"])
+    return found

@@ -7,7 +7,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -147,22 +147,13 @@ def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     return next((one.parts for one in rewrites if one.pattern == "inputs"), ())
 
 
-class Bypassed(NamedTuple):
-    """What a rewritten forward takes to be plain, by the names of a module's attributes.
+def bypassed_by(
+    layer: Any, rewrites: tuple[Rewrite, ...]
+) -> tuple[list[str], list[str], list[tuple[Called, Activation]]]:
+    """What the forward of a class with these rewrites takes to be plain, by the names of a module's attributes.
 
-    Attributes:
-        norms: those that it computes without a call.
-        readers: blocks whose linears read a norm.
-        activations: those that it computes without a call.
+    Those are norms that it computes without a call, blocks whose linears read a norm, and activations.
     """
-
-    norms: tuple[str, ...]
-    readers: tuple[str, ...]
-    activations: tuple[tuple[Called, Activation], ...]
-
-
-def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> Bypassed:
-    """What the forward of a class with these rewrites takes to be plain."""
     patterns = patterns_of(layer)
     norms: dict[str, None] = {}
     readers: dict[str, None] = {}
@@ -174,7 +165,7 @@ def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> Bypassed:
         else:
             for part, name in match.bypassed(rewrite.parts):
                 (readers if part == "readers" else norms)[name] = None
-    return Bypassed(tuple(norms), tuple(readers), tuple(activations))
+    return list(norms), list(readers), list(activations)
 
 
 def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str, bool]) -> Iterator[Rewrite]:
