@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
@@ -59,7 +60,7 @@ class Calls:
         self.of_adapters: list[tuple[Any, ...]] = []
 
     def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
-        if operator is LORA_ADD:
+        if operator in (LORA_ADD, LORA_LINEAR_4BIT):
             self.of_adapters.append(arguments)
         return operator.results_of(spec, *arguments)
 
@@ -181,7 +182,7 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
     monkeypatch.setattr(fused_norm_module, "_explained", {})
     config, change, autocast, is_fused = LAYERS[case]
     torch.manual_seed(0)
-    base = nn.Sequential(make(48, 80))
+    base = nn.Sequential(make(64, 80))
     if make is linear:
         with_integers(base[0].weight)
     base.to(device, BF16)
@@ -191,7 +192,7 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
         with_integers(getattr(stock.base_model.model[0], part)["default"].weight)
     fused = copy.deepcopy(stock)
     report = fused_norm.apply_fused_norm(fused, strict=False)
-    x = torch.randint(-1, 2, (3, 7, 48)).to(device, BF16)
+    x = torch.randint(-1, 2, (3, 7, 64)).to(device, BF16)
     dy = torch.randint(-1, 2, (3, 7, 80)).to(device, torch.float32)
     found = []
     for model in (stock, fused):

@@ -18,6 +18,7 @@ from triton import knobs
 from .triton.devices import INTERPRETED
 from .triton.launch import Launch
 from .triton.memory import INT32_LIMIT
+from .triton.torch_calls import TorchCall
 
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
@@ -93,7 +94,7 @@ def generated_lines(
     inputs: Sequence[Tensor | None],
     arguments: Sequence[str],
     allocated: Sequence[Tensor],
-    performed: Sequence[tuple[Launch, Any]],
+    performed: Sequence[tuple[Launch | TorchCall, Any]],
     results: Any,
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines that repeat a call, and the names that they know, to which the caller adds ``repeat``.
@@ -105,7 +106,7 @@ def generated_lines(
         inputs: its tensors.
         arguments: the names of these; if there is a context, ``ctx``, before them, it gets what is saved.
         allocated: the tensors that it has made.
-        performed: its launches with their compiled kernels.
+        performed: its launches with their compiled kernels, and what PyTorch computes between them.
         results: in nested tuples; with a context the outputs, what is saved, and the weights that copies among that
             were made of.
 
@@ -120,6 +121,11 @@ def generated_lines(
     known |= {"enter": runtime.launch_enter_hook, "leave": runtime.launch_exit_hook}
     launches = []
     for index, (launch, compiled) in enumerate(performed):
+        if isinstance(launch, TorchCall):
+            line, its_known = launch.line(names.of)
+            launches.append(line)
+            known |= its_known
+            continue
         places = [None if t is None else f"p{names.of(t)}" for t in launch.tensors]
         line, its_known = _launch_line(index, launch, machine.entry(launch, compiled), places)
         launches.append(line)

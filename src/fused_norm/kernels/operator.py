@@ -130,6 +130,9 @@ class Operator(ABC):
     """
     saved: ClassVar[str]
     """The schema of the tensors that the backward takes besides the gradients of the outputs, ``kept`` at its end."""
+    held: ClassVar[tuple[str, ...]] = ()
+    """The last of ``saved``: arguments without a gradient that stock code's context holds itself, so that saved-tensor
+    hooks do not see them."""
     facts: ClassVar[str] = ""
     """The schema of what else it takes."""
     gradients: ClassVar[tuple[str, ...]]
@@ -247,7 +250,8 @@ class Operator(ABC):
     def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
         """A call's arguments, each weight replaced by its copy if that was saved; ``saved`` may lack absent tensors."""
         given, present = self.by_name(arguments), iter(one for one in saved if one is not None)
-        for name in self._saved_names if self._copied else ():
+        seen = self._saved_names[: len(self._saved_names) - len(self.held)]
+        for name in seen if self._copied else ():
             weight = given.get(name, self)  # all that is no argument is there
             kept = None if weight is None else next(present)
             if kept is not None and name in self._copied and kept.data_ptr() != weight.data_ptr():
@@ -295,6 +299,11 @@ class Operator(ABC):
         """``facts`` of the call that has made a node."""
         facts: Facts = node.program.facts[1] if hasattr(node, "program") else node.spec_and_facts[1]
         return facts
+
+    def held_by(self, node: Any) -> Tensors:
+        """``held`` of the call that has made a node."""
+        tensors: Tensors = node.sources if hasattr(node, "program") else node.held
+        return tensors[len(tensors) - len(self.held) :]
 
     def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         """``gradients`` by one of the ways to them; None where not needed."""
@@ -515,7 +524,8 @@ class Operator(ABC):
                 return outputs
             saved, facts = self.save(arguments, results)
             sources = self.sources(arguments, saved)
-            kept = tuple([arguments[source] for _, source in sources])
+            saved, held = saved[: len(saved) - len(self.held)], saved[len(saved) - len(self.held) :]
+            kept = (*[arguments[source] for _, source in sources], *held)
             return outputs, tuple(saved), kept, (spec, facts, nondiff, [at for at, _ in sources])
 
         return launch, trained
@@ -655,13 +665,14 @@ def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[T
 
 def _function_of_arguments(operator: Operator) -> Any:
     """The autograd function of calls that are not plain; it takes the operator's arguments."""
-    behind = operator.tensor_count - len(operator.gradients) + operator.option_count
+    behind, held = operator.tensor_count - len(operator.gradients) + operator.option_count, len(operator.held)
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
         saved, facts = operator.save(arguments, results)
         outputs = operator.pack_outputs(arguments, results, trained=True)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved[: len(saved) - held])
+        ctx.held = saved[len(saved) - held :]
         ctx.set_materialize_grads(False)
         _mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + len(operator.gradients)]))
         ctx.spec_and_facts = spec, facts
@@ -672,7 +683,7 @@ def _function_of_arguments(operator: Operator) -> Any:
 
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         spec, facts = ctx.spec_and_facts
-        saved = ctx.saved_tensors
+        saved = (*ctx.saved_tensors, *ctx.held)
         if hasattr(ctx, "copied") and torch.is_grad_enabled():
             saved = _with_sources(saved, ctx.copied, ctx.sources)
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + len(operator.gradients)])
@@ -684,7 +695,7 @@ def _function_of_arguments(operator: Operator) -> Any:
 
 def _function_of_program(operator: Operator) -> Any:
     """The autograd function of plain calls; it takes a program, or a ``SingleCall``, and the tensors."""
-    differentiated = len(operator.gradients)
+    differentiated, held = len(operator.gradients), len(operator.held)
     behind = operator.tensor_count - differentiated
 
     def forward(ctx: Any, program: Any, *tensors: Any) -> Any:
@@ -696,6 +707,8 @@ def _function_of_program(operator: Operator) -> Any:
 
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         program, saved = ctx.program, ctx.saved_tensors
+        if held:
+            saved = (*saved, *ctx.sources[-held:])
         may_repeat = not (
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
@@ -710,7 +723,7 @@ def _function_of_program(operator: Operator) -> Any:
                     return gradients
         spec, facts, _, copied = program.facts
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources)
+            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
         call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
         route = route_of(call)
         if may_repeat and route is by_kernels and isinstance(program, Program):

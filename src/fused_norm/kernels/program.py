@@ -267,7 +267,8 @@ def recorded(
         try:
             if recorder.obstacle is not None:
                 raise NotRecordableError(f"{recorder.obstacle} is no allocation")
-            performed = [(launch, launch.run()) for launch in recorder.launches]
+            with torch.no_grad():
+                performed = [(launch, launch.run()) for launch in recorder.launches]
             names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])
             straight = generated_lines(machine, inputs, names, recorder.allocated, performed, repeated)
         except NotRecordableError as reason:

@@ -15,13 +15,17 @@ from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
+from .four_bit import packed_weight
 from .fused_norm_module import explain, is_disabled, run_fused
 from .hooks import are_plain_calls, has_origin_forward, is_idle_dropout, replaced_forward, replaced_linear
 
 _FOR_ADAPTER = "fused_norm_for_adapter"
 """The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
 
+_RETURNS_IN = "fused_norm_returns_in"
+"""The attribute of a layer's input with the dtype that it has in stock."""
 
 _PEFTS = "PEFT's LoRA code"
 
@@ -42,26 +46,40 @@ class FusedAdapter(nn.Module):
         """
         layer: Any = self
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
-            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
+            return self.fused_norm_origin.forward(self, _as_in_stock(x), *args, **kwargs)
         reason = replaced_linear() or why_stock(layer)
         if reason is not None:
             explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
-            return self.fused_norm_origin.forward(self, x)
+            return self.fused_norm_origin.forward(self, _as_in_stock(x))
         dtype = autocast_dtype(x)
         if dtype is None and self.fused_norm_is_quantised:
             explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
-            return self.fused_norm_origin.forward(self, x)
+            return self.fused_norm_origin.forward(self, _as_in_stock(x))
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
+        is_idle, adapter_x = is_idle_dropout(dropout), None
+        own = vars(x).pop(_FOR_ADAPTER, x)
+        if self.fused_norm_is_quantised:
+            assert dtype is not None
+            y_dtype = torch.promote_types(vars(x).get(_RETURNS_IN, x.dtype), dtype)
+            weight = packed_weight(parts["base_layer"], x, dtype)
+            if not isinstance(weight, str):
+                adapter_x = own if is_idle else dropout(self._cast_for_adapter(own, a.dtype))
+                options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
+                y, _ = run_fused(LORA_LINEAR_4BIT, None, x, adapter_x, a, b, *weight[0], *options)
+                if y is not None:
+                    return y
         base = parts["base_layer"](x)
-        x = vars(x).pop(_FOR_ADAPTER, x)
-        is_taken_back = x.dtype == dtype and a.dtype == torch.float32
-        if not is_taken_back or not is_idle_dropout(dropout):
-            x = self._cast_for_adapter(x, a.dtype)
-        x = dropout(x)
-        x = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)  # which autocast leaves as it is
+        if self.fused_norm_is_quantised:
+            base = base.to(vars(x).get(_RETURNS_IN, base.dtype))
+        if adapter_x is None:
+            is_taken_back = own.dtype == dtype and a.dtype == torch.float32
+            if not is_taken_back or not is_idle:
+                own = self._cast_for_adapter(own, a.dtype)
+            adapter_x = dropout(own)
+        x = adapter_x if dtype is None or adapter_x.dtype == torch.float64 else adapter_x.to(dtype)
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
@@ -78,6 +96,17 @@ class FusedAdapter(nn.Module):
         if self.fused_norm_is_quantised and torch.is_autocast_enabled():
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
+
+
+def returns_in(x: Tensor, dtype: torch.dtype) -> None:
+    """Have a quantised LoRA layer that gets ``x``, which is of this dtype in stock, return what it returns then."""
+    vars(x)[_RETURNS_IN] = dtype
+
+
+def _as_in_stock(x: Any) -> Any:
+    """The input of a layer in the dtype that it has in stock."""
+    dtype = vars(x).get(_RETURNS_IN) if type(x) is Tensor else None
+    return x if dtype is None else x.to(dtype)
 
 
 def keep_for_adapter(x: Tensor, own: Tensor) -> None:

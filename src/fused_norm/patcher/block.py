@@ -9,7 +9,7 @@ from torch import nn
 
 from ..options import FuseOptions, RecomputeLevel
 from ..spec import Kind
-from .adapters import FusedAdapter, is_lora_layer, why_unfused
+from .adapters import FusedAdapter, is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
     built_upon,
@@ -139,7 +139,7 @@ class Block:
     def reads_of(self, name: str) -> int:
         """Return the number of tensors that a linear of this name will read as its input; 0 where it is not plain."""
         linear, adapter = self.member(name), FusedAdapter
-        if is_lora_layer(linear):
+        if is_lora_layer(linear) or is_quantised_lora_layer(linear):
             path = self._model.paths[id(linear)]
             if why_left_out("adapter", path, linear, self._model.options) or why_unfused(linear):
                 return 0

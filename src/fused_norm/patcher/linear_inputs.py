@@ -15,7 +15,8 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, why_stock, why_unfused
+from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, returns_in, why_stock, why_unfused
+from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled
 
 _OUTPUTS = "fused_norm_outputs"
@@ -83,7 +84,8 @@ def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter
     for linear in linears:
         if type(linear) is not Linear:
             base = linear._modules.get("base_layer") if isinstance(linear, adapter) else None
-            if type(base) is not Linear or why_stock(linear) is not None:
+            is_read = type(base) is Linear or why_unreadable(base) is None
+            if not is_read or why_stock(linear) is not None:
                 return None
             called.append(base)
         called.append(linear)
@@ -106,6 +108,10 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
             if not reads_in(linear, dtype):
                 return False
             linear = linear.base_layer
+            if type(linear) is not Linear:  # a 4-bit one, which casts to a dtype of its own
+                if linear.compute_dtype is not dtype:
+                    return False
+                continue
         if type(linear.weight) not in (Parameter, Tensor):
             return False
     return True
@@ -139,6 +145,12 @@ def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
     if dtype is not None and autocast_dtype(x) is not dtype:
         with set_autocast(x.device.type, dtype):  # as it was where the norm was called
             return (norm(s),) * len(linears)
+    if dtype is not None and any(is_quantised_lora_layer(block._modules[name]) for name in linears):
+        for one in (x, *further):
+            returns_in(one, torch.float32)
+    if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
+        for tensor in (x, *further):
+            returns_in(tensor, torch.float32)
     if not further:  # without gradients one output serves all
         return (x,) * len(linears)
     if len(further) + 1 == len(linears):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 
 CAST = "ToCopyBackward0"
 
@@ -156,6 +157,22 @@ class LinearOutputs:
         recipe = Recipe.of(partial(_added, scale=LORA_ADD.facts_of(node)[0]), found.recipe, h.flatten(0, -2), b)
         return found._replace(recipe=recipe)
 
+    def _linear_with_adapter_in_4_bits(self, node: Any) -> Matrix | None:
+        """The output of a linear with a weight of 4 bits and its LoRA adapter, as one operator has made it."""
+        if not LORA_LINEAR_4BIT.has_made(node):
+            return None
+        b, h = [_kept(saved) for saved in node._raw_saved_tensors[2:]]
+        if b is None or h is None:
+            return None
+        linear, made = LORA_LINEAR_4BIT.held_by(node), node._input_metadata[0]
+        block, factor, *_ = LORA_LINEAR_4BIT.facts_of(node)
+        x = self._of_norm(node.next_functions[0], 2 * linear[1].numel() // len(b), h.dtype)
+        if x is None:
+            return None
+        how = partial(_with_adapter_in_4_bits, block=block, factor=factor, dtype=made.dtype)
+        recipe = Recipe.of(how, x.recipe, h.flatten(0, -2), b, *linear)
+        return Matrix(recipe, x.rows, len(b), True)
+
     def _cast(self, node: Any) -> Matrix | None:
         found, made = self._behind(node.next_functions[0]), node._input_metadata[0]
         if found is None:
@@ -172,6 +189,7 @@ class LinearOutputs:
         "LoraAddBackward": _sum_with_adapter,
         CAST: _cast,
         "MatMul4BitBackward": _product_in_4_bits,
+        "LoraLinear4bitBackward": _linear_with_adapter_in_4_bits,
     }
 
 
@@ -187,6 +205,12 @@ def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
     from bitsandbytes import matmul_4bit
 
     return matmul_4bit(x, weight, quant_state=state)
+
+
+def _with_adapter_in_4_bits(
+    x: Tensor, h: Tensor, b: Tensor, *linear: Tensor | None, block: int, factor: float, dtype: torch.dtype
+) -> Tensor:
+    return LORA_LINEAR_4BIT.output_of(x, h, b, linear, block, factor, dtype)
 
 
 def _behind_views(edge: Any) -> Any:

@@ -1,0 +1,203 @@
+"""A linear whose weight has 4 bits, and its LoRA adapter, as one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import Refusal, wrong_rows, wrong_scale, wrong_tensor
+from .operator import BackwardCall, Operator, Spec, Tensors
+from .triton.dequantize_kernels import PackedWeight, launch_dequantize
+from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
+from .triton.memory import empty_copy, is_long
+from .triton.torch_calls import Cast, Product, perform
+
+_WEIGHT = ("code", "packed", "scale", "scale_code", "outer_scale", "offset")
+"""The tensors of a ``PackedWeight``."""
+
+_WEIGHT_SCHEMA = ", ".join(f"Tensor{'?' * (place > 2)} {name}" for place, name in enumerate(_WEIGHT))
+
+
+class LoraLinear4bit(Operator):
+    """``y = x @ w^T + bias + (adapter_x @ a^T @ b^T) * factor``, the weight w [N, K] dequantised in each pass.
+
+    ``dtype``, of 16 bits, is that of all products; wider x are rounded to it first. The first product, what the factor
+    makes of the second, and the sum are rounded as bitsandbytes' linears and PEFT's layers round them, the sum to
+    ``y_dtype``. ``adapter_x`` is what the adapter reads: x itself, or x after dropout.
+    """
+
+    name = "lora_linear_4bit"
+    has_norm = False
+    tensors = f"Tensor x, Tensor adapter_x, Tensor a, Tensor b, {_WEIGHT_SCHEMA}, Tensor? bias"
+    options = "int block, float factor, ScalarType dtype, ScalarType y_dtype"
+    outputs = ("y",)
+    other_rules = ("adapter_x", "a", "b", *_WEIGHT, "bias")
+    takes_dtensors = False
+    kept = ("h",)
+    copies: ClassVar[Mapping[str, Sequence[str]]] = {"adapter_x": ("a",), "a": ("adapter_x",), "b": ("adapter_x", "a")}
+    held = (*_WEIGHT, "bias")
+    saved = f"Tensor adapter_x, Tensor a, Tensor b, Tensor h, {_WEIGHT_SCHEMA}, Tensor? bias"
+    facts = (
+        "int block, float factor, ScalarType x_dtype, ScalarType adapter_x_dtype, ScalarType a_dtype,"
+        " ScalarType b_dtype"
+    )
+    gradients = ("dx", "dadapter_x", "da", "db")
+
+    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        x, adapter_x, a, b, _, packed, *_, factor, _, _ = arguments
+        for name, tensor in (("adapter_x", adapter_x), ("a", a), ("b", b)):
+            refusal = wrong_tensor(name, tensor, ("x", x))
+            if refusal is not None:
+                return refusal
+        shapes = x.shape == adapter_x.shape and a.dim() == b.dim() == 2 and len(a) == b.shape[-1]
+        if not shapes or a.shape[1] != x.shape[-1] or packed.numel() != -(-len(b) * a.shape[1] // 2):
+            tensors = ", ".join(str(tuple(tensor.shape)) for tensor in (x, adapter_x, a, b, packed))
+            return Refusal(
+                "x, adapter_x, a, b and packed must have shapes [..., K], [..., K], [r, K], [N, r] and N K / 2"
+                f" elements, not {tensors}",
+                ValueError,
+            )
+        return wrong_rows("x", x) or wrong_scale(factor)
+
+    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+        x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
+        if not all(tensor.numel() for tensor in (x, a, b)):
+            return Refusal("")
+        if dtype not in (torch.bfloat16, torch.float16):
+            return Refusal(f"its products are of {dtype}, which are left to PyTorch")
+        for tensor_name, tensor in (("x", x), ("adapter_x", adapter_x), ("a", a), ("b", b)):
+            if tensor.dtype not in (dtype, torch.float32):
+                return Refusal(f"{tensor_name} is {tensor.dtype}, and products are of {dtype}")
+        if len(a) > HIGHEST_RANK:
+            return Refusal(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
+        if not abs(factor) <= torch.finfo(torch.float32).max:
+            return Refusal(f"a scale of {factor} is no finite float32")
+        if is_long([a, b]):
+            return Refusal("a or b has more elements than 32 bits count")
+        if block & (block - 1) or not all(tensor is None or tensor.is_contiguous() for tensor in (*weight, bias)):
+            return Refusal("its weight is packed otherwise")
+        return None
+
+    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+        x, adapter_x, *_ = arguments
+        for name, tensor in (("x", x), ("adapter_x", adapter_x)):
+            if not tensor.is_contiguous():
+                return f"{name} is not contiguous"
+        return None
+
+    def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
+        return weight.dtype == torch.float32  # products are of 16 bits
+
+    def sources(self, arguments: Sequence[Any], saved: Tensors) -> list[tuple[int, int]]:
+        # A context that held x itself would keep it from being freed: see ``reference_backward``.
+        x = self.tensor_names.index("adapter_x")
+        return [(at, source) for at, source in super().sources(arguments, saved) if source != x]
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.lora_linear_4bit(*arguments)
+
+    def forward(
+        self, spec: Spec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
+        x, adapter_x, a, b, *weight, bias, block, factor, dtype, y_dtype = arguments
+        h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
+        copies = [empty_copy(one, name in copied, dtype) for name, one in (("a", a), ("b", b))]
+        narrow = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+        adapter_narrow = narrow if adapter_x is x else adapter_x
+        if adapter_narrow.dtype != dtype:
+            adapter_narrow = adapter_x.new_empty(x.shape, dtype=dtype)
+        if launch:
+            if narrow is not x:
+                perform(Cast(x, narrow))
+            if adapter_narrow is not adapter_x and adapter_narrow is not narrow:
+                perform(Cast(adapter_x, adapter_narrow))
+            launch_narrow(adapter_narrow, a, a.stride()[::-1], h, copy=copies[0])
+        y = self.output_of(narrow, h, b, (*weight, bias), block, factor, y_dtype, launch=launch, copy=copies[1])
+        adapter_copy = adapter_narrow if "adapter_x" in copied and adapter_narrow is not adapter_x else None
+        return y, h if training else None, adapter_copy, *copies
+
+    def output_of(
+        self,
+        x: Tensor,
+        h: Tensor,
+        b: Tensor,
+        linear: Tensors,
+        block: int,
+        factor: float,
+        y_dtype: torch.dtype,
+        *,
+        launch: bool = True,
+        copy: Tensor | None = None,
+    ) -> Tensor:
+        """The output for rows of x and of ``h = adapter_x @ a^T``, both of the dtype of products.
+
+        Args:
+            x: [..., K].
+            h: [..., r].
+            b: [N, r].
+            linear: the tensors of its weight, and its bias.
+            block: weights that share a scale.
+            factor: of the adapter.
+            y_dtype: that of the output.
+            launch: without it the output is only allocated.
+            copy: b, rounded to h's dtype, is written there.
+        """
+        *weight, bias = linear
+        w, base = x.new_empty((len(b), x.shape[-1])), x.new_empty((*x.shape[:-1], len(b)))
+        y = base if y_dtype == base.dtype else x.new_empty(base.shape, dtype=y_dtype)
+        if launch:
+            launch_dequantize(PackedWeight(*weight), block, w)  # type: ignore[arg-type]
+            perform(Product(x, w, base, bias, transposed=True))
+            launch_widen(h, b, b.stride()[::-1], base, y, factor, copy)
+        return y
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
+            call.incoming, call.saved, call.facts
+        )  # fmt: skip
+        need_dx, need_dadapter, need_da, need_db = call.needed
+        dtype, shape, n = h.dtype, adapter_x.shape, len(b)
+        narrow = dy if dy.dtype == dtype else dy.new_empty(dy.shape, dtype=dtype)
+        dh = h.new_empty(h.shape) if need_dadapter or need_da else None
+        dadapter = adapter_x.new_empty(shape, dtype=adapter_dtype) if need_dadapter else None
+        da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)
+        dx = dx_narrow = w = None
+        if need_dx:
+            w, dx_narrow = h.new_empty((n, shape[-1])), h.new_empty(shape)
+            dx = dx_narrow if x_dtype == dtype else h.new_empty(shape, dtype=x_dtype)
+        if launch:
+            if narrow is not dy:
+                perform(Cast(dy, narrow))
+            if dh is not None:
+                launch_narrow(narrow, b, b.stride(), dh, factor)
+                if dadapter is not None:
+                    launch_widen(dh, a, a.stride(), None, dadapter)
+            if w is not None and dx_narrow is not None and dx is not None:
+                launch_dequantize(PackedWeight(*weight), block, w)
+                perform(Product(narrow, w, dx_narrow, None, transposed=False))
+                if dx is not dx_narrow:
+                    perform(Cast(dx_narrow, dx))
+            if need_da or need_db:
+                launch_weights(h, (narrow, db), (adapter_x, dh, da), factor)
+        return dx, dadapter, da, db
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
+        block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.facts
+        dtype = h.dtype
+        if adapter_dtype != dtype and call.needed[1] and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"lora_linear_4bit: x is {adapter_dtype} and was kept in {dtype}, so its gradient cannot be"
+                " differentiated again; run the forward inside fused_norm.disabled() for that"
+            )
+        w = reference.dequantize(*weight, block, (len(b), a.shape[1]), dtype)
+        dy = dy.to(dtype)
+        _, dadapter, da, db = reference.lora_add_backward(dy, adapter_x.to(dtype), a, b, factor, a_dtype, b_dtype)
+        return (dy @ w).to(x_dtype), dadapter.to(adapter_dtype), da, db
+
+
+LORA_LINEAR_4BIT = LoraLinear4bit()

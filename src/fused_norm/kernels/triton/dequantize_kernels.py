@@ -1,0 +1,82 @@
+"""Weights of 4 bits, as bitsandbytes packs them, turned into numbers again: the kernel and its launcher.
+
+A byte holds two codes, that of the first weight in its high half. A code is an index into 16 values (nf4 or fp4), and
+``BLOCK`` weights side by side share a scale, the largest magnitude among them. With double quantisation a scale is an
+index into 256 values, which 256 scales multiply by a number of their own, and to which one offset is added.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .language import round_to
+from .launch import launch
+from .memory import is_long
+
+SCALES_TOGETHER = 256
+"""Scales that share a number in double quantisation; bitsandbytes knows no other count."""
+
+_TILE = 2048
+"""Weights that a program writes, if a block has no more of them."""
+
+
+@triton.jit(do_not_specialize=["n"])
+def _dequantize_kernel(
+    code_ptr,  # [16] fp32
+    packed_ptr,  # [ceil(n / 2)] uint8
+    scale_ptr,  # [blocks] fp32; with double quantisation uint8
+    scale_code_ptr,  # [256] fp32, or None without double quantisation
+    outer_scale_ptr,  # [ceil(blocks / 256)] fp32, or None
+    offset_ptr,  # one fp32, or None
+    w_ptr,  # [n]
+    n,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """``w = code[packed] * scale``, each scale in fp32, the product rounded to w's dtype."""
+    HALF: tl.constexpr = BLOCK // 2
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    if LONG:
+        block = block.to(tl.int64)
+    live = block * BLOCK < n
+    scale = tl.load(scale_ptr + block, mask=live, other=0)
+    if scale_code_ptr is not None:
+        outer = tl.load(outer_scale_ptr + block // TOGETHER, mask=live, other=0.0)
+        scale = tl.load(scale_code_ptr + scale.to(tl.int32)) * outer + tl.load(offset_ptr)
+    at = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    packed = tl.load(packed_ptr + at, mask=at * 2 < n, other=0).to(tl.int32)
+    first = tl.load(code_ptr + (packed >> 4)) * scale[:, None]
+    second = tl.load(code_ptr + (packed & 15)) * scale[:, None]
+    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(w_ptr + place, round_to(tl.interleave(first, second), w_ptr.dtype.element_ty), mask=place < n)
+
+
+class PackedWeight(NamedTuple):
+    """The tensors of a weight [N, K] of 4 bits, all of them contiguous; the last three with double quantisation alone.
+
+    Attributes:
+        code: [16] fp32.
+        packed: [ceil(N K / 2)] uint8, of any shape.
+        scale: [blocks], fp32 or uint8.
+        scale_code: [256] fp32.
+        outer_scale: [ceil(blocks / 256)] fp32.
+        offset: [] fp32.
+    """
+
+    code: Tensor
+    packed: Tensor
+    scale: Tensor
+    scale_code: Tensor | None = None
+    outer_scale: Tensor | None = None
+    offset: Tensor | None = None
+
+
+def launch_dequantize(weight: PackedWeight, block: int, w: Tensor) -> None:
+    """Write the weight, contiguous, in w's dtype; ``block``: the weights that share a scale, a power of 2."""
+    n = w.numel()
+    tile = {"BLOCK": block, "BLOCKS": max(1, _TILE // block), "TOGETHER": SCALES_TOGETHER, "LONG": is_long([w])}
+    grid = -(-n // (block * tile["BLOCKS"])), 1
+    launch(_dequantize_kernel, grid, (*weight, w), (n,), tile, warps=4, fuse=False)  # scales are rounded, then added

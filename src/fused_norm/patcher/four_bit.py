@@ -1,0 +1,85 @@
+"""4-bit linears of bitsandbytes as a kernel reads them: their packed weight, and the calls that are left to their code.
+
+Names of bitsandbytes that are not public are asked for each time, and where one is missing, or a weight is packed in
+another way, the linear's own code runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
+from .hooks import is_genuine, is_plain_call
+
+_MOST_ROWS = 4096
+"""Up to so many rows a release whose own rule is unknown may multiply by a kernel of its own."""
+
+
+def why_unreadable(linear: Any) -> str | None:
+    """Return why the weight of a module, the linear of a LoRA layer, is not read by kernels; None if it may be."""
+    layers = sys.modules.get("bitsandbytes.nn.modules")
+    if layers is None or type(linear) is not layers.Linear4bit or not is_genuine(layers.Linear4bit):
+        return "its linear is no plain Linear4bit of bitsandbytes"
+    if not is_plain_call(linear):
+        return "other code sees the calls of its linear"
+    weight = linear._parameters["weight"]
+    state = getattr(weight, "quant_state", None)
+    if type(weight) is not layers.Params4bit or state is None or weight.requires_grad:
+        return "its weight is not quantised, or not frozen"
+    dtype, bias = linear.compute_dtype, linear._parameters["bias"]
+    if bias is not None and (bias.dtype is not dtype or bias.requires_grad):
+        return "its bias is trained, or of another dtype than its products"
+    if getattr(state, "packing_format_for_cpu", False) or len(state.shape) != 2:
+        return "its weight is packed for a CPU, or no matrix"
+    if weight.device.type == "cpu" and state.shape[1] % state.blocksize:
+        return "bitsandbytes reads its scales in another way on a CPU"
+    if state.dtype not in (dtype, torch.float32):  # the backward rounds to it first
+        return f"its weight is dequantised to {state.dtype}, and its products are of {dtype}"
+    if state.nested and (state.state2.blocksize != SCALES_TOGETHER or state.state2.absmax.dtype is not torch.float32):
+        return "its scales are quantised in another way"
+    return None
+
+
+def packed_weight(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[PackedWeight, int] | str:
+    """Return the weight of a ``Linear4bit``, and how many weights share a scale; or why its own code has to run.
+
+    Args:
+        linear: any module.
+        x: its input.
+        dtype: of products.
+    """
+    reason = why_unreadable(linear)
+    if reason is not None:
+        return reason
+    weight = linear._parameters["weight"]
+    state = weight.quant_state
+    if linear.compute_dtype is not dtype:
+        return f"its linear computes in {linear.compute_dtype}, and its adapter in {dtype}"
+    if _multiplies_itself(state, x, dtype):
+        return "bitsandbytes multiplies so few rows without the weight in memory"
+    packed = Tensor._make_subclass(Tensor, weight)  # type: ignore[attr-defined]
+    if packed.dtype is not torch.uint8:
+        packed = packed.view(torch.uint8)
+    if not state.nested:
+        return PackedWeight(state.code, packed, state.absmax), state.blocksize
+    inner = state.state2
+    return PackedWeight(state.code, packed, state.absmax, inner.code, inner.absmax, state.offset), state.blocksize
+
+
+def _multiplies_itself(state: Any, x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether bitsandbytes would multiply x by a kernel of its own, without the weight dequantised in memory."""
+    n, k = state.shape
+    rows = x.shape[:-1].numel()
+    if x.device.type != "cuda":
+        return False
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # until 0.49, without gradients and for one row
+        return rows == 1 and not x.requires_grad
+    backend = sys.modules.get("bitsandbytes.backends.cuda.ops")
+    most, rule = (getattr(backend, f"_gemm_4bit_{name}", None) for name in ("custom_max_m", "use_custom_fn"))
+    if most is None or rule is None:
+        return rows <= _MOST_ROWS
+    return rows <= most and k % state.blocksize == 0 and bool(rule(x.device.index, dtype, rows, n, k))

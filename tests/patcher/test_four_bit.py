@@ -1,0 +1,244 @@
+"""LoRA layers around 4-bit linears: the bits of PEFT's and bitsandbytes' code, whatever changes at a call."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import peft
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+import fused_norm
+from fused_norm.kernels.operator import calls
+from fused_norm.patcher import four_bit, recompute_linears
+
+from .models import relative
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def quantised(linear: nn.Linear, device: str, **options: Any) -> Linear4bit:
+    """The linear in 4 bits; ``options`` of ``Params4bit``, and ``compute_dtype``."""
+    compute_dtype = options.pop("compute_dtype", BF16)
+    layer = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype, device="meta")
+    layer.weight = Params4bit(linear.weight.detach(), **{"quant_type": "nf4", "requires_grad": False} | options)
+    layer.bias = linear.bias
+    return layer.to(device)
+
+
+def model_of(device: str, model_type: str = "qwen3", dtype: torch.dtype = BF16, **options: Any) -> Any:
+    """A model of one layer as people fine-tune it in 4 bits: norms and embeddings in fp32, adapters on all linears."""
+    adapter = {name: options.pop(name) for name in ("lora_dropout", "use_dora") if name in options}
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **sizes, **heads), dtype=dtype)
+    for path, linear in list(model.layers.named_modules()):
+        if type(linear) is nn.Linear:
+            model.layers.set_submodule(path, quantised(linear, device, **options))
+    model.is_loaded_in_4bit = True
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **adapter)
+    model = peft.get_peft_model(model, config).to(device).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and parameter.dtype == FP32:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+class Calls:
+    """Counts the calls of operators, and makes them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.counts[operator.name] += 1
+        return operator.results_of(spec, *arguments)
+
+
+def step(
+    model: Any, device: str, autocast: torch.dtype | None = BF16, counts: bool = True
+) -> tuple[list[Tensor], Counter[str]]:
+    """The last hidden state, gradients of hidden states and of all that is trained, and the calls of the forward."""
+    ids = torch.randint(0, 128, (1, 5), generator=torch.Generator().manual_seed(1)).to(device)
+    torch.manual_seed(5)
+    noted = Calls()
+    with (
+        calls.by(noted) if counts else nullcontext(),
+        torch.autocast(device, autocast or BF16, enabled=autocast is not None),
+    ):
+        output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    y = output.last_hidden_state
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+    differentiated = [state for state in output.hidden_states if state.requires_grad]
+    for state in differentiated:
+        state.retain_grad()
+    differentiated += [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.zero_grad()
+    if differentiated:
+        y.backward(dy)
+    return [y.detach(), *(tensor.grad for tensor in differentiated)], noted.counts
+
+
+def compare(
+    model: Any,
+    device: str,
+    change: Callable[[Any], Any] = lambda model: None,
+    same: Callable[[Tensor, Tensor], bool] = torch.equal,
+    recompute: Any = False,
+    **how: Any,
+) -> Counter[str]:
+    """Assert what PEFT's layers compute beside the same norms, twice; return the calls of the patched model."""
+    fused, stock = copy.deepcopy(model), copy.deepcopy(model)
+    fused_norm.apply_fused_norm(fused, strict=False, recompute=recompute)
+    fused_norm.apply_fused_norm(stock, strict=False, adapter=False)
+    change(fused), change(stock)
+    expected, without = step(stock, device, **how)
+    assert not without.keys() & {"lora_linear_4bit", "lora_add"}
+    for _ in range(2):
+        results, counts = step(fused, device, **how)
+        different = [
+            index for index, (one, other) in enumerate(zip(results, expected, strict=True))
+            if not (one is other is None or (one.dtype == other.dtype and same(one, other)))
+        ]  # fmt: skip
+        assert not different, f"of {len(expected)} tensors these differ: {different}"
+    return counts
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(model_type: str, device: str) -> None:
+    counts = compare(model_of(device, model_type), device)
+    assert counts["lora_linear_4bit"] == 7
+    assert counts["rms_norm_for_readers"] + counts["add_rms_norm_for_readers"] + counts["norm_add_norm_for_readers"] > 0
+
+
+PACKED: dict[str, tuple[dict[str, Any], int]] = {
+    "fp4": ({"quant_type": "fp4"}, 7),
+    "without double quantisation": ({"compress_statistics": False}, 7),
+    "stored as 16 bits": ({"quant_storage": BF16}, 7),
+    "quantised from fp32": ({"dtype": FP32}, 7),
+    "quantised from the other 16 bits": ({"dtype": FP16}, 0),
+    "products in fp32": ({"compute_dtype": FP32}, 0),
+    "dropout": ({"lora_dropout": 0.3}, 7),
+    "dora": ({"use_dora": True}, 0),
+}
+"""Options of the model, and how many layers run as one operator."""
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_a_weight_that_is_packed_otherwise_is_read_or_left_to_bitsandbytes(case: str, device: str) -> None:
+    options, expected = PACKED[case]
+    assert compare(model_of(device, **options), device)["lora_linear_4bit"] == expected
+
+
+def first_layer(model: Any) -> Any:
+    return model.base_model.model.layers[0].self_attn.q_proj
+
+
+def with_another_weight(model: Any) -> None:
+    base = first_layer(model).base_layer
+    torch.manual_seed(7)
+    weight = torch.randn(64, 64, dtype=BF16)
+    base.weight = quantised_weight = Params4bit(weight, requires_grad=False, quant_type="nf4").to(base.weight.device)
+    base.quant_state = quantised_weight.quant_state
+
+
+def with_codes_written(model: Any) -> None:
+    first_layer(model).base_layer.weight.data.bitwise_xor_(0x11)
+
+
+def with_hook_on_linear(model: Any) -> None:
+    first_layer(model).base_layer.register_forward_hook(lambda module, inputs, y: y * 2)
+
+
+def with_hook_on_layer(model: Any) -> None:
+    first_layer(model).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+
+
+def with_bias(model: Any) -> None:
+    base = first_layer(model).base_layer
+    torch.manual_seed(8)
+    base.bias = nn.Parameter(torch.randn(64).to(base.weight.device, BF16), requires_grad=False)
+
+
+def with_wide_bias(model: Any) -> None:
+    with_bias(model)
+    first_layer(model).base_layer.bias.data = first_layer(model).base_layer.bias.data.float()
+
+
+def without_adapter(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "another weight": (with_another_weight, 7),
+    "codes written in place": (with_codes_written, 7),
+    "a hook on the linear": (with_hook_on_linear, 6),
+    "a hook on the layer": (with_hook_on_layer, 7),
+    "a bias": (with_bias, 7),
+    "a bias in fp32": (with_wide_bias, 7),  # bitsandbytes casts it at the first call, for good
+    "adapters switched off": (without_adapter, 0),
+    "another scale": (lambda model: first_layer(model).set_scale("default", 3), 7),
+}
+"""Changes after the patch, and how many layers run as one operator then."""
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changes_after_the_patch_is_seen_at_the_next_call(case: str, device: str) -> None:
+    change, expected = CHANGES[case]
+    assert compare(model_of(device), device, change)["lora_linear_4bit"] == expected
+
+
+def test_without_autocast_pefts_code_runs(device: str) -> None:
+    near = lambda one, other: relative(one, other) < 1e-6  # noqa: E731 (gradients are added up in another order)
+    assert compare(model_of(device), device, same=near, autocast=None)["lora_linear_4bit"] == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_have_the_same_bits(reentrant: bool, device: str) -> None:
+    def checkpointed(model: Any) -> None:
+        model.enable_input_require_grads()
+        model.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    assert compare(model_of(device), device, checkpointed)["lora_linear_4bit"] == 7
+
+
+@pytest.mark.parametrize(("level", "expected"), [("mlp", 2), ("attention", 5)])
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_outputs_are_recomputed(
+    bias: bool, level: str, expected: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recomputed: list[Any] = []
+    compute = recompute_linears._with_adapter_in_4_bits
+    monkeypatch.setattr(
+        recompute_linears,
+        "_with_adapter_in_4_bits",
+        lambda *operands, **options: (recomputed.append(options), compute(*operands, **options))[1],
+    )
+    compare(model_of(device), device, with_bias if bias else lambda model: None, recompute=level, counts=False)
+    assert len(recomputed) == 2 * expected  # of two steps
+
+
+def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(four_bit, "_multiplies_itself", lambda state, x, dtype: x.shape[-1] == 64)
+    assert compare(model_of(device), device)["lora_linear_4bit"] == 1  # the layer that reads 128 columns
+
+
+def test_disabled_runs_pefts_code(device: str) -> None:
+    model = model_of(device)
+    fused = copy.deepcopy(model)
+    fused_norm.apply_fused_norm(fused, strict=False)
+    expected, _ = step(model, device)
+    with fused_norm.disabled():
+        results, counts = step(fused, device)
+    assert not counts
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
