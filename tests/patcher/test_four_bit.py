@@ -212,7 +212,7 @@ def test_checkpointed_layers_have_the_same_bits(reentrant: bool, device: str) ->
     assert compare(model_of(device), device, checkpointed)["lora_linear_4bit"] == 7
 
 
-@pytest.mark.parametrize(("level", "expected"), [("mlp", 2), ("attention", 5)])
+@pytest.mark.parametrize(("level", "expected"), [("mlp", 2), ("attention", 4)])  # attention keeps a cast of values
 @pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_outputs_are_recomputed(
     bias: bool, level: str, expected: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +224,9 @@ def test_outputs_are_recomputed(
         "_with_adapter_in_4_bits",
         lambda *operands, **options: (recomputed.append(options), compute(*operands, **options))[1],
     )
-    compare(model_of(device), device, with_bias if bias else lambda model: None, recompute=level, counts=False)
+    model = model_of(device)
+    model.enable_input_require_grads()  # else there is no graph before the first product
+    compare(model, device, with_bias if bias else lambda model: None, recompute=level, counts=False)
     assert len(recomputed) == 2 * expected  # of two steps
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
-from .hooks import is_genuine, is_plain_call
+from .hooks import are_plain_calls, is_genuine
 
 _MOST_ROWS = 4096
 """Up to so many rows a release whose own rule is unknown may multiply by a kernel of its own."""
@@ -24,7 +24,7 @@ def why_unreadable(linear: Any) -> str | None:
     layers = sys.modules.get("bitsandbytes.nn.modules")
     if layers is None or type(linear) is not layers.Linear4bit or not is_genuine(layers.Linear4bit):
         return "its linear is no plain Linear4bit of bitsandbytes"
-    if not is_plain_call(linear):
+    if not are_plain_calls(linear):
         return "other code sees the calls of its linear"
     weight = linear._parameters["weight"]
     state = getattr(weight, "quant_state", None)

@@ -145,9 +145,6 @@ def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
     if dtype is not None and autocast_dtype(x) is not dtype:
         with set_autocast(x.device.type, dtype):  # as it was where the norm was called
             return (norm(s),) * len(linears)
-    if dtype is not None and any(is_quantised_lora_layer(block._modules[name]) for name in linears):
-        for one in (x, *further):
-            returns_in(one, torch.float32)
     if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
         for tensor in (x, *further):
             returns_in(tensor, torch.float32)

@@ -33,6 +33,7 @@ from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU
 from ..kernels.heads import QK_NORM, ROPE
 from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, Spec, calls
 from ..kernels.triton.devices import is_transformed
@@ -131,7 +132,7 @@ class _SavedTensorHook:
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
-        if operator is LORA_ADD:  # saved as a linear saves what it reads, and recomputed as one
+        if operator in (LORA_ADD, LORA_LINEAR_4BIT):  # saved as a linear saves what it reads, and recomputed as one
             return operator.results_of(spec, *arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack
