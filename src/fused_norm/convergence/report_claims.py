@@ -6,6 +6,7 @@ the norm's backward, attention may have to cast queries: the numbers are the sam
 
 from __future__ import annotations
 
+import inspect
 import contextlib
 from collections.abc import Sequence
 from typing import Any, cast
@@ -92,7 +93,7 @@ def _drops(model: nn.Module, row: Site) -> bool:
 def _asks_attention(model: nn.Module, path: str) -> bool:
     """Return whether the rewritten forward of an attention asks for the dtype that its attention function reads."""
     forward: Any = getattr(type(model.get_submodule(path)), "fused_norm_forward", None)
-    return "fused_norm_read_dtype" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    return forward is not None and "fused_norm_read_dtype" in inspect.unwrap(forward).__code__.co_names
 
 
 def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor) -> set[str]:

@@ -194,10 +194,10 @@ class LoraLinear4bit(Operator):
                 f"lora_linear_4bit: x is {adapter_dtype} and was kept in {dtype}, so its gradient cannot be"
                 " differentiated again; run the forward inside fused_norm.disabled() for that"
             )
-        w = reference.dequantize(*weight, block, (len(b), a.shape[1]), dtype)
+        w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
         dy = dy.to(dtype)
         _, dadapter, da, db = reference.lora_add_backward(dy, adapter_x.to(dtype), a, b, factor, a_dtype, b_dtype)
-        return (dy @ w).to(x_dtype), dadapter.to(adapter_dtype), da, db
+        return (dy @ w).to(x_dtype), None if dadapter is None else dadapter.to(adapter_dtype), da, db
 
 
 LORA_LINEAR_4BIT = LoraLinear4bit()

@@ -62,6 +62,10 @@ class Guard:
             elif name in self.tensors:
                 if first.setdefault(id(value), name) != name:  # a tensor given twice
                     conditions.append(f"{name} is {first[id(value)]}")
+                elif (
+                    len(first) > 1
+                ):  # sizes of the first are looked at before; those of a nested tensor end the process
+                    conditions.append(f"not getattr({name}, 'is_nested', False)")
             else:
                 self._known |= {f"c{name}": value, f"k{name}": type(value)}
                 conditions.append(f"({name} is c{name} or (type({name}) is k{name} and {name} == c{name}))")

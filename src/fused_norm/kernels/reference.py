@@ -321,28 +321,20 @@ def linear_cross_entropy(
     return loss if num_items is None else loss / num_items.to(loss.device)
 
 
-def dequantize(
-    code: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    scale_code: Tensor | None,
-    outer_scale: Tensor | None,
-    offset: Tensor | None,
-    block: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> Tensor:
+def dequantize(weight: Any, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """A weight of 4 bits, by the tensors of a ``PackedWeight`` and the number of weights that share a scale."""
-    if scale_code is not None and outer_scale is not None:
+    code, packed, scale, scale_code, outer_scale, offset = weight
+    if scale_code is not None:
         outer = outer_scale.repeat_interleave(256)[: scale.numel()]
         scale = scale_code[scale.long()] * outer + offset
     count, bytes_ = shape[0] * shape[1], packed.reshape(-1).long()
     values = code[torch.stack([bytes_ >> 4, bytes_ & 15], dim=1).view(-1)[:count]]
-    return (values * scale.repeat_interleave(block)[:count]).to(dtype).view(shape)
+    dequantized: Tensor = (values * scale.repeat_interleave(block)[:count]).to(dtype).view(shape)
+    return dequantized
 
 
 def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     *weight, bias, block, factor, dtype, y_dtype = rest
-    w = dequantize(*weight, block, (len(b), a.shape[1]), dtype)
+    w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
     base = torch.nn.functional.linear(x.to(dtype), w, bias)
     return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)

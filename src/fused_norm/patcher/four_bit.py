@@ -61,7 +61,7 @@ def packed_weight(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[PackedWei
         return f"its linear computes in {linear.compute_dtype}, and its adapter in {dtype}"
     if _multiplies_itself(state, x, dtype):
         return "bitsandbytes multiplies so few rows without the weight in memory"
-    packed = Tensor._make_subclass(Tensor, weight)  # type: ignore[attr-defined]
+    packed = Tensor._make_subclass(Tensor, weight)
     if packed.dtype is not torch.uint8:
         packed = packed.view(torch.uint8)
     if not state.nested:

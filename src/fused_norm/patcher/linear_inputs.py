@@ -83,7 +83,7 @@ def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter
     called: list[nn.Module] = []
     for linear in linears:
         if type(linear) is not Linear:
-            base = linear._modules.get("base_layer") if isinstance(linear, adapter) else None
+            base: Any = linear._modules.get("base_layer") if isinstance(linear, adapter) else None
             is_read = type(base) is Linear or why_unreadable(base) is None
             if not is_read or why_stock(linear) is not None:
                 return None

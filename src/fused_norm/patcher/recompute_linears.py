@@ -164,7 +164,8 @@ class LinearOutputs:
         b, h = [_kept(saved) for saved in node._raw_saved_tensors[2:]]
         if b is None or h is None:
             return None
-        linear, made = LORA_LINEAR_4BIT.held_by(node), node._input_metadata[0]
+        linear: Any = LORA_LINEAR_4BIT.held_by(node)
+        made = node._input_metadata[0]
         block, factor, *_ = LORA_LINEAR_4BIT.facts_of(node)
         x = self._of_norm(node.next_functions[0], 2 * linear[1].numel() // len(b), h.dtype)
         if x is None:
