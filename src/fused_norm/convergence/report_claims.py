@@ -6,8 +6,8 @@ the norm's backward, attention may have to cast queries: the numbers are the sam
 
 from __future__ import annotations
 
-import inspect
 import contextlib
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 from unittest import mock
