@@ -54,10 +54,12 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _in_full_precision():
     """Products of fp32 after a test are those of before it: the Trainer's ``torch_compile`` turns on TF32 for all."""
-    before = getattr(torch.backends, "fp32_precision", None)
+    backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    before = [getattr(backend, "fp32_precision", None) for backend in backends]
     yield
-    if before is not None and torch.backends.fp32_precision != before:
-        torch.backends.fp32_precision = before
+    for backend, precision in zip(backends, before, strict=True):
+        if precision is not None and backend.fp32_precision != precision:
+            backend.fp32_precision = precision
 
 
 @pytest.fixture

@@ -117,8 +117,8 @@ def test_a_row_of_codes_has_the_same_bits_in_any_batch(fp8_format: str, device: 
 
 
 @CALLS
-def test_a_sequence_has_the_same_bits_in_any_batch(index: int, device: str) -> None:
-    call = every_call(device, width=32)[index]
+def test_a_sequence_has_the_same_bits_in_any_batch(case: str, device: str) -> None:
+    call = every_call(device, width=32)[case]
     if call.name == "lora_add":
         pytest.skip("its tiles depend on the number of rows")
     batched = [place for place, one in enumerate(call.tensors) if one is not None and one.dim() > 2]

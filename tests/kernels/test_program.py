@@ -95,13 +95,16 @@ def step(call: Callable[..., Any], arguments: tuple[Any, ...], used: tuple[bool,
     return [*outputs, *torch.autograd.grad(ends, leaves, grads, allow_unused=True)]
 
 
-def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None], is_exact: bool = True) -> None:
+    """Assert equal bits; but for what a kernel that is compiled without gradients may contract in another way."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert (one.dtype, one.stride()) == (other.dtype, other.stride())
-            assert torch.equal(one, other)
+            assert torch.equal(one, other) or (
+                not is_exact and (one.double() - other.double()).norm() < 1e-6 * other.double().norm()
+            )
 
 
 def programs(name: str) -> list[program.Program]:
@@ -126,7 +129,7 @@ def test_a_program_does_what_the_general_path_does(case: str, device: str) -> No
         with torch.no_grad():
             results = operator(spec, *fresh(given, wanted))
         results = [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
-        assert_same(results, expected[: len(results)])
+        assert_same(results, expected[: len(results)], is_exact=device == "cpu")
     assert all(straight(one) for one in programs(operator.name))
     backwards = [one for forward in programs(operator.name) for one in forward.backwards]
     assert backwards

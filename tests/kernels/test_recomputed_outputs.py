@@ -64,6 +64,7 @@ def assert_recomputed_or_kept(call: Call) -> None:
 def test_what_is_kept_is_what_an_operator_saves_last(name: str) -> None:
     operator = OPERATORS[name]
     saved = [one.split()[-1] for one in operator.saved.split(",")] if operator.saved else []
+    saved = saved[: len(saved) - len(operator.held)]
     if operator.kept and saved:
         assert saved[-len(operator.kept) :] == list(operator.kept)
 

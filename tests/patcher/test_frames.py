@@ -20,7 +20,7 @@ from fused_norm.model_configs import build
 from .models import tokens
 
 _PACKAGE = str(Path(fused_norm.__file__).parent)
-_ONLY_INTERPRETED = ("kernels/straight_lines.py", "kernels/triton/")
+_ONLY_INTERPRETED = ("kernels/codegen.py", "kernels/triton/")
 """Files whose frames are those of Triton's interpreter, and of a first call."""
 
 
@@ -78,7 +78,7 @@ def test_a_lora_layer_that_has_run_before_takes_few_frames(device: str) -> None:
 
     run()
     frames = frames_of(model.model.layers[1].self_attn.q_proj, run)
-    assert 5 < frames.total() <= 15, explained(frames)
+    assert 5 < frames.total() <= 18, explained(frames)
 
 
 def test_a_norm_that_has_run_before_takes_few_frames(device: str) -> None:

@@ -424,10 +424,19 @@ def _flags_of_torch() -> Any:
         return None
     return (
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        _precision_of_products(),
         torch.are_deterministic_algorithms_enabled(),
         torch._C._get_mkldnn_enabled(),
     )
+
+
+def _precision_of_products() -> Any:
+    """The precision of products of float32. PyTorch's older interface raises once its newer one was used."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends: Any = torch.backends
+        return backends.fp32_precision, backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
 
 
 def _name_of(thing: Any) -> str:
