@@ -104,7 +104,7 @@ def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     ("provider", "name", "reason"),
     [
         *(("torch", f"{name} 4x64", r"it has no \w+.* of its own") for name in
-          ("glu", "gated_rms_norm", "rms_norm_fp8", "rms_norm_columns_fp8")),
+          ("glu", "gated_rms_norm", "rms_norm_fp8")),
         ("torch", "rope 4x(2+1)x64", r"it has no \w+.* of its own"),
         ("multi_wave_cached", "rms_norm 1x65536", ""),
     ],

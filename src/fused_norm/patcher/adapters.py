@@ -71,6 +71,8 @@ class FusedAdapter(nn.Module):
                 y, _ = run_fused(LORA_LINEAR_4BIT, None, x, adapter_x, a, b, *weight[0], *options)
                 if y is not None:
                     return y
+            else:
+                explain(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
         if self.fused_norm_is_quantised:
             base = base.to(vars(x).get(_RETURNS_IN, base.dtype))

@@ -20,10 +20,10 @@ _MOST_ROWS = 4096
 
 
 def why_unreadable(linear: Any) -> str | None:
-    """Return why the weight of a module, the linear of a LoRA layer, is not read by kernels; None if it may be."""
+    """Return why the weight of a LoRA layer's linear is not read by kernels, empty for other linears; None if it is."""
     layers = sys.modules.get("bitsandbytes.nn.modules")
     if layers is None or type(linear) is not layers.Linear4bit or not is_genuine(layers.Linear4bit):
-        return "its linear is no plain Linear4bit of bitsandbytes"
+        return ""
     if not are_plain_calls(linear):
         return "other code sees the calls of its linear"
     weight = linear._parameters["weight"]
@@ -47,6 +47,8 @@ def why_unreadable(linear: Any) -> str | None:
 def packed_weight(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[PackedWeight, int] | str:
     """Return the weight of a ``Linear4bit``, and how many weights share a scale; or why its own code has to run.
 
+    The reason is empty if it is not worth a log.
+
     Args:
         linear: any module.
         x: its input.
@@ -60,7 +62,7 @@ def packed_weight(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[PackedWei
     if linear.compute_dtype is not dtype:
         return f"its linear computes in {linear.compute_dtype}, and its adapter in {dtype}"
     if _multiplies_itself(state, x, dtype):
-        return "bitsandbytes multiplies so few rows without the weight in memory"
+        return ""
     packed = Tensor._make_subclass(Tensor, weight)
     if packed.dtype is not torch.uint8:
         packed = packed.view(torch.uint8)
