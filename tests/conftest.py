@@ -65,7 +65,7 @@ def _in_full_precision():
 @pytest.fixture
 def large_graphs():
     """Compiled graphs keep operators, however small the tensors of a test are, and under autocast too."""
-    from fused_norm.kernels.operator import in_all_graphs
+    from fused_norm.kernels.operator import force_fused_in_graphs
 
-    with in_all_graphs():
+    with force_fused_in_graphs():
         yield

@@ -106,7 +106,7 @@ def refusals(paths: Iterable[Path]) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.returns is not None
     )
-    given = (one for one in functions if ast.unparse(one.returns) in ("Refusal | None", "str | None"))
+    given = (one for one in functions if ast.unparse(one.returns) in ("Unsupported | None", "str | None"))
     return {text for one in given for text in texts_of(one)} - OF_USERS_CALLS
 
 

@@ -302,7 +302,7 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
     if strides is not None:
         a, b = (one.as_strided(one.shape, strides) if name == of else one for of, one in (("a", a), ("b", b)))
     base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
-    refusal = LORA_ADD.refuses(None, base, x, a, b, 1.0)
+    refusal = LORA_ADD.unsupported(None, base, x, a, b, 1.0)
     assert refusal is not None
     assert refusal.reason == "a or b has more elements than 32 bits count"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels.triton.memory import empty_rows_like, same_rows
+from fused_norm.kernels.triton.memory import as_strided_rows, empty_rows_like
 
 from .numerics import FP16, ROW_LAYOUTS, in_layout
 
@@ -18,7 +18,7 @@ def test_same_rows_count_alike_in_every_tensor(shape: tuple[int, ...], layout: s
     lead = in_layout(layout, torch.randn(shape))
     other, rstd = torch.randn(shape), empty_rows_like(lead, width=1).copy_(torch.randn(*shape[:-1], 1))
     y = empty_rows_like(lead)
-    (x, o, none, r, out), strides = same_rows(lead, other, None, rstd, y)
+    (x, o, none, r, out), strides = as_strided_rows(lead, other, None, rstd, y)
     assert none is None
     assert out is y, "a copy of the output would be lost"
     assert r is rstd
@@ -34,21 +34,21 @@ def test_same_rows_count_alike_in_every_tensor(shape: tuple[int, ...], layout: s
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)
 def test_rows_are_copied_only_where_they_are_unevenly_spaced(layout: str) -> None:
     lead = in_layout(layout, torch.randn(2, 3, 5, 8))
-    (x,), _ = same_rows(lead)
+    (x,), _ = as_strided_rows(lead)
     assert (x is not lead) == (layout in ("a slice of tokens", "columns first"))
     assert torch.equal(x, lead)
 
 
 def test_the_stride_of_a_dimension_of_one_means_nothing() -> None:
     lead = torch.randn(3, 4, 8)[:, :1]
-    (x,), (stride,) = same_rows(lead)
+    (x,), (stride,) = as_strided_rows(lead)
     assert x is lead
     assert stride == 32
 
 
 def test_an_expanded_row_is_read_where_it_is() -> None:
     lead = torch.randn(8).expand(6, 8)
-    (x,), (stride,) = same_rows(lead)
+    (x,), (stride,) = as_strided_rows(lead)
     assert x is lead
     assert stride == 0
 

@@ -116,7 +116,7 @@ def test_small_tensors_in_a_graph_are_left_to_the_compiler(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(operator, "_in_all_graphs", False)
-    monkeypatch.setattr(operator, "smallest_in_graphs", 4 * 32)
+    monkeypatch.setattr(operator, "min_numel_in_graphs", 4 * 32)
     x, w = torch.randn(5, 32, device=device, dtype=BF16), torch.randn(32, device=device, dtype=BF16)
     called: list[str] = []
 
@@ -136,7 +136,7 @@ def test_small_tensors_in_a_graph_are_left_to_the_compiler(
 def test_under_autocast_a_graph_leaves_calls_to_the_compiler(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(operator, "_in_all_graphs", False)
-    monkeypatch.setattr(operator, "smallest_in_graphs", 1)
+    monkeypatch.setattr(operator, "min_numel_in_graphs", 1)
     x, w = torch.randn(5, 32, device=device), torch.randn(32, device=device)
     called: list[str] = []
 

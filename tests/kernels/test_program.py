@@ -438,7 +438,7 @@ def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_ker
     x, w = recorded
     own = program.Programs()
     assert RMS_NORM.known(own, LLAMA, x, w, None) is None
-    found, _ = RMS_NORM.run_or_refuse(LLAMA, x, w, None, programs=own)
+    found, _ = RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
     assert torch.equal(RMS_NORM.known(own, LLAMA, x, w, None), found)
     assert RMS_NORM.known(own, GEMMA, x, w, None) is None
     program.forget_all()
@@ -525,14 +525,14 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
         return RMS_NORM.known(own, LLAMA, x, w, None) is not None
 
     usual = warps()
-    RMS_NORM.run_or_refuse(LLAMA, x, w, None, programs=own)
+    RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
     assert is_known()
     rules = {section: (Rule(16, 64, 1, 1),) for section in ("forward", "norm_backward")}
     with use_plans(PlanTable("any", "", "", rules)):
         assert not is_known()
         assert warps() == [1, 1]
         assert {*warps()} <= {1}  # a repeated call may launch by other means
-        RMS_NORM.run_or_refuse(LLAMA, x, w, None, programs=own)
+        RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
     assert not is_known()
     again = warps()
     assert again == usual or (device == "cuda" and {*again} <= {*usual})

@@ -68,7 +68,7 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
 
     def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
         results = call(operator, spec, *arguments)
-        made = operator.by_output(results)
+        made = operator.group_outputs(results)
         first = [one for one, *_ in (made[:1] if operator.outputs == ("y", "s") else made) if one is not None]
         outputs.extend(StorageWeakRef(one.untyped_storage()) for one in first)
         sizes.extend(one.untyped_storage().nbytes() for one in first)

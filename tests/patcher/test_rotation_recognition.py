@@ -16,12 +16,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from fused_norm.patcher.patterns import rotation_of
 from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.patcher.rotation_recognition import (
-    at_positions,
-    by_sections,
-    of_each_element,
-    of_one_half,
+    full_cos_sin,
+    half_cos_sin,
+    indexed_cos_sin,
+    mrope_cos_sin,
     recognise_rotation,
-    without_positions,
+    unindexed_cos_sin,
 )
 
 from .rotary import half, of_a_table, of_sections, rotates, with_positions
@@ -53,10 +53,10 @@ def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> No
 
 def test_a_rotation_may_have_the_angles_of_one_half() -> None:
     rotation = recognise_rotation(halved)
-    assert rotation.angles is of_one_half
+    assert rotation.angles is half_cos_sin
     assert not rotation.partial
     assert rotation.dtypes == recognise_rotation(full).dtypes
-    assert recognise_rotation(full).angles is of_each_element
+    assert recognise_rotation(full).angles is full_cos_sin
 
 
 def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> None:
@@ -105,7 +105,7 @@ def with_sin_at_its_place(q, k, cos, sin, positions, unsqueeze_dim=1):
 
 @pytest.mark.parametrize(
     ("function", "angles"),
-    [(of_a_table, at_positions), (of_sections, by_sections), (with_positions, without_positions)],
+    [(of_a_table, indexed_cos_sin), (of_sections, mrope_cos_sin), (with_positions, unindexed_cos_sin)],
 )
 def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
     rotation = recognise_rotation(function, 5)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..check.reordered_norms import reordered_norms
-from ..kernels.operator import in_all_graphs
+from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
 from ..options import RecomputeLevel
 from ..patcher import Site, apply_fused_norm
@@ -199,7 +199,7 @@ class PairedRuns:
         is_compiled = self.comparison.execution == "compile"
         with contextlib.ExitStack() as stack:
             changed = stack.enter_context(change(model))
-            stack.enter_context(in_all_graphs())
+            stack.enter_context(force_fused_in_graphs())
 
             def noted_gradients(step: int, trained: nn.Module) -> None:
                 if not step:

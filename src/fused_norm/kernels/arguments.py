@@ -29,7 +29,7 @@ Named = tuple[str, Tensor]
 """A tensor and what the operator calls it."""
 
 
-class Refusal(NamedTuple):
+class Unsupported(NamedTuple):
     """The answer to a call that kernels do not take.
 
     Attributes:
@@ -42,18 +42,18 @@ class Refusal(NamedTuple):
     error: type[Exception] | None = None
 
 
-def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Refusal | None:
+def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Unsupported | None:
     """Refuse anything but a dense tensor of a dtype that operators know, on the device of the first one, if given."""
     if not isinstance(value, Tensor):
-        return Refusal(f"{name} must be a tensor, not {type(value).__name__}", TypeError)
+        return Unsupported(f"{name} must be a tensor, not {type(value).__name__}", TypeError)
     if value.layout is not torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
-        return Refusal(f"{name} must be a dense tensor, not {layout}", TypeError)
+        return Unsupported(f"{name} must be a dense tensor, not {layout}", TypeError)
     if value.dtype not in KERNEL_DTYPES and value.dtype != torch.float64:
-        return Refusal(f"{name} must be float32, bfloat16, float16 or float64, not {value.dtype}", TypeError)
+        return Unsupported(f"{name} must be float32, bfloat16, float16 or float64, not {value.dtype}", TypeError)
     if first is not None and value.device != first[1].device:
         reason = f"{name} is on {value.device} and {first[0]} on {first[1].device}; move them to one device"
-        return Refusal(reason, ValueError)
+        return Unsupported(reason, ValueError)
     return None
 
 
@@ -79,7 +79,7 @@ class TensorRules:
         """The weights among the operator's tensors."""
         return [t for t, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
 
-    def wrong(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Refusal | None:
+    def wrong(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Unsupported | None:
         """Refuse a tensor of a wrong type, layout, dtype, device or shape."""
         first = self.names[0], tensors[0]
         for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
@@ -95,86 +95,86 @@ class TensorRules:
             if refusal is not None:
                 return refusal
         if spec is not None and spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
-            return Refusal("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
+            return Unsupported("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
         return None
 
 
-def wrong_rows(name: str, x: Tensor) -> Refusal | None:
+def wrong_rows(name: str, x: Tensor) -> Unsupported | None:
     """Refuse a tensor without rows."""
     if x.dim():
         return None
-    return Refusal(f"{name} must have at least one dimension, whose elements are a row", ValueError)
+    return Unsupported(f"{name} must have at least one dimension, whose elements are a row", ValueError)
 
 
-def wrong_shape(one: Named, like: Named) -> Refusal | None:
+def wrong_shape(one: Named, like: Named) -> Unsupported | None:
     """Refuse a tensor that has not the other one's shape."""
     (name, tensor), (like_name, wanted) = one, like
     if tensor.shape == wanted.shape:
         return None
     reason = f"{name} must have {like_name}'s shape {tuple(wanted.shape)}, not {tuple(tensor.shape)}; expand it first"
-    return Refusal(reason, ValueError)
+    return Unsupported(reason, ValueError)
 
 
-def wrong_weight(one: Named, rows: Named) -> Refusal | None:
+def wrong_weight(one: Named, rows: Named) -> Unsupported | None:
     """Refuse a weight that is not one number for each element of a row."""
     (name, weight), (rows_name, x) = one, rows
     if weight.dim() == 1 and weight.shape[0] == x.shape[-1]:
         return None
-    return Refusal(
+    return Unsupported(
         f"{name} must have shape ({x.shape[-1]},), the last dimension of {rows_name}, not {tuple(weight.shape)}",
         ValueError,
     )
 
 
-def wrong_mode(x: Tensor, mode: Any) -> Refusal | None:
+def wrong_mode(x: Tensor, mode: Any) -> Unsupported | None:
     """Refuse a mode that is none, or that cannot hold rows as wide as x's."""
     if mode is None:
         return None
     try:
         forward_plan(int(x.shape[-1]), mode=mode)  # torch.jit.trace has tensors for sizes
     except ValueError as error:
-        return Refusal(str(error), ValueError)
+        return Unsupported(str(error), ValueError)
     return None
 
 
-def wrong_choice(name: str, value: object, choices: Sequence[str]) -> Refusal | None:
+def wrong_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:
     """Refuse a word that is none of these."""
     if value in choices:
         return None
-    return Refusal(f"{name} must be one of {', '.join(choices)}, not {value!r}", ValueError)
+    return Unsupported(f"{name} must be one of {', '.join(choices)}, not {value!r}", ValueError)
 
 
-def wrong_flag(name: str, value: object) -> Refusal | None:
+def wrong_flag(name: str, value: object) -> Unsupported | None:
     """Refuse what is neither True nor False."""
-    return None if isinstance(value, bool) else Refusal(f"{name} must be True or False, not {value!r}", TypeError)
+    return None if isinstance(value, bool) else Unsupported(f"{name} must be True or False, not {value!r}", TypeError)
 
 
-def wrong_eps(eps: object) -> Refusal | None:
+def wrong_eps(eps: object) -> Unsupported | None:
     """Refuse an eps that is no finite Python number of at least 0."""
     if isinstance(eps, bool) or not isinstance(eps, Real):
-        return Refusal(f"eps must be a Python float, not {type(eps).__name__}", TypeError)
+        return Unsupported(f"eps must be a Python float, not {type(eps).__name__}", TypeError)
     if 0 <= float(eps) < math.inf:
         return None
-    return Refusal(f"eps must be finite and at least 0, not {eps!r}", ValueError)
+    return Unsupported(f"eps must be finite and at least 0, not {eps!r}", ValueError)
 
 
-def wrong_scale(scale: object) -> Refusal | None:
+def wrong_scale(scale: object) -> Unsupported | None:
     """Refuse a scale that is no Python number: a tensor would want a gradient of its own."""
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         return None
     reason = f"scale must be a Python float or int, not {type(scale).__name__}; pass x multiplied by it instead"
-    return Refusal(reason, TypeError)
+    return Unsupported(reason, TypeError)
 
 
-def wrong_pair(q: Tensor, k: Tensor, single: str) -> Refusal | None:
+def wrong_pair(q: Tensor, k: Tensor, single: str) -> Unsupported | None:
     """Refuse q and k with heads of two sizes; ``single`` is the operator that takes them one by one."""
     if q.shape[-1] == k.shape[-1]:
         return None
     reason = f"q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call {single} for each"
-    return Refusal(reason, ValueError)
+    return Unsupported(reason, ValueError)
 
 
-def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Refusal | None:
+def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
     """Refuse cos and sin that do not fit q, and k where it is there."""
     reason = None
     rotary, width = cos.shape[-1] if cos.dim() else 0, sides[0][1].shape[-1]
@@ -204,18 +204,18 @@ def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
                     f" shape {tuple(x.shape)}; unsqueeze_dim is the dimension of the heads"
                 )
                 break
-    return None if reason is None else Refusal(reason, ValueError)
+    return None if reason is None else Unsupported(reason, ValueError)
 
 
-def angles_beyond_kernels(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Refusal | None:
+def angles_beyond_kernels(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
     """Refuse good angles that differ between heads, want a gradient, or are not on every device as a whole."""
     heads_dim = heads_dim_of(cos, unsqueeze_dim)
     if heads_dim is None:
-        return Refusal("cos varies from head to head")
+        return Unsupported("cos varies from head to head")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        return Refusal("cos or sin wants a gradient")
+        return Unsupported("cos or sin wants a gradient")
     if not are_angles_of(q, (cos, sin), heads_dim):
-        return Refusal("not every device has cos and sin for all its tokens")
+        return Unsupported("not every device has cos and sin for all its tokens")
     return None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import GATES, Refusal, wrong_choice, wrong_flag
+from .arguments import GATES, Unsupported, wrong_choice, wrong_flag
 from .operator import BackwardCall, Operator, Tensors, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
@@ -33,26 +33,26 @@ class GatedRMSNorm(Operator):
     gradients = ("dx", "dgate", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x", "gate")}
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, *_, activation, norm_before_gate, groups = arguments
         if spec.casting not in ("llama", "gemma"):
-            return Refusal(
+            return Unsupported(
                 f"casting must be llama or gemma, not {spec.casting!r}, which has no rounding points for a gate",
                 ValueError,
             )
         if isinstance(groups, bool) or not isinstance(groups, int):
-            return Refusal(f"groups must be an int, not {type(groups).__name__}", TypeError)
+            return Unsupported(f"groups must be an int, not {type(groups).__name__}", TypeError)
         if groups < 1 or x.shape[-1] % groups:
-            return Refusal(
+            return Unsupported(
                 f"groups must divide x's last dimension, {x.shape[-1]}, into equal parts; {groups} does not", ValueError
             )
         return wrong_choice("activation", activation, GATES) or wrong_flag("norm_before_gate", norm_before_gate)
 
-    def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         width, groups = arguments[0].shape[-1], arguments[-1]
         if width // groups <= WIDEST_GATED:
             return None
-        return Refusal(f"rows of {width} in {groups} groups are more than a kernel holds")
+        return Unsupported(f"rows of {width} in {groups} groups are more than a kernel holds")
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
         return reference.gated_rms_norm(spec, *arguments)

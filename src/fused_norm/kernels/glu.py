@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, Refusal, other_dtype, wrong_choice
+from .arguments import ACTIVATIONS, Unsupported, other_dtype, wrong_choice
 from .operator import BackwardCall, Operator, Recompute, Route, Spec
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
@@ -30,10 +30,10 @@ class Glu(Operator):
     facts = options
     gradients = ("dgate", "dup")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         gate, up, activation = arguments
         if up is None and gate.shape[-1] % 2:
-            return Refusal(
+            return Unsupported(
                 "without up, gate must have an even last dimension, whose halves are gate and up, not shape"
                 f" {tuple(gate.shape)}",
                 ValueError,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import Refusal, angles_beyond_kernels, other_dtype, wrong_angles, wrong_flag, wrong_pair
+from .arguments import Unsupported, angles_beyond_kernels, other_dtype, wrong_angles, wrong_flag, wrong_pair
 from .operator import BackwardCall, Operator, Recompute, Route, Spec, Tensors, norm_spec
 from .triton.memory import (
     empty_copy,
@@ -30,7 +30,7 @@ class HeadsOperator(Operator):
     gradient, gets no work in the backward.
     """
 
-    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         q, *_ = arguments
         cos, sin = arguments[self.tensor_count - 2 : self.tensor_count]
         return None if cos is None else angles_beyond_kernels(q, cos, sin, arguments[self.tensor_count])
@@ -68,12 +68,12 @@ class QKNorm(HeadsOperator):
     def public_name(self, *arguments: Any) -> str:
         return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         q, k, *weights, cos, sin, unsqueeze_dim, _ = arguments
         for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
             if (pair[0] is None) != (pair[1] is None):
                 missing, given = names if pair[0] is None else names[::-1]
-                return Refusal(f"{missing} is None and {given} is not; pass both or neither", ValueError)
+                return Unsupported(f"{missing} is None and {given} is not; pass both or neither", ValueError)
         refusal = wrong_pair(q, k, "rms_norm")
         return refusal or (None if cos is None else wrong_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
 
@@ -144,7 +144,7 @@ class Rope(HeadsOperator):
     facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
     gradients = ("dq", "dk")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         q, k, *angles, single_rounding, _ = arguments
         sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
         pair = None if k is None else wrong_pair(q, k, self.name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Refusal, wrong_choice, wrong_rows, wrong_tensor
+from .arguments import Unsupported, wrong_choice, wrong_rows, wrong_tensor
 from .autocast import autocast_dtype, set_autocast
 from .operator import BackwardCall, Operator, Spec, by_kernels, route_of
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
@@ -57,7 +57,7 @@ class LinearCrossEntropy(Operator):
     facts = options
     gradients = ("dx", "dweight", "dbias")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
         for name, one in (("linear_weight", weight), ("linear_bias", bias)):
             if one is not None and (refusal := wrong_tensor(name, one, ("input", x))) is not None:
@@ -71,13 +71,13 @@ class LinearCrossEntropy(Operator):
             or _wrong_numbers(ignored, smoothing, scale, cap, most)
         )
 
-    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, *_ = arguments
         if not all(one.numel() for one in (x, weight, target)):
-            return Refusal("")
+            return Unsupported("")
         for name, one in (("weight", weight), ("bias", bias)):
             if one is not None and one.dtype != x.dtype:
-                return Refusal(f"{name} is {one.dtype} and x {x.dtype}")
+                return Unsupported(f"{name} is {one.dtype} and x {x.dtype}")
         return None
 
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
@@ -282,49 +282,49 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None) ->
         torch.addmm(added, a, b, out=out, **dtype)
 
 
-def _wrong_labels(x: Tensor, target: Any) -> Refusal | None:
+def _wrong_labels(x: Tensor, target: Any) -> Unsupported | None:
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         what = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        return Refusal(f"target must be a tensor of int64, not {what}", TypeError)
+        return Unsupported(f"target must be a tensor of int64, not {what}", TypeError)
     if target.device != x.device:
-        return Refusal(f"target is on {target.device} and input on {x.device}; move them to one device", ValueError)
+        return Unsupported(f"target is on {target.device} and input on {x.device}; move them to one device", ValueError)
     return None
 
 
-def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Refusal | None:
+def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Unsupported | None:
     fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1] and target.shape == x.shape[:-1]
     if fits and (bias is None or bias.shape == weight.shape[:1]):
         return None
     shapes = ", ".join(str(tuple(one.shape)) for one in (x, weight, target, *([] if bias is None else [bias])))
-    return Refusal(
+    return Unsupported(
         "input, linear_weight, target and linear_bias must have shapes [..., H], [V, H], [...] and [V], not " + shapes,
         ValueError,
     )
 
 
-def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Refusal | None:
+def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Unsupported | None:
     if num_items is None:
         return None
     if not isinstance(num_items, Tensor) or num_items.numel() != 1 or num_items.requires_grad:
-        return Refusal("num_items must be a number, or a tensor of one that needs no gradient", TypeError)
+        return Unsupported("num_items must be a number, or a tensor of one that needs no gradient", TypeError)
     if reduction != "mean":
-        return Refusal("num_items is what a mean is taken over: reduction must be 'mean'", ValueError)
+        return Unsupported("num_items is what a mean is taken over: reduction must be 'mean'", ValueError)
     return None
 
 
-def _wrong_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Refusal | None:
+def _wrong_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Unsupported | None:
     for name, value in (("ignore_index", ignored), ("max_labels", most)):
         if not (isinstance(value, int) and not isinstance(value, bool)) and not (
             name == "max_labels" and value is None
         ):
-            return Refusal(f"{name} must be an int, not {value!r}", TypeError)
+            return Unsupported(f"{name} must be an int, not {value!r}", TypeError)
     for name, value in (("label_smoothing", smoothing), ("logit_scale", scale), ("softcap", cap)):
         if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
-            return Refusal(f"{name} must be a Python number, not {type(value).__name__}", TypeError)
+            return Unsupported(f"{name} must be a Python number, not {type(value).__name__}", TypeError)
     if not 0 <= smoothing <= 1:
-        return Refusal(f"label_smoothing must be between 0 and 1, not {smoothing}", ValueError)
+        return Unsupported(f"label_smoothing must be between 0 and 1, not {smoothing}", ValueError)
     if cap is not None and not cap > 0:
-        return Refusal(f"softcap must be positive, not {cap}", ValueError)
+        return Unsupported(f"softcap must be positive, not {cap}", ValueError)
     return None
 
 

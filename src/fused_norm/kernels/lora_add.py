@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Refusal, other_dtype, wrong_rows, wrong_scale, wrong_tensor
+from .arguments import Unsupported, other_dtype, wrong_rows, wrong_scale, wrong_tensor
 from .operator import BackwardCall, Operator, Route, Spec, Tensors
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long, promoted
@@ -31,7 +31,7 @@ class LoraAdd(Operator):
     facts = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
     gradients = ("dbase", "dx", "da", "db")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         base, x, a, b, scale = arguments
         for name, one in (("x", x), ("a", a), ("b", b)):
             refusal = wrong_tensor(name, one, ("base", base))
@@ -39,18 +39,18 @@ class LoraAdd(Operator):
                 return refusal
         return wrong_rows("x", x) or wrong_scale(scale) or _wrong_shapes(base, x, a, b)
 
-    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         _, x, a, *_ = tensors = arguments[:-1]
         if not all(one.numel() for one in tensors):
-            return Refusal("")
+            return Unsupported("")
         if x.dtype == torch.float32:
-            return Refusal("x is torch.float32, products of which are left to PyTorch")
+            return Unsupported("x is torch.float32, products of which are left to PyTorch")
         if len(a) > HIGHEST_RANK:
-            return Refusal(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
+            return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
         if not abs(arguments[-1]) <= torch.finfo(torch.float32).max:
-            return Refusal(f"a scale of {arguments[-1]} is no finite float32")
+            return Unsupported(f"a scale of {arguments[-1]} is no finite float32")
         if is_long([a, arguments[3]]):
-            return Refusal("a or b has more elements than 32 bits count")
+            return Unsupported("a or b has more elements than 32 bits count")
         return None
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
@@ -114,12 +114,14 @@ class LoraAdd(Operator):
 LORA_ADD = LoraAdd()
 
 
-def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Refusal | None:
-    same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
-    if same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
+def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
+    as_strided_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
+    if as_strided_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
         return None
     shapes = ", ".join(str(tuple(one.shape)) for one in (base, x, a, b))
-    return Refusal(f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError)
+    return Unsupported(
+        f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError
+    )
 
 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

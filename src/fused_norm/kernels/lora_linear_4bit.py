@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Refusal, wrong_rows, wrong_scale, wrong_tensor
+from .arguments import Unsupported, wrong_rows, wrong_scale, wrong_tensor
 from .operator import BackwardCall, Operator, Spec, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
@@ -47,7 +47,7 @@ class LoraLinear4bit(Operator):
     )
     gradients = ("dx", "dadapter_x", "da", "db")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, _, packed, *_, factor, _, _ = arguments
         for name, tensor in (("adapter_x", adapter_x), ("a", a), ("b", b)):
             refusal = wrong_tensor(name, tensor, ("x", x))
@@ -56,30 +56,30 @@ class LoraLinear4bit(Operator):
         shapes = x.shape == adapter_x.shape and a.dim() == b.dim() == 2 and len(a) == b.shape[-1]
         if not shapes or a.shape[1] != x.shape[-1] or packed.numel() != -(-len(b) * a.shape[1] // 2):
             tensors = ", ".join(str(tuple(tensor.shape)) for tensor in (x, adapter_x, a, b, packed))
-            return Refusal(
+            return Unsupported(
                 "x, adapter_x, a, b and packed must have shapes [..., K], [..., K], [r, K], [N, r] and N K / 2"
                 f" elements, not {tensors}",
                 ValueError,
             )
         return wrong_rows("x", x) or wrong_scale(factor)
 
-    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
         if not all(tensor.numel() for tensor in (x, a, b)):
-            return Refusal("")
+            return Unsupported("")
         if dtype not in (torch.bfloat16, torch.float16):
-            return Refusal(f"its products are of {dtype}, which are left to PyTorch")
+            return Unsupported(f"its products are of {dtype}, which are left to PyTorch")
         for tensor_name, tensor in (("x", x), ("adapter_x", adapter_x), ("a", a), ("b", b)):
             if tensor.dtype not in (dtype, torch.float32):
-                return Refusal(f"{tensor_name} is {tensor.dtype}, and products are of {dtype}")
+                return Unsupported(f"{tensor_name} is {tensor.dtype}, and products are of {dtype}")
         if len(a) > HIGHEST_RANK:
-            return Refusal(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
+            return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
         if not abs(factor) <= torch.finfo(torch.float32).max:
-            return Refusal(f"a scale of {factor} is no finite float32")
+            return Unsupported(f"a scale of {factor} is no finite float32")
         if is_long([a, b]):
-            return Refusal("a or b has more elements than 32 bits count")
+            return Unsupported("a or b has more elements than 32 bits count")
         if block & (block - 1) or not all(tensor is None or tensor.is_contiguous() for tensor in (*weight, bias)):
-            return Refusal("its weight is packed otherwise")
+            return Unsupported("its weight is packed otherwise")
         return None
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:

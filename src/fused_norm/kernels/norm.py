@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import Refusal, other_order, wrong_mode, wrong_scale
+from .arguments import Unsupported, other_order, wrong_mode, wrong_scale
 from .operator import BackwardCall, Operator, Recompute, Route, Tensors, by_kernels, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy, written_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
@@ -48,7 +48,7 @@ class NormOperator(Operator):
         self._adds, self._has_inner_norm = "residual" in self.tensor_names, "inner_rstd" in self.kept
         self._has_outer_norm, self._has_consumers = "y" in self.outputs, "readers" in self.options
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
         return wrong_mode(args["x"], args.get("mode")) or wrong_scale(args.get("scale", 1.0))
 
@@ -100,8 +100,8 @@ class NormOperator(Operator):
         consumers = arguments[-2] if trained else 1
         return (y, *(y.detach() for _ in range(consumers - 1)), s)
 
-    def by_output(self, found: Any) -> list[tuple[Tensor, ...]]:
-        return [found[:-1], found[-1:]] if self._has_consumers else super().by_output(found)
+    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
+        return [found[:-1], found[-1:]] if self._has_consumers else super().group_outputs(found)
 
     def _weights_of(self, args: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the branch's norm and of the sum's."""
@@ -284,14 +284,14 @@ class RecomputedNorm(Operator):
     saved = ""
     gradients = ()
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, _, rstd, *_ = arguments
         if rstd.shape != (*x.shape[:-1], 1):
-            return Refusal(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
+            return Unsupported(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
         if rstd.dtype != torch.float32:
-            return Refusal(f"rstd must be float32, not {rstd.dtype}", TypeError)
+            return Unsupported(f"rstd must be float32, not {rstd.dtype}", TypeError)
         if spec.casting == "none":
-            return Refusal("under casting 'none' the forward uses another rstd than it keeps", ValueError)
+            return Unsupported("under casting 'none' the forward uses another rstd than it keeps", ValueError)
         return None
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Any:

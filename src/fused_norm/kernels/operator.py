@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
-from .arguments import Refusal, TensorRules, wrong_eps, wrong_flag
+from .arguments import TensorRules, Unsupported, wrong_eps, wrong_flag
 from .autocast import autocast_dtype
 from .program import Program, Programs, SingleCall, recorded, with_one_more
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
@@ -90,10 +90,10 @@ calls = Interceptors()
 class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
-    There are three ways in: ``operator.checked(spec, *tensors, *options)`` for users' arguments, ``run_or_refuse`` for
+    There are three ways in: ``operator.checked(spec, *tensors, *options)`` for users' arguments, ``try_fused`` for
     those of patched modules, after ``known``, and ``operator(spec, *tensors, *options)`` for arguments that kernels are
-    known to take. ``refuses`` alone decides whether they do. If they do not, ``checked`` runs the PyTorch reference,
-    and ``run_or_refuse`` returns the reason. A call that kernels take runs in one of four ways:
+    known to take. ``unsupported`` alone decides whether they do. If they do not, ``checked`` runs the PyTorch reference,
+    and ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
 
     - a plain eager call (``is_plain_call``) repeats a recorded program, or is recorded now (``program``);
     - it runs by itself if it cannot be recorded;
@@ -172,11 +172,11 @@ class Operator(ABC):
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         """Check options, and that tensors are compatible with each other."""
         return None
 
-    def beyond_kernels(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         """Refuse what the reference alone can compute, of tensors that kernels take."""
         return None
 
@@ -291,7 +291,7 @@ class Operator(ABC):
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def has_made(self, node: Any) -> bool:
+    def owns(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is that of a call of this operator."""
         return isinstance(node, self._nodes)
 
@@ -324,7 +324,7 @@ class Operator(ABC):
         """Pack the outputs for the caller. Some operators return the same output once per consumer."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
-    def by_output(self, found: Any) -> list[tuple[Tensor, ...]]:
+    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
         """Group the returned tensors by output."""
         return [(one,) for one in (found if isinstance(found, tuple) else (found,))]
 
@@ -336,7 +336,7 @@ class Operator(ABC):
         """The name of the public function that makes this call."""
         return self.plain_name or self.name
 
-    def refuses(self, spec: Spec, *arguments: Any) -> Refusal | None:
+    def unsupported(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         """Decide whether kernels take a call: None, or the reason why not.
 
         Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
@@ -346,14 +346,14 @@ class Operator(ABC):
             self.rules.wrong(spec, tensors)
             or self.wrong(spec, *arguments)
             or self._tensors_beyond_kernels(spec, tensors)
-            or self.beyond_kernels(spec, *arguments)
+            or self.needs_reference(spec, *arguments)
         )
 
-    def _tensors_beyond_kernels(self, spec: Spec, tensors: Sequence[Any]) -> Refusal | None:
+    def _tensors_beyond_kernels(self, spec: Spec, tensors: Sequence[Any]) -> Unsupported | None:
         """Refuse good tensors that kernels cannot compute with: of a dtype, device or kind that is not theirs."""
         reason = self._no_kernels_for(*tensors)
         if reason is not None:
-            return Refusal(reason)
+            return Unsupported(reason)
         if is_plain_call(tensors):
             reason = self._inference_tensor(spec, tensors)
         elif self.not_differentiable or not self.takes_dtensors:
@@ -362,7 +362,7 @@ class Operator(ABC):
             rows = [t for t, is_shared in zip(tensors, self.rules.is_shared, strict=True) if not is_shared]
             elementwise = self.is_elementwise(*tensors)
             reason = placement_obstacle(rows, self.rules.weights(tensors), elementwise=elementwise)
-        return None if reason is None else Refusal(reason)
+        return None if reason is None else Unsupported(reason)
 
     def _no_kernels_for(self, *tensors: Any) -> str | None:
         """Why nothing runs on these tensors, the operator's first ones, whatever there is behind them."""
@@ -394,14 +394,14 @@ class Operator(ABC):
         outputs = self.known(self.programs, spec, *arguments)
         if outputs is not None:
             return outputs
-        refusal = self.refuses(spec, *arguments)
+        refusal = self.unsupported(spec, *arguments)
         if refusal is None:
             return self(spec, *arguments)
         if refusal.error is not None:
             raise refusal.error(f"{self.public_name(*arguments)}: {refusal.reason}")
         return self.reference(spec, *arguments)
 
-    def run_or_refuse(
+    def try_fused(
         self,
         spec: Spec,
         *arguments: Any,
@@ -422,14 +422,14 @@ class Operator(ABC):
         # If no kernel runs on this device, other problems are irrelevant.
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
-            refusal = self.refuses(spec, *arguments)
+            refusal = self.unsupported(spec, *arguments)
             reason = self._differs_from_eager(spec, *arguments) if refusal is None else refusal.reason
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
             return None, reason
         # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
-        if torch.compiler._is_exporting_flag or is_left_to_the_compiler(arguments[0]):
+        if torch.compiler._is_exporting_flag or inductor_is_faster(arguments[0]):
             return None, ""
         outputs = self(spec, *arguments)
         if is_plain_call(arguments[: self.tensor_count]):
@@ -468,7 +468,7 @@ class Operator(ABC):
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
         """The outputs, for arguments known to be good and tensors that kernels take."""
         if torch.compiler.is_compiling():
-            if is_left_to_the_compiler(arguments[0]):
+            if inductor_is_faster(arguments[0]):
                 return self.reference(spec, *arguments)
             # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.
             if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
@@ -568,7 +568,7 @@ class Operator(ABC):
         return NormSpec(casting, zero_centered, eps=eps), rest
 
 
-smallest_in_graphs = 2**23
+min_numel_in_graphs = 2**23
 """Elements of the first tensor below which a call in a compiled graph is left to the compiler, as PyTorch's operators.
 
 A registered operator takes the host longer than a kernel that Inductor wrote. On an H200, with compiled layers, a step
@@ -579,7 +579,7 @@ _in_all_graphs = False
 
 
 @contextmanager
-def in_all_graphs() -> Iterator[None]:
+def force_fused_in_graphs() -> Iterator[None]:
     """Keep operators in compiled graphs even where the compiler is known to be faster."""
     global _in_all_graphs
     before, _in_all_graphs = _in_all_graphs, True
@@ -589,7 +589,7 @@ def in_all_graphs() -> Iterator[None]:
         _in_all_graphs = before
 
 
-def is_left_to_the_compiler(first: Tensor) -> bool:
+def inductor_is_faster(first: Tensor) -> bool:
     """Return whether a call is traced and faster as PyTorch's operators: on small tensors, and under autocast.
 
     Under autocast linears cast the results of norms and gates, which Inductor does in one kernel with the formula: a
@@ -599,7 +599,7 @@ def is_left_to_the_compiler(first: Tensor) -> bool:
     """
     if _in_all_graphs or not torch.compiler.is_compiling():
         return False
-    return first.numel() < smallest_in_graphs or autocast_dtype(first) is not None
+    return first.numel() < min_numel_in_graphs or autocast_dtype(first) is not None
 
 
 OPERATORS: dict[str, Operator] = {}

@@ -31,7 +31,7 @@ from .fused_norm_module import (
 from .hooks import is_idle_dropout
 from .linear_inputs import ONE_OUTPUT, for_readers, fused_norm_inputs, wanted_by
 from .rewrite import Rewrite
-from .rotation_recognition import Rotation, name_of, of_each_element
+from .rotation_recognition import Rotation, full_cos_sin, name_of
 
 
 class FusedBlock(nn.Module):
@@ -120,7 +120,7 @@ class FusedBlock(nn.Module):
         spec, *weights = spec_and_weights(q_norm, k_norm)
         tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.angles is of_each_element and not rotation.tokens_first and rotation.is_now(rotate):
+            if rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.is_now(rotate):
                 found, reason = run_fused(
                     QK_NORM,
                     spec,
@@ -172,12 +172,7 @@ class FusedBlock(nn.Module):
                 break
         else:
             return None
-        if (
-            rotation.angles is not of_each_element
-            and not is_disabled()
-            and isinstance(q, Tensor)
-            and runs_kernels_on(q)
-        ):
+        if rotation.angles is not full_cos_sin and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
             if not all(map(is_plain, (q, cos, sin))):
                 what = f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
                 explain(self.fused_norm_origin, what)

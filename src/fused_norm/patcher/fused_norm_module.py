@@ -214,7 +214,7 @@ def run_fused(
         spec: the meaning of the norm, as ``spec_of`` has it; None for an operator without one.
         arguments: the operator's.
         programs: of calls that are known to do what that stock code does; ``programs_as_stock`` unless given.
-        unless: as in ``Operator.run_or_refuse``.
+        unless: as in ``Operator.try_fused``.
     """
     if _disabled_depth:
         return None, ""
@@ -230,7 +230,7 @@ def run_fused(
     outputs = operator.known(programs, spec, *arguments)
     if outputs is not None:
         return outputs, None
-    return operator.run_or_refuse(spec, *arguments, programs=programs, unless=unless)
+    return operator.try_fused(spec, *arguments, programs=programs, unless=unless)
 
 
 def _is_under_autocast(x: Any) -> bool:

@@ -151,7 +151,7 @@ class _SavedTensorHook:
                 results = operator.results_of(spec, *arguments)
             finally:
                 self._operator, self._saved_by_operator = None, []
-        handed_out = operator.by_output(results)
+        handed_out = operator.group_outputs(results)
         outputs = tuple([tensors[0] for tensors in handed_out])
         if type(outputs[0]) is not Tensor or outputs[0].grad_fn is None:
             return results

@@ -148,7 +148,7 @@ class LinearOutputs:
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
-        if not LORA_ADD.has_made(node):
+        if not LORA_ADD.owns(node):
             return None
         found = self._behind(node.next_functions[0])
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
@@ -159,7 +159,7 @@ class LinearOutputs:
 
     def _linear_with_adapter_in_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits and its LoRA adapter, as one operator has made it."""
-        if not LORA_LINEAR_4BIT.has_made(node):
+        if not LORA_LINEAR_4BIT.owns(node):
             return None
         b, h = [_kept(saved) for saved in node._raw_saved_tensors[2:]]
         if b is None or h is None:

@@ -33,22 +33,22 @@ AngleForm = Callable[..., Tensor]
 _outcomes: Outcomes[Rotation] = Outcomes()
 
 
-def of_each_element(angles: Tensor) -> Tensor:
+def full_cos_sin(angles: Tensor) -> Tensor:
     """[batch, tokens, width] as it is."""
     return angles
 
 
-def of_one_half(angles: Tensor) -> Tensor:
+def half_cos_sin(angles: Tensor) -> Tensor:
     """[batch, tokens, width / 2], which both halves of a head share."""
     return angles.repeat(*(1,) * (angles.dim() - 1), 2)  # torch.cat refuses 16 bits other than those of autocast
 
 
-def at_positions(angles: Tensor, positions: Any) -> Tensor:
+def indexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
     """The rows of a table [length, width] at positions [batch, tokens]."""
     return angles[positions] if angles.dim() == 2 else angles
 
 
-def by_sections(angles: Tensor, sections: Any) -> Tensor:
+def mrope_cos_sin(angles: Tensor, sections: Any) -> Tensor:
     """Sections of [3, batch, tokens, width], which are those of time, height and width by turns (Qwen2-VL)."""
     if angles.dim() != 4:
         return angles
@@ -56,14 +56,14 @@ def by_sections(angles: Tensor, sections: Any) -> Tensor:
     return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
 
 
-def without_positions(angles: Tensor, positions: Any) -> Tensor:
+def unindexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
     """[batch, tokens, width] as it is; positions are taken, and not used."""
     return angles
 
 
 _FORMS: dict[int, tuple[AngleForm, ...]] = {
-    0: (of_each_element, of_one_half),
-    1: (at_positions, by_sections, without_positions),
+    0: (full_cos_sin, half_cos_sin),
+    1: (indexed_cos_sin, mrope_cos_sin, unindexed_cos_sin),
 }
 """By the number of arguments after sin."""
 
@@ -174,7 +174,7 @@ def _find(function: Any, arguments: int) -> Rotation:
     tensors = min(arguments - 2, 2)
     forms = [(form, False) for form in _FORMS[arguments - 2 - tensors]]
     if arguments <= 4:
-        forms.append((of_each_element, True))
+        forms.append((full_cos_sin, True))
     for form, tokens_first in forms:
         cases = partial(_cases, rotate, tensors, form, tokens_first)
         compared: tuple[list[DtypePair], list[DtypePair]] = [], []
@@ -216,13 +216,13 @@ def _cases(
     turned, half = [x.transpose(1, 2) for x in heads], rotary // 2
     for batch in (_BATCH, 1):
         positions = torch.arange(batch * _TOKENS).view(batch, _TOKENS) * 3 % _TABLE
-        shape: tuple[int, ...] = batch, _TOKENS, half if form is of_one_half else rotary
+        shape: tuple[int, ...] = batch, _TOKENS, half if form is half_cos_sin else rotary
         all_further: list[tuple[Any, ...]] = [()]
-        if form is at_positions:
+        if form is indexed_cos_sin:
             shape, all_further = (_TABLE, rotary), [(positions,)]
-        elif form is by_sections:
+        elif form is mrope_cos_sin:
             shape, all_further = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
-        elif form is without_positions:
+        elif form is unindexed_cos_sin:
             all_further = [(None,), (positions,)]
         for further in all_further:
             cos, sin = random(*shape), random(*shape)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import Refusal
+from ..arguments import Unsupported
 from ..triton.language import codes_group
 
 Formula = Literal["multiplier", "quotient", "floor"]
@@ -109,11 +109,11 @@ def name_of_format(fp8_format: str | FP8Format) -> str:
     raise ValueError(f"fp8_format must be one of {', '.join(FORMATS)}, not {fp8_format!r}")
 
 
-def wrong_width(fp8_format: FP8Format, width: int) -> Refusal | None:
+def wrong_width(fp8_format: FP8Format, width: int) -> Unsupported | None:
     """Refuse a format whose groups do not divide rows of ``width`` elements."""
     if not fp8_format.group or width % fp8_format.group == 0:
         return None
-    return Refusal(
+    return Unsupported(
         f"rows of {width} elements cannot be divided into groups of {fp8_format.group}; take a format with a scale for"
         " each row or for the tensor",
         ValueError,

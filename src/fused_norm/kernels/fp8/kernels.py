@@ -37,7 +37,7 @@ from ..triton.language import (
     store_tile,
 )
 from ..triton.launch import launch
-from ..triton.memory import INT32_LIMIT, contiguous, norm_dtype, promoted, same_rows
+from ..triton.memory import INT32_LIMIT, as_strided_rows, contiguous, norm_dtype, promoted
 from ..triton.norm_forward import add_rounded
 from .cast import cast
 from .formats import FP8_DTYPE, FP8Format, empty_scale
@@ -305,7 +305,7 @@ def launch_norm_fp8(
     rows, width = rstd.numel(), q.shape[-1]
     dtypes = (x if s is None else s).dtype, placeholder.dtype
     # What a placeholder stands for is in its codes.
-    arranged, spacing = same_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
+    arranged, spacing = as_strided_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
     _, x, codes_scale, residual, s, rstd = arranged
     weight = contiguous(weight)
     long = max(rows, 128) * max(spacing) >= INT32_LIMIT

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...spec import Casting, NormSpec
 from .. import reference
-from ..arguments import KERNEL_DTYPES, Refusal, wrong_scale
+from ..arguments import KERNEL_DTYPES, Unsupported, wrong_scale
 from ..norm import ADD_RMS_NORM
 from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
@@ -41,17 +41,17 @@ class NormFP8(Operator):
     def public_name(self, *arguments: Any) -> str:
         return "rms_norm_fp8" if arguments[1] is None else "add_rms_norm_fp8"
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, _, _, codes, codes_scale, scale, name = arguments
         refusal = None if codes is None else _wrong_codes(spec, x, codes, codes_scale)
         return refusal or wrong_width(FORMATS[name], x.shape[-1]) or wrong_scale(scale)
 
-    def beyond_kernels(self, spec: NormSpec, *arguments: Any) -> Refusal | None:
+    def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         tensors = arguments[: self.tensor_count]
         if tensors[3] is not None and tensors[3].dtype not in CODES_OF_KERNELS:
-            return Refusal(f"the codes of x are {tensors[3].dtype}")
+            return Unsupported(f"the codes of x are {tensors[3].dtype}")
         fits = arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(*tensors)
-        return None if fits else Refusal("its rows or codes are none of kernels")
+        return None if fits else Unsupported("its rows or codes are none of kernels")
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
         x, residual, weight, codes, codes_scale, scale, name = arguments
@@ -212,10 +212,10 @@ def _tensors_of_codes(x: Quantized, weight: Tensor | None) -> Tensors:
     return placeholder, None, weight, x.q, x.scale
 
 
-def _wrong_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Refusal | None:
+def _wrong_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Unsupported | None:
     """Refuse codes, scales and a placeholder x that no norm can read."""
     if not codes.is_floating_point() or codes.dtype.itemsize != 1:
-        return Refusal(f"the codes of x must be FP8, not {codes.dtype}", TypeError)
+        return Unsupported(f"the codes of x must be FP8, not {codes.dtype}", TypeError)
     if codes.dim() == 0 or codes.shape[-1] % INPUT_GROUP:
         reason = f"the codes of x must have groups of {INPUT_GROUP}, not shape {tuple(codes.shape)}"
     elif scale.shape != (*codes.shape[:-1], codes.shape[-1] // INPUT_GROUP) or scale.dtype not in KERNEL_DTYPES:
@@ -229,4 +229,4 @@ def _wrong_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Ref
         reason = "casting 'none' rounds all it computes to x's dtype, which codes have not"
     else:
         return None
-    return Refusal(reason, ValueError)
+    return Unsupported(reason, ValueError)

@@ -29,8 +29,8 @@ from .language import (
     store_tile,
 )
 from .launch import launch
-from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, norm_dtype, same_rows
-from .weight_grad import empty_shares, sum_shares
+from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_rows_like, norm_dtype
+from .weight_grad import empty_partials, reduce_partials
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def launch_gated_forward(
         return
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
     *outputs_of_rows, copy = outputs
-    (x, gate, y, rstd), spacing = same_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
+    (x, gate, y, rstd), spacing = as_strided_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
     plan = forward_plan(width, device_facts(x.device), None, "gated_forward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
@@ -227,15 +227,15 @@ def launch_gated_backward(
         return
     groups, device = gating.groups, device_facts(x.device)
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // groups
-    (x, dy, gate, dx, dgate, rstd), spacing = same_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
+    (x, dy, gate, dx, dgate, rstd), spacing = as_strided_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
     read = dy, x, gate, contiguous(weight)
     plan = backward_plan(width, bytes_of(*read), device, "gated_backward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
     programs = programs if dw is None else min(programs, most)
-    shares = empty_shares(programs, dw)
+    shares = empty_partials(programs, dw)
     tensors, numbers = (*read, rstd, dx, dgate, shares), (rows, spacing[1], spacing[0], *spacing[2:5])
     launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
     if shares is not None:
-        sum_shares(shares, dw, None, programs, most, device)
+        reduce_partials(shares, dw, None, programs, most, device)

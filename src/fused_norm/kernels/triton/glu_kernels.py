@@ -20,7 +20,7 @@ from ..plans import glu_plan
 from .devices import device_facts
 from .language import round_to, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, empty_rows_like, promoted, same_rows
+from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _launch(
     size, width = tensors[2].numel(), tensors[2].shape[-1]
     if size == 0:
         return
-    arranged, spacing = same_rows(*tensors)
+    arranged, spacing = as_strided_rows(*tensors)
     rows, grain = size // width, 0
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..plans import next_power_of_2
 from .language import interpreted, round_to, rows_of
 from .launch import launch
-from .memory import is_long, same_rows
+from .memory import as_strided_rows, is_long
 
 HIGHEST_RANK = 256
 """The rank up to which tiles fit into registers and shared memory."""
@@ -213,7 +213,7 @@ def launch_narrow(
 
     ``copy`` [r, K] gets w, rounded to h's dtype.
     """
-    (_, arranged), (_, stride) = same_rows(h, x)
+    (_, arranged), (_, stride) = as_strided_rows(h, x)
     (rows, rank), width = _rows_of(h), x.shape[-1]
     tile = _ranks(rank) | {"ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged, h)}
     tile |= {"BLOCK": min(128, max(16, 2048 // tile["R"])), "COPIED": _COPIED}
@@ -234,7 +234,7 @@ def launch_widen(
 
     ``copy`` [N, r] gets w, rounded to h's dtype.
     """
-    (_, arranged), (_, base_stride) = same_rows(h, base)
+    (_, arranged), (_, base_stride) = as_strided_rows(h, base)
     (rows, rank), width = _rows_of(h), y.shape[-1]
     tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
     tile["COPIED"] = _COPIED
@@ -255,7 +255,7 @@ def launch_weights(
         scale: that of the adapter.
     """
     (dy, db), (x, dh, da) = of_b, of_a
-    arranged, (_, dy_stride, x_stride) = same_rows(h, None if db is None else dy, None if da is None else x)
+    arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)
     _, dy_rows, x_rows = arranged
     rows, rank = _rows_of(h)
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]

@@ -43,7 +43,7 @@ def empty_weight_grad(weight: Tensor | None, needed: bool) -> Tensor | None:
     return weight.new_empty(weight.shape) if needed and weight is not None else None
 
 
-def same_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
+def as_strided_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
     """Arrange tensors as evenly spaced rows, counted in one order; also return their row strides, in elements.
 
     All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so

@@ -30,8 +30,8 @@ from .language import (
     store_tile,
 )
 from .launch import launch
-from .memory import INT32_LIMIT, bytes_of, contiguous, empty_rows_like, norm_dtype, same_rows
-from .weight_grad import empty_shares, sum_shares
+from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_rows_like, norm_dtype
+from .weight_grad import empty_partials, reduce_partials
 
 MOST_READERS = 6
 """The gradients of readers that a kernel adds up."""
@@ -326,7 +326,9 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         return
     rows, device = size // width, device_facts(saved.s.device)
     dy, *more = _in_same_places(saved.s, saved.dy) if isinstance(saved.dy, tuple) else (saved.dy,)
-    arranged, spacing = same_rows(saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd)
+    arranged, spacing = as_strided_rows(
+        saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
+    )
     s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged  # type: ignore[assignment]
     dys = dy, *more, *[None] * (MOST_READERS - 1 - len(more))
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
@@ -338,7 +340,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dw_inner is None else (dw_inner, dw)
     programs = programs if first is None else min(programs, most)
-    shares = empty_shares(programs, first, second)
+    shares = empty_partials(programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
@@ -365,7 +367,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, shares
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if shares is not None:
-        sum_shares(shares, first, second, programs, most, device)
+        reduce_partials(shares, first, second, programs, most, device)
 
 
 def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:

@@ -32,12 +32,12 @@ from .language import (
 from .launch import launch
 from .memory import (
     INT32_LIMIT,
+    as_strided_rows,
     contiguous,
     empty_copy,
     empty_rows_like,
     norm_dtype,
     promoted,
-    same_rows,
     written_dtype,
 )
 
@@ -297,7 +297,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
         _launch_one_norm_at_a_time(spec, inputs, outputs)
         return
     rows = size // width
-    arranged, strides = same_rows(x, residual, outputs.y, outputs.s)
+    arranged, strides = as_strided_rows(x, residual, outputs.y, outputs.s)
     x, residual, y, s = arranged  # type: ignore[assignment]
     long = rows * max(strides) >= INT32_LIMIT
     device = device_facts(x.device)
@@ -350,7 +350,7 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     if size == 0:
         return
     rows = size // width
-    (x, rstd, y), (x_stride, _, y_stride) = same_rows(x, rstd, y)  # type: ignore[assignment]
+    (x, rstd, y), (x_stride, _, y_stride) = as_strided_rows(x, rstd, y)  # type: ignore[assignment]
     weight = contiguous(weight)
     long = rows * max(x_stride, y_stride) >= INT32_LIMIT
     block = min(next_power_of_2(width), _FROM_RSTD_ELEMENTS)

@@ -26,7 +26,7 @@ from .memory import (
     written_dtype,
 )
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
-from .weight_grad import sum_shares
+from .weight_grad import reduce_partials
 
 Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q, k, q's weight, k's weight, cos and sin. Without RoPE cos and sin are None; of the weights both or neither are
@@ -164,7 +164,7 @@ def launch_qk_backward(
         tensors = q, k, *call.shared, q_d, k_d, *dx, shares
         launch(qk_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
     if shares is not None and call.width:
-        sum_shares(shares, *dw, q_programs, plan.programs, device)
+        reduce_partials(shares, *dw, q_programs, plan.programs, device)
 
 
 class _Call:

@@ -45,13 +45,13 @@ def _sum_part(shares_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.con
     tl.store(dw_ptr + col, round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
 
 
-def empty_shares(programs: int, *weight_grads: Tensor | None) -> Tensor | None:
+def empty_partials(programs: int, *weight_grads: Tensor | None) -> Tensor | None:
     """The shares of that many programs in each of the gradients that are there, not yet written; None for none."""
     wanted = [one for one in weight_grads if one is not None]
     return wanted[0].new_empty((len(wanted) * programs, len(wanted[0])), dtype=torch.float32) if wanted else None
 
 
-def sum_shares(
+def reduce_partials(
     shares: Tensor, first: Tensor | None, second: Tensor | None, split: int, most: int, device: Device
 ) -> None:
     """Write the sum of ``shares`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``.
