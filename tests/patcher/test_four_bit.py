@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -123,6 +123,10 @@ def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(m
     assert counts["rms_norm_for_readers"] + counts["add_rms_norm_for_readers"] + counts["norm_add_norm_for_readers"] > 0
 
 
+def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+
+
 PACKED: dict[str, tuple[dict[str, Any], int]] = {
     "fp4": ({"quant_type": "fp4"}, 7),
     "without double quantisation": ({"compress_statistics": False}, 7),
@@ -136,7 +140,7 @@ PACKED: dict[str, tuple[dict[str, Any], int]] = {
 """Options of the model, and how many layers run as one operator."""
 
 
-@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize("case", marked_slow(PACKED, "fp4", "stored as 16 bits", "products in fp32", "dora"))
 def test_a_weight_that_is_packed_otherwise_is_read_or_left_to_bitsandbytes(case: str, device: str) -> None:
     options, expected = PACKED[case]
     assert compare(model_of(device, **options), device)["lora_linear_4bit"] == expected
@@ -194,7 +198,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
 """Changes after the patch, and how many layers run as one operator then."""
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("case", marked_slow(CHANGES, "codes written in place", "a bias in fp32", "another scale"))
 def test_what_changes_after_the_patch_is_seen_at_the_next_call(case: str, device: str) -> None:
     change, expected = CHANGES[case]
     assert compare(model_of(device), device, change)["lora_linear_4bit"] == expected
@@ -205,7 +209,7 @@ def test_without_autocast_pefts_code_runs(device: str) -> None:
     assert compare(model_of(device), device, same=near, autocast=None)["lora_linear_4bit"] == 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointed_layers_have_the_same_bits(reentrant: bool, device: str) -> None:
     def checkpointed(model: Any) -> None:
         model.enable_input_require_grads()

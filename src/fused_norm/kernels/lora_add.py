@@ -115,8 +115,8 @@ LORA_ADD = LoraAdd()
 
 
 def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
-    as_strided_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
-    if as_strided_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
+    have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
+    if have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
         return None
     shapes = ", ".join(str(tuple(one.shape)) for one in (base, x, a, b))
     return Unsupported(

@@ -92,8 +92,8 @@ class Operator(ABC):
 
     There are three ways in: ``operator.checked(spec, *tensors, *options)`` for users' arguments, ``try_fused`` for
     those of patched modules, after ``known``, and ``operator(spec, *tensors, *options)`` for arguments that kernels are
-    known to take. ``unsupported`` alone decides whether they do. If they do not, ``checked`` runs the PyTorch reference,
-    and ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
+    known to take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
+    ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
 
     - a plain eager call (``is_plain_call``) repeats a recorded program, or is recorded now (``program``);
     - it runs by itself if it cannot be recorded;
