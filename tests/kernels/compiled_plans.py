@@ -27,6 +27,7 @@ from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.heads import QK_NORM, ROPE
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_READERS,
@@ -43,6 +44,7 @@ from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import launches
 from fused_norm.kernels.triton.norm_backward import MOST_READERS
+from fused_norm.kernels.triton.torch_calls import TorchCall
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
 RANKS = (16, 64, 256)
@@ -150,6 +152,25 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
     yield LINEAR_CROSS_ENTROPY, "capped", call(0.1, 0.5, 30.0, False)
 
 
+def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
+    """A linear of 4 bits with its adapter, its scales quantised and not, for common and for the largest blocks."""
+    x, (a, b) = torch.zeros(64, 4096, dtype=dtype), (torch.zeros(16, 4096), torch.zeros(64, 16))
+    code, packed = torch.zeros(16), torch.zeros(64 * 4096 // 2, dtype=torch.uint8)
+    for block in (64, 4096):
+        scales = 64 * 4096 // block
+        single = torch.zeros(scales), None, None, None
+        double = (
+            torch.zeros(scales, dtype=torch.uint8),
+            torch.zeros(256),
+            torch.zeros(-(-scales // 256)),
+            torch.zeros(()),
+        )
+        for way, weight in (("", single), (" quantised twice", double)):
+            options = block, 0.5, torch.bfloat16, dtype
+            call = both(LORA_LINEAR_4BIT, x, x, a, b, code, packed, *weight, None, *options)
+            yield LORA_LINEAR_4BIT, f"blocks of {block}{way}", call
+
+
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     """Operators that give FP8, on rows of a width."""
     x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
@@ -169,6 +190,7 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
         for rows in (64, 8192):  # tiles of few rows and of many
             base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
             yield LORA_ADD, f"rank {rank}, {rows} rows", both(LORA_ADD, base, x16, a, b, 0.5)
+    yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
     for width in widths:
         several = [*rows_calls(width, dtype)]
@@ -199,6 +221,8 @@ def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequen
         with devices.use_plans(table), launches.by(noted := Noted()):
             call()
         for launch in noted:
+            if isinstance(launch, TorchCall):
+                continue
             used = used_by(compiled(launch, target))
             fits = used.shared <= target.device.shared_memory and used.spilled <= SPILLED.get(name, FEW)
             fit &= fits

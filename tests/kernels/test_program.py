@@ -714,3 +714,13 @@ def test_a_kernel_that_counts_in_64_bits_is_launched_by_triton(number: float, is
         return
     with pytest.raises(codegen.NotRecordableError, match="compiled anew"):
         codegen._launch_line(0, launch, entry, ["px"])
+
+
+def test_a_nested_tensor_is_no_argument_like_those_of_a_program(device: str) -> None:
+    """PyTorch's guard of tensors would end the process."""
+    x, residual, w = rows(device), rows(device), weight(device)
+    for _ in range(2):
+        add_rms_norm(x, residual, w)
+    nested = torch.nested.nested_tensor([residual[0], residual[1]])
+    with pytest.raises(TypeError, match="must be a dense tensor, not nested"):
+        add_rms_norm(x, nested, w)

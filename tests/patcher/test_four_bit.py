@@ -241,6 +241,19 @@ def test_outputs_are_recomputed(
     assert len(recomputed) == 2 * expected  # of two steps
 
 
+@pytest.mark.slow
+def test_compiled_layers_run_pefts_code(device: str) -> None:
+    """With gradients of another order of sums; norms return what they return in stock."""
+
+    def with_compiled_layers(model: Any) -> None:
+        for layer in model.base_model.model.layers:
+            layer.compile(backend="aot_eager")
+
+    near = lambda one, other: relative(one, other) < 4e-3  # noqa: E731
+    counts = compare(model_of(device), device, with_compiled_layers, same=near, counts=False)
+    assert not counts
+
+
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(four_bit, "_multiplies_itself", lambda state, x, dtype: x.shape[-1] == 64)
     assert compare(model_of(device), device)["lora_linear_4bit"] == 1  # the layer that reads 128 columns

@@ -293,3 +293,12 @@ def test_a_rotation_by_a_kernel_of_others_is_not_tried() -> None:
     with pytest.raises(UnrecognisedError, match=r"rotates runs .*OfOthers, which is not tried"):
         recognise_rotation(rotates)
     assert not OfOthers.tried
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has no such interface")
+def test_precisions_set_by_the_newer_interface_are_read(device: str) -> None:
+    """PyTorch's older interface raises then. The Trainer sets them so for ``tf32=True`` and ``torch_compile=True``."""
+    torch.backends.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    assert fused_norm.apply_fused_norm(build("llama", seed=0, device=device)).counts["norm"] > 0
