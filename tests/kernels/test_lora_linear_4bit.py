@@ -74,6 +74,24 @@ def test_a_call_has_the_bits_of_a_product_and_of_lora_add(
                 assert torch.equal(one, other), (name, bias, dropped, factors)
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32)], ids=str)
+def test_a_gradient_may_have_any_strides(dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    x_dtype, y_dtype = dtypes
+    layer = FourBit(device, BF16, FP32)
+    incoming = {
+        "transposed": torch.randn(5, 3, N, device=device).to(y_dtype).transpose(0, 1),
+        "expanded": torch.randn(N, device=device).to(y_dtype).expand(3, 5, N),
+        "columns": torch.randn(3, 5, 2 * N, device=device).to(y_dtype)[..., ::2],
+    }
+    x = torch.randn(3, 5, K, device=device).to(x_dtype).requires_grad_()
+    leaves = [x, layer.a.requires_grad_(), layer.b.requires_grad_()]
+    for name, dy in incoming.items():
+        y = layer.fused(x, x, *leaves[1:], y_dtype)
+        gradients = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        for one, other in zip(gradients, torch.autograd.grad(y, leaves, dy.contiguous()), strict=True):
+            assert torch.equal(one, other), name
+
+
 def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(device: str) -> None:
     layer, seen = FourBit(device, BF16, FP32), []
     x = torch.randn(5, K, device=device, requires_grad=True)

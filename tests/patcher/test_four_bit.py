@@ -132,6 +132,14 @@ def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3"])
+def test_a_layer_returns_the_dtype_that_it_has_in_stock(model_type: str, device: str) -> None:
+    """With hidden states in 16 bits a gemma's norm returns these, beside a weight in fp32; others return fp32."""
+    model = model_of(device, model_type)
+    model.get_base_model().embed_tokens.to(BF16)
+    assert compare(model, device)["lora_linear_4bit"] == 7
+
+
 PACKED: dict[str, tuple[dict[str, Any], int]] = {
     "fp4": ({"quant_type": "fp4"}, 7),
     "without double quantisation": ({"compress_statistics": False}, 7),

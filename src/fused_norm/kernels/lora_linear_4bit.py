@@ -106,7 +106,7 @@ class LoraLinear4bit(Operator):
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, y_dtype = arguments
         h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
         copies = [empty_copy(one, name in copied, dtype) for name, one in (("a", a), ("b", b))]
-        narrow = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+        narrow = x if x.dtype == dtype and x.is_contiguous() else x.new_empty(x.shape, dtype=dtype)
         adapter_narrow = narrow if adapter_x is x else adapter_x
         if adapter_narrow.dtype != dtype:
             adapter_narrow = adapter_x.new_empty(x.shape, dtype=dtype)
@@ -161,7 +161,7 @@ class LoraLinear4bit(Operator):
         )  # fmt: skip
         need_dx, need_dadapter, need_da, need_db = call.needed
         dtype, shape, n = h.dtype, adapter_x.shape, len(b)
-        narrow = dy if dy.dtype == dtype else dy.new_empty(dy.shape, dtype=dtype)
+        narrow = dy if dy.dtype == dtype and dy.is_contiguous() else dy.new_empty(dy.shape, dtype=dtype)
         dh = h.new_empty(h.shape) if need_dadapter or need_da else None
         dadapter = adapter_x.new_empty(shape, dtype=adapter_dtype) if need_dadapter else None
         da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)

@@ -1,8 +1,9 @@
 """LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels.
 
-PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, which autocast takes back in
-front of the adapter's first product. It multiplies the output of the second product by a scale, and adds that to what
-the linear returns. Here the linear, quantised or not, and the dropout are called as PEFT calls them.
+PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, and autocast casts it back before
+the adapter's first product. PEFT multiplies the output of the second product by a scale, and adds that to what the
+linear returns. Linear and dropout are called as PEFT calls them; a 4-bit linear whose weight kernels read is computed
+with its adapter, by one operator.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ class FusedAdapter(nn.Module):
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
-        is_idle, adapter_x = is_idle_dropout(dropout), None
         own = vars(x).pop(_FOR_ADAPTER, x)
+        is_idle, dropped = is_idle_dropout(dropout), None
         if self.fused_norm_is_quantised:
             assert dtype is not None
             y_dtype = torch.promote_types(vars(x).get(_RETURNS_IN, x.dtype), dtype)
             weight = packed_weight(parts["base_layer"], x, dtype)
             if not isinstance(weight, str):
-                adapter_x = own if is_idle else dropout(self._cast_for_adapter(own, a.dtype))
+                dropped = None if is_idle else dropout(self._cast_for_adapter(own, a.dtype))
+                adapter_x = own if dropped is None else dropped
                 options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
                 y, _ = run_fused(LORA_LINEAR_4BIT, None, x, adapter_x, a, b, *weight[0], *options)
                 if y is not None:
@@ -78,12 +80,12 @@ class FusedAdapter(nn.Module):
         base = parts["base_layer"](x)
         if self.fused_norm_is_quantised:
             base = base.to(vars(x).get(_RETURNS_IN, base.dtype))
-        if adapter_x is None:
+        if dropped is None:
             is_taken_back = own.dtype == dtype and a.dtype == torch.float32
             if not is_taken_back or not is_idle:
                 own = self._cast_for_adapter(own, a.dtype)
-            adapter_x = dropout(own)
-        x = adapter_x if dtype is None or adapter_x.dtype == torch.float64 else adapter_x.to(dtype)
+            dropped = dropout(own)
+        x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)

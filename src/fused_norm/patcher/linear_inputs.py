@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
+from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_READERS
 from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, returns_in, why_stock, why_unfused
 from .four_bit import why_unreadable
-from .fused_norm_module import explain, is_disabled
+from .fused_norm_module import explain, is_disabled, spec_and_weights
 
 _OUTPUTS = "fused_norm_outputs"
 """The attribute of a norm's result with its ``_Outputs``."""
@@ -146,8 +147,10 @@ def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
         with set_autocast(x.device.type, dtype):  # as it was where the norm was called
             return (norm(s),) * len(linears)
     if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
+        spec, weight = spec_and_weights(norm)
+        in_stock = norm_dtype(spec, s.dtype, weight)
         for tensor in (x, *further):
-            returns_in(tensor, torch.float32)
+            returns_in(tensor, in_stock)
     if not further:  # without gradients one output serves all
         return (x,) * len(linears)
     if len(further) + 1 == len(linears):
