@@ -24,7 +24,6 @@ from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.heads import QK_NORM, ROPE
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
@@ -40,6 +39,7 @@ from fused_norm.kernels.norm import (
 )
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec
 from fused_norm.kernels.plans import TABLES, WIDEST_FORWARD, WIDEST_GATED, PlanTable
+from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import launches

@@ -19,9 +19,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_norm import kernels
-from fused_norm.kernels.heads import QK_NORM, ROPE
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm import RMS_NORM
+from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.sharded import placement_obstacle
 from fused_norm.spec import NormSpec
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.heads import ROPE
 from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.qk_norm_rope import ROPE
 from fused_norm.patcher.recompute import call_recomputing
 
 from .saved_tensors import assert_same

@@ -22,7 +22,6 @@ from fused_norm.kernels import reference
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.heads import QK_NORM, ROPE
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm import (
@@ -35,6 +34,7 @@ from fused_norm.kernels.norm import (
     RMS_NORM_FOR_READERS,
 )
 from fused_norm.kernels.operator import Recompute
+from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
 from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute, recompute_linears
 from fused_norm.patcher.adapters import FusedAdapter

@@ -37,7 +37,7 @@ _OWN_INPUTS = "own inputs"
 
 
 class _Kind(NamedTuple):
-    """How a site of a kind is found among calls.
+    """A kind of site: the operators and methods by which its sites are told among calls.
 
     Attributes:
         operators: one of them makes it fused.
@@ -159,7 +159,7 @@ def watched_calls(
 
 @dataclass
 class Observed:
-    """What a training run shows of its fused sites.
+    """The evidence of a training run that its fused sites ran fused.
 
     Attributes:
         calls: the fused calls of the first forward, without tensors; none if it was compiled.

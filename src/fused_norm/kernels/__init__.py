@@ -4,11 +4,11 @@ from . import fp8
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
-from .heads import qk_norm, qk_norm_rope, rope
 from .linear_cross_entropy import linear_cross_entropy
 from .lora_add import lora_add
 from .norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from .plans import MODES
+from .qk_norm_rope import qk_norm, qk_norm_rope, rope
 
 __all__ = [
     "MODES",

@@ -58,7 +58,7 @@ def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Unsupport
 
 
 class TensorRules:
-    """What an operator's schema asks of its tensors.
+    """The checks of tensors that follow from an operator's schema.
 
     Attributes:
         names: the names of the tensors.
@@ -220,7 +220,7 @@ def angles_beyond_kernels(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
 
 
 def other_order(x: Tensor, residual: Tensor) -> str | None:
-    """Why the fused add would differ: its output has x's memory format, PyTorch's has that of the first operand."""
+    """Return why a fused add would differ: its sum has x's memory format, PyTorch's has that of the first operand."""
     if (x.is_contiguous() and residual.is_contiguous()) or not (is_plain(x) and is_plain(residual)):
         return None
     alike = memory_order(x) == memory_order(residual)
@@ -228,7 +228,7 @@ def other_order(x: Tensor, residual: Tensor) -> str | None:
 
 
 def other_dtype(name: str, other_name: str, one: Tensor, other: Tensor | None) -> str | None:
-    """Why stock code should compute two tensors: their dtypes differ."""
+    """Return why stock code has to compute with two tensors, that their dtypes differ; None if they do not."""
     if other is None or one.dtype == other.dtype:
         return None
     return f"{name} is {one.dtype} and {other_name} {other.dtype}"

@@ -233,7 +233,7 @@ class Interpreter:
 
 
 def launch_backend(device: torch.device) -> Cuda | Interpreter | None:
-    """How kernels are launched on ``device``; None if that has to be left to Triton."""
+    """Return what launches kernels on ``device``; None if Triton itself has to."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     if not all(hasattr(hook, "calls") for hook in hooks):
         return None

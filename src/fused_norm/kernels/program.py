@@ -31,7 +31,7 @@ logger = logging.getLogger("fused_norm")
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 SHAPES, EACH = 1024, 8
-"""How many shapes an operator remembers, and how many programs for each; if there are more it starts anew."""
+"""The most shapes that an operator remembers, and the most programs of each; beyond that it starts anew."""
 
 _ALLOCATIONS = ("new_empty", "empty_strided")
 """The operators by which launchers allocate what a program can allocate again."""

@@ -62,14 +62,14 @@ class FusedAdapter(nn.Module):
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
-        own = vars(x).pop(_FOR_ADAPTER, x)
-        is_idle, dropped = is_idle_dropout(dropout), None
+        own, dropped = vars(x).pop(_FOR_ADAPTER, x), None
         if self.fused_norm_is_quantised:
             assert dtype is not None
             y_dtype = torch.promote_types(vars(x).get(_RETURNS_IN, x.dtype), dtype)
             weight = packed_weight(parts["base_layer"], x, dtype)
             if not isinstance(weight, str):
-                dropped = None if is_idle else dropout(self._cast_for_adapter(own, a.dtype))
+                if not is_idle_dropout(dropout):
+                    dropped = dropout(self._cast_for_adapter(own, a.dtype))
                 adapter_x = own if dropped is None else dropped
                 options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
                 y, _ = run_fused(LORA_LINEAR_4BIT, None, x, adapter_x, a, b, *weight[0], *options)
@@ -82,7 +82,7 @@ class FusedAdapter(nn.Module):
             base = base.to(vars(x).get(_RETURNS_IN, base.dtype))
         if dropped is None:
             is_taken_back = own.dtype == dtype and a.dtype == torch.float32
-            if not is_taken_back or not is_idle:
+            if not is_taken_back or not is_idle_dropout(dropout):
                 own = self._cast_for_adapter(own, a.dtype)
             dropped = dropout(own)
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.glu import GLU
-from ..kernels.heads import QK_NORM, ROPE
 from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
+from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.reference import written
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on

@@ -31,11 +31,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU
-from ..kernels.heads import QK_NORM, ROPE
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, Spec, calls
+from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
 from .fused_norm_module import is_disabled

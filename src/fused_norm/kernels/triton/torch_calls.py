@@ -1,4 +1,4 @@
-"""What PyTorch computes between the launches of a call, products of matrices and casts, as steps of its program.
+"""Steps of a program that PyTorch computes between its launches: products of matrices, and casts.
 
 A launcher's observer takes them as it takes launches, so a recorded call repeats them in their places.
 """
