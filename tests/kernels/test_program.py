@@ -531,7 +531,8 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
     with use_plans(PlanTable("any", "", "", rules)):
         assert not is_known()
         assert warps() == [1, 1]
-        assert {*warps()} <= {1}  # a repeated call may launch by other means
+        again = warps()  # on a GPU a repeated call launches by other means
+        assert again == [1, 1] or (device == "cuda" and {*again} <= {1})
         RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
     assert not is_known()
     again = warps()

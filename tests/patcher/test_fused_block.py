@@ -263,7 +263,9 @@ def test_norms_that_became_different_are_called_apart(device: str, launches: lis
         for layer in model.model.layers:
             layer.self_attn.q_norm.eps = 0.5
             layer.pre_feedforward_layernorm.eps = 0.25
-    assert_near(step(fused, tokens(device)), step(stock, tokens(device)), gradients=3e-5)  # eps is large
+    assert_near(
+        step(fused, tokens(device)), step(stock, tokens(device)), gradients=1e-5 if device == "cpu" else 3e-5
+    )  # eps is large
     assert "qk_norm_rope" not in launches
     assert "norm_add_norm" not in launches
 
