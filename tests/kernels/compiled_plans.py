@@ -23,7 +23,7 @@ from compiled_launches import TARGETS, Noted, Target, compiled
 from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
-from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
@@ -185,6 +185,8 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
     for activation in ACTIVATIONS:  # all widths have the same kernels
         yield GLU, activation, both(GLU, x, x, activation)
         yield GLU, f"{activation} of halves", both(GLU, x, None, activation)
+        if dtype == torch.float32:
+            yield GLU_FOR_CONSUMERS, activation, both(GLU_FOR_CONSUMERS, x, x, activation, 2, torch.bfloat16)
     for rank in RANKS:
         a, b = torch.empty(rank, 4096, dtype=dtype), torch.empty(1024, rank, dtype=dtype)
         for rows in (64, 8192):  # tiles of few rows and of many

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fused_norm.kernels import glu
 from fused_norm.kernels.arguments import ACTIVATIONS
+from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 
 from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
 
@@ -125,3 +126,66 @@ def test_one_row_for_all(device: str) -> None:
     one = given.up[:1].expand(4, 16)
     found, expected = (run(by(glu, "gelu"), given.but(up=up)).present() for up in (one, one.contiguous()))
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def gradients_of_two_consumers(
+    given: Tensors, activation: str, dtype: torch.dtype, used: str, *, fused: bool
+) -> list[Tensor]:
+    """What two consumers in 16 bits read of the product, and the gradients of gate and up in turn.
+
+    ``used``: the consumers that anything depends on, by their numbers.
+    """
+    gate, up = (one.clone().requires_grad_() for one in (given.gate, given.up))
+    if fused:
+        ys = GLU_FOR_CONSUMERS(None, gate, up, activation, 2, dtype)
+    else:
+        y = GLU(None, gate, up, activation)
+        ys = y.to(dtype), y.to(dtype)
+    dys = given.dy.to(dtype), (given.dy * 3).sin().to(dtype)
+    outputs, incoming = zip(*[(ys[int(place)], dys[int(place)]) for place in used], strict=True)
+    return [*ys, *torch.autograd.grad(outputs, (gate, up), incoming)]
+
+
+@EVERY
+@pytest.mark.parametrize("used", ["01", "1"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_for_consumers_it_has_the_bits_of_their_casts(
+    dtype: torch.dtype, used: str, activation: str, device: str
+) -> None:
+    for width in (40, 7):
+        given = inputs(device, 2, 5, width, gate=FP32, up=FP32)
+        expected = gradients_of_two_consumers(given, activation, dtype, used, fused=False)
+        for _ in range(2):  # recorded, and repeated
+            computed = gradients_of_two_consumers(given, activation, dtype, used, fused=True)
+            assert [one.dtype for one in computed] == [dtype, dtype, FP32, FP32]
+            assert computed[0].data_ptr() == computed[1].data_ptr()
+            assert all(torch.equal(one, other) for one, other in zip(computed, expected, strict=True))
+
+
+def test_for_consumers_its_gradients_are_differentiated_again(device: str) -> None:
+    given = inputs(device, 3, 8, gate=FP32, up=FP32).mapped(lambda one: one.double().to(FP32))
+    seconds = []
+    for fused in (True, False):
+        gate, up = (one.clone().requires_grad_() for one in (given.gate, given.up))
+        if fused:
+            y, other = GLU_FOR_CONSUMERS(None, gate, up, "silu", 2, BF16)
+        else:
+            y, other = (GLU(None, gate, up, "silu").to(BF16) for _ in range(2))
+        (dgate,) = torch.autograd.grad((y.float() * other.float()).sum(), gate, create_graph=True)
+        seconds += torch.autograd.grad(dgate.square().sum(), up)
+    assert (seconds[0] - seconds[1]).norm() < 1e-2 * seconds[1].norm()
+
+
+def test_without_a_gradient_one_output_serves_all_consumers(device: str) -> None:
+    given = inputs(device, 3, 8, gate=FP32, up=FP32)
+    y = GLU_FOR_CONSUMERS(None, given.gate, given.up, "silu", 2, BF16)
+    assert torch.equal(y, glu(given.gate, given.up, "silu").to(BF16))
+
+
+def test_a_product_in_16_bits_is_left_as_it_is(device: str) -> None:
+    """Stock code rounds the sum of its consumers' gradients then."""
+    given = inputs(device, 3, 8)
+    reason = GLU_FOR_CONSUMERS.differs_from_eager(None, given.gate, given.up, "silu", 2, BF16)
+    assert reason is not None
+    with pytest.raises(ValueError, match="consumers must be 1 or 2"):
+        GLU_FOR_CONSUMERS.checked(None, given.gate, given.up, "silu", 3, BF16)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
@@ -90,6 +91,31 @@ def test_a_gradient_may_have_any_strides(dtypes: tuple[torch.dtype, torch.dtype]
         gradients = torch.autograd.grad(y, leaves, dy, retain_graph=True)
         for one, other in zip(gradients, torch.autograd.grad(y, leaves, dy.contiguous()), strict=True):
             assert torch.equal(one, other), name
+
+
+class Watched(TorchDispatchMode):
+    """Sees the operators of PyTorch, so that calls go by the registered ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_registered_operators_make_the_same_gradients(dropped: bool, device: str) -> None:
+    layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device)
+    expected = results(layer.fused, layer, x, FP32, dropped, "xab")
+    with Watched():
+        computed = results(layer.fused, layer, x, FP32, dropped, "xab")
+    assert all(torch.equal(one, other) for one, other in zip(computed, expected, strict=True))
+
+
+def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:
+    """PyTorch adds nothing up: its node hands on one gradient, and none for the adapter's input."""
+    layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device, requires_grad=True)
+    node: Any = layer.fused(x, x, layer.a, layer.b, FP32).grad_fn
+    dx, dadapter, *_ = node.apply(torch.ones(5, N, device=device))[1:]
+    assert dx.dtype == FP32
+    assert dadapter is None
 
 
 def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(device: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, wrong_rows, wrong_scale, wrong_tensor
-from .operator import BackwardCall, Operator, Spec, Tensors
+from .operator import BackwardCall, Facts, Operator, Route, Spec, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long
@@ -42,7 +42,7 @@ class LoraLinear4bit(Operator):
     held = (*_WEIGHT, "bias")
     saved = f"Tensor adapter_x, Tensor a, Tensor b, Tensor h, {_WEIGHT_SCHEMA}, Tensor? bias"
     facts = (
-        "int block, float factor, ScalarType x_dtype, ScalarType adapter_x_dtype, ScalarType a_dtype,"
+        "int block, float factor, ScalarType x_dtype, ScalarType? adapter_x_dtype, ScalarType a_dtype,"
         " ScalarType b_dtype"
     )
     gradients = ("dx", "dadapter_x", "da", "db")
@@ -96,6 +96,12 @@ class LoraLinear4bit(Operator):
         # A context that held x itself would keep it from being freed: see ``reference_backward``.
         x = self.tensor_names.index("adapter_x")
         return [(at, source) for at, source in super().sources(arguments, saved) if source != x]
+
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+        """As ``Operator.save``; if adapter_x is x, its dtype is None, and x gets the sum of both gradients."""
+        saved, facts = super().save(arguments, results)
+        x, adapter_x, *_ = arguments
+        return (saved, (*facts[:3], None, *facts[4:])) if adapter_x is x else (saved, facts)
 
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
         return reference.lora_linear_4bit(*arguments)
@@ -155,14 +161,22 @@ class LoraLinear4bit(Operator):
             launch_widen(h, b, b.stride()[::-1], base, y, factor, copy)
         return y
 
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        _, _, _, adapter_dtype, *_ = call.facts
+        if adapter_dtype is None:  # adapter_x is x
+            need_dx, _, *others = call.needed
+            call = call._replace(needed=(need_dx, False, *others))
+        return super().gradients_by(route, spec, call)
+
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
             call.incoming, call.saved, call.facts
         )  # fmt: skip
         need_dx, need_dadapter, need_da, need_db = call.needed
         dtype, shape, n = h.dtype, adapter_x.shape, len(b)
+        has_one_gradient = need_dx and adapter_dtype is None
         narrow = dy if dy.dtype == dtype and dy.is_contiguous() else dy.new_empty(dy.shape, dtype=dtype)
-        dh = h.new_empty(h.shape) if need_dadapter or need_da else None
+        dh = h.new_empty(h.shape) if has_one_gradient or need_dadapter or need_da else None
         dadapter = adapter_x.new_empty(shape, dtype=adapter_dtype) if need_dadapter else None
         da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)
         dx = dx_narrow = w = None
@@ -172,14 +186,17 @@ class LoraLinear4bit(Operator):
         if launch:
             if narrow is not dy:
                 perform(Cast(dy, narrow))
+            if w is not None and dx_narrow is not None:
+                launch_dequantize(PackedWeight(*weight), block, w)
+                perform(Product(narrow, w, dx_narrow, None, transposed=False))
             if dh is not None:
                 launch_narrow(narrow, b, b.stride(), dh, factor)
                 if dadapter is not None:
                     launch_widen(dh, a, a.stride(), None, dadapter)
-            if w is not None and dx_narrow is not None and dx is not None:
-                launch_dequantize(PackedWeight(*weight), block, w)
-                perform(Product(narrow, w, dx_narrow, None, transposed=False))
-                if dx is not dx_narrow:
+            if dx is not None and dx_narrow is not None:
+                if has_one_gradient and dh is not None:
+                    launch_widen(dh, a, a.stride(), dx_narrow, dx)
+                elif dx is not dx_narrow:
                     perform(Cast(dx_narrow, dx))
             if need_da or need_db:
                 launch_weights(h, (narrow, db), (adapter_x, dh, da), factor)
@@ -188,16 +205,21 @@ class LoraLinear4bit(Operator):
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
         block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.facts
-        dtype = h.dtype
-        if adapter_dtype != dtype and call.needed[1] and torch.is_grad_enabled():
+        dtype, has_one_gradient = h.dtype, adapter_dtype is None
+        given_dtype, is_needed = (x_dtype, call.needed[0]) if has_one_gradient else (adapter_dtype, call.needed[1])
+        if given_dtype != dtype and is_needed and torch.is_grad_enabled():
             raise RuntimeError(
-                f"lora_linear_4bit: x is {adapter_dtype} and was kept in {dtype}, so its gradient cannot be"
+                f"lora_linear_4bit: x is {given_dtype} and was kept in {dtype}, so its gradient cannot be"
                 " differentiated again; run the forward inside fused_norm.disabled() for that"
             )
         w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
         dy = dy.to(dtype)
         _, dadapter, da, db = reference.lora_add_backward(dy, adapter_x.to(dtype), a, b, factor, a_dtype, b_dtype)
-        return (dy @ w).to(x_dtype), None if dadapter is None else dadapter.to(adapter_dtype), da, db
+        assert dadapter is not None
+        dx = (dy @ w).to(x_dtype)
+        if has_one_gradient:
+            return dx + dadapter.to(x_dtype), None, da, db
+        return dx, dadapter.to(adapter_dtype), da, db
 
 
 LORA_LINEAR_4BIT = LoraLinear4bit()

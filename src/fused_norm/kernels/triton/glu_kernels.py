@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..plans import glu_plan
 from .devices import device_facts
 from .language import round_to, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
+from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted, written_dtype
 
 
 @triton.jit
@@ -108,14 +109,17 @@ def _glu_backward_kernel(
     gate_ptr,  # [M, N]
     up_ptr,  # [M, N] or None: behind gate
     dy_ptr,  # [M, N]
+    other_dy_ptr,  # [M, N] or None: what another consumer of y adds to dy
     dgate_ptr,  # [M, N] or None
     dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
     M,
-    N, gate_stride, up_stride, dy_stride, dgate_stride, dup_stride,
+    N, gate_stride, up_stride, dy_stride, other_dy_stride, dgate_stride, dup_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
     dy = _load((dy_ptr, dy_stride), row, col, live)
+    if other_dy_ptr is not None:
+        dy += _load((other_dy_ptr, other_dy_stride), row, col, live)
     gate = _load((gate_ptr, gate_stride), row, col, live)
     share, slope = _share_and_slope(gate, ACTIVATION)
     if up_ptr is None or dup_ptr is not None:
@@ -132,11 +136,11 @@ def _glu_backward_kernel(
         store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
 
 
-def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
-    """The forward's output, not yet written."""
+def empty_product(gate: Tensor, up: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """The forward's output, not yet written; ``dtype``: what it is written in if its own is float32."""
     if up is None:
-        return empty_rows_like(gate, width=gate.shape[-1] // 2)
-    return empty_rows_like(gate, promoted(gate.dtype, up.dtype))
+        return empty_rows_like(gate, written_dtype(gate.dtype, dtype), gate.shape[-1] // 2)
+    return empty_rows_like(gate, written_dtype(promoted(gate.dtype, up.dtype), dtype))
 
 
 def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
@@ -145,10 +149,18 @@ def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: s
 
 
 def launch_glu_backward(
-    gate: Tensor, up: Tensor | None, dy: Tensor, dgate: Tensor | None, dup: Tensor | None, activation: str
+    gate: Tensor,
+    up: Tensor | None,
+    dys: tuple[Tensor, Tensor | None],
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    activation: str,
 ) -> None:
-    """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is."""
-    _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation)
+    """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is.
+
+    ``dys``: the gradients of one consumer or of two, which are added up in fp32.
+    """
+    _launch(_glu_backward_kernel, (gate, up, *dys, dgate, dup), activation)
 
 
 def _launch(
