@@ -98,7 +98,7 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
             if operator.plain_name:
-                outputs[0] = (outputs[0],) * MOST_READERS
+                outputs[0] = (outputs[0],) * arguments[-2]  # for each consumer
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
             operator.backward(spec, BackwardCall(outputs, saved, facts, needed))
 

@@ -126,6 +126,7 @@ def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(m
     counts = compare(model_of(device, model_type), device)
     assert counts["lora_linear_4bit"] == 7
     assert counts["rms_norm_for_readers"] + counts["add_rms_norm_for_readers"] + counts["norm_add_norm_for_readers"] > 0
+    assert (counts["glu_for_consumers"], counts["glu"]) == (1, 0)
 
 
 def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:
@@ -260,6 +261,21 @@ def test_compiled_layers_run_pefts_code(device: str) -> None:
     near = lambda one, other: relative(one, other) < 4e-3  # noqa: E731
     counts = compare(model_of(device), device, with_compiled_layers, same=near, counts=False)
     assert not counts
+
+
+@pytest.mark.parametrize("part", ["down_proj", "down_proj.base_layer", "down_proj.lora_A.default", "act_fn"])
+def test_who_watches_what_reads_the_gated_product_sees_stocks_tensors(part: str, device: str) -> None:
+    """Behind a gate that is written in float32, as behind an activation that is called."""
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def watched(model: Any) -> None:
+        mlp = model.base_model.model.layers[0].mlp
+        note = lambda module, inputs, y: seen.append((inputs[0].dtype, y.dtype))  # noqa: E731
+        mlp.get_submodule(part).register_forward_hook(note)
+
+    counts = compare(model_of(device), device, watched)
+    assert counts["glu_for_consumers"] == 0
+    assert len(set(seen)) == 1, seen
 
 
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

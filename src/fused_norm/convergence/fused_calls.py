@@ -57,7 +57,7 @@ _KINDS: Mapping[str, _Kind] = {
         frozenset({"qk_norm_rope", "rope"}),
         frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     ),
-    "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
+    "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_gated"})),
     "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
     "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.glu import GLU
+from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.reference import written
@@ -20,6 +20,7 @@ from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
+from .adapters import keep_for_adapter, returns_in
 from .attention_functions import read_dtype
 from .fused_norm_module import (
     explain,
@@ -29,7 +30,7 @@ from .fused_norm_module import (
     spec_and_weights,
 )
 from .hooks import is_idle_dropout
-from .linear_inputs import ONE_OUTPUT, for_readers, fused_norm_inputs, wanted_by
+from .linear_inputs import ONE_OUTPUT, dtype_read_in_4_bits, for_readers, fused_norm_inputs, wanted_by
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin, name_of
 
@@ -202,6 +203,18 @@ class FusedBlock(nn.Module):
             return found
         explain(self.fused_norm_origin, reason)
         return act(gate) * up
+
+    def fused_norm_gated(self, activation: Formula, act: Any, linear: Any, *, gate: Any, up: Any) -> Any:
+        """``linear(act(gate) * up)``; the product in 16 bits if a 4-bit LoRA layer would cast it to those at once."""
+        dtype = dtype_read_in_4_bits(linear, gate, up)
+        if dtype is not None:
+            found, reason = run_fused(GLU_FOR_CONSUMERS, None, gate, up, activation, 2, dtype)
+            if reason is None:
+                y, own = (found, found) if isinstance(found, Tensor) else found
+                keep_for_adapter(y, own)
+                returns_in(y, torch.float32)
+                return linear(y)
+        return linear(self.fused_norm_gate(activation, act, gate=gate, up=up))
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""

@@ -19,6 +19,7 @@ from ..kernels.triton.norm_backward import MOST_READERS
 from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, returns_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
+from .hooks import are_plain_calls, replaced_linear
 
 _OUTPUTS = "fused_norm_outputs"
 """The attribute of a norm's result with its ``_Outputs``."""
@@ -116,6 +117,20 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
         if type(linear.weight) not in (Parameter, Tensor):
             return False
     return True
+
+
+def dtype_read_in_4_bits(linear: Any, *tensors: Any) -> torch.dtype | None:
+    """Return the 16 bits that a 4-bit LoRA layer, as it is now, casts a float32 input to before all else; or None.
+
+    ``tensors``: those that the input's dtype depends on.
+    """
+    if torch.compiler.is_compiling() or not all(type(tensor) is Tensor for tensor in tensors):
+        return None
+    dtype = autocast_dtype(tensors[0])
+    called = None if dtype is None or replaced_linear() is not None else called_by([linear])
+    if called is None or len(called) == 1 or not are_plain_calls(*called):
+        return None
+    return dtype if dtype is not None and _are_cast([linear], tensors, dtype) else None
 
 
 def for_readers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.autocast import set_autocast
-from ..kernels.glu import GLU
+from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
@@ -55,8 +55,8 @@ _VIEWS = frozenset(
 _READERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
     False: (),
     True: (),
-    "mlp": (GLU,),
-    "attention": (GLU, QK_NORM, ROPE, None),
+    "mlp": (GLU, GLU_FOR_CONSUMERS),
+    "attention": (GLU, GLU_FOR_CONSUMERS, QK_NORM, ROPE, None),
 }
 """Those for which outputs of linears are recomputed: operators, of their first two arguments, and None, all others."""
 

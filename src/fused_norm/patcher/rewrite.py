@@ -16,7 +16,7 @@ class Rewrite:
         index: its number among these.
         parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``readers``, and ``called`` for a norm whose
             call other code sees; of a reading ``readers`` and ``input``; of norms of heads ``rotation``, or nothing; of
-            inputs the attributes of the linears.
+            inputs the attributes of the linears; of a gate ``consumer``, or nothing.
         activation: that of a gate.
     """
 

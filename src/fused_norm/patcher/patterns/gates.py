@@ -18,6 +18,10 @@ becomes
 
     packed = self.gate_up(x)
     hidden = self.fused_norm_gate_packed("silu", self.act, packed)
+
+If ``down`` is a LoRA layer around a 4-bit linear, which casts the product, it is called with what that layer reads:
+
+    return self.fused_norm_gated("silu", self.act, self.down, gate=self.gate(x), up=self.up(x))
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from typing import Any
 from torch import nn
 
 from ..activation_recognition import looks_like_activation, recognise_activation
+from ..adapters import is_quantised_lora_layer
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, come_out_so, edits_in_place
 from ..hooks import has_hooks
@@ -72,6 +77,7 @@ class Gate(Match):
         called_in: the statement with that call; the one with the product, or an earlier one.
         halves: the statement that cuts one tensor into gate and up, None without one.
         conditions: those under which the product is computed, as far as settings of the module decide it.
+        consumer: the call of a module of its own, ``self.<name>(product)``, that alone reads the product; or None.
     """
 
     act: Called
@@ -82,6 +88,7 @@ class Gate(Match):
     called_in: ast.stmt
     halves: ast.Assign | None
     conditions: Conditions
+    consumer: ast.Call | None
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
@@ -104,7 +111,11 @@ class Gate(Match):
             ast.keyword("gate" if factor is self.factor else "up", factor)
             for factor in (self.product.left, self.product.right)
         ]
-        forward.replace(self.product, make_call(own, "fused_norm_gate", [formula, act], factors))
+        if self.consumer is not None and "consumer" in rewrite.parts:
+            call = make_call(own, "fused_norm_gated", [formula, act, self.consumer.func], factors)
+            forward.replace(self.consumer, call)
+        else:
+            forward.replace(self.product, make_call(own, "fused_norm_gate", [formula, act], factors))
         forward.replace(self.call, self.call.args[0])
 
 
@@ -130,7 +141,9 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
-            block.rewrites.append(Rewrite("gates", index, activation=activation))
+            consumer = None if gate.consumer is None else block.member(called(gate.consumer))
+            parts = ("consumer",) if gate.halves is None and is_quantised_lora_layer(consumer) else ()
+            block.rewrites.append(Rewrite("gates", index, parts, activation))
     yield from (row for product, row in rows.items() if product not in unreached)
     yield from decide_missed_gates(missed, block, block.origin, "is written in a way that is not rewritten")
 
@@ -231,7 +244,8 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
         behind.append(product.right)
     if flow.may_change(call.args[0], behind):
         return None
-    gate = Gate(act, statement, product, factor, call, called_in, None, flow.conditions(product, call))
+    consumer = call_of_own(flow.parent(product), flow.own)
+    gate = Gate(act, statement, product, factor, call, called_in, None, flow.conditions(product, call), consumer)
     gate.halves = _halves(flow, gate)
     return gate
 
