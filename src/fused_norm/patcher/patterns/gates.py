@@ -141,7 +141,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
-            consumer = None if gate.consumer is None else block.member(called(gate.consumer))
+            consumer: Any = gate.consumer and block.member(called(gate.consumer))
             parts = ("consumer",) if gate.halves is None and is_quantised_lora_layer(consumer) else ()
             block.rewrites.append(Rewrite("gates", index, parts, activation))
     yield from (row for product, row in rows.items() if product not in unreached)
