@@ -124,9 +124,9 @@ class Dataflow:
         """Return whether a node is a part of one of these kinds."""
         return self.innermost(node, kinds) is not None
 
-    def is_read_by_alone(self, definition: Definition, *readers: ast.AST) -> bool:
+    def is_read_by_alone(self, definition: Definition, *consumers: ast.AST) -> bool:
         """Return whether nothing reads a definition but these expressions; a function inside might, at any time."""
-        inside = {node for reader in readers for node in ast.walk(reader)}
+        inside = {node for consumer in consumers for node in ast.walk(consumer)}
         return definition.name not in self._captured and all(load in inside for load in self._reads[definition])
 
     def is_captured(self, *names: str) -> bool:

@@ -12,11 +12,12 @@ class Rewrite:
     """A match in a forward that is to be fused.
 
     Attributes:
-        pattern: the matches it is one of: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations`` or ``gates``.
+        pattern: the list that has the match: ``adds``, ``consumed_norms``, ``inputs``, ``heads``, ``rotations`` or
+            ``gates``.
         index: its number among these.
-        parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``readers``, and ``called`` for a norm whose
-            call other code sees; of a reading ``readers`` and ``input``; of norms of heads ``rotation``, or nothing; of
-            inputs the attributes of the linears; of a gate ``consumer``, or nothing.
+        parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``consumers``, and ``called`` for a norm whose
+            call other code sees; of a consumed norm ``consumers`` and ``input``; of norms of heads ``rotation``, or
+            nothing; of inputs the attributes of the linears; of a gate ``consumer``, or nothing.
         activation: that of a gate.
     """
 

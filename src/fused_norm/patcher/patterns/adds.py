@@ -51,7 +51,7 @@ from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
 from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, make_call, operands_of
-from .readers import Reader, reader_of
+from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
 
@@ -89,7 +89,7 @@ class Add(Match):
         before: the norm in front of ``inner``, which may be a dropout; None where there is none.
         scale: the factor of the branch.
         attributes: those of the module that are operands.
-        reader: what reads the result of ``after``; None where that is not one module.
+        consumer: what reads the result of ``after``; None where that is not one module.
         conditions: those under which the add is computed, and those of ``after``, as far as settings of the module
             decide them.
     """
@@ -104,7 +104,7 @@ class Add(Match):
     before: NormCall | None
     scale: ast.expr | None
     attributes: tuple[str, ...]
-    reader: Reader | None
+    consumer: Consumer | None
     conditions: tuple[Conditions, Conditions]
 
     @property
@@ -121,8 +121,8 @@ class Add(Match):
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
         norm, inner, before = self.names
-        read = None if self.reader is None else self.reader.module.attr
-        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("readers", read)
+        read = None if self.consumer is None else self.consumer.module.attr
+        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("consumers", read)
         return [(part, name) for part, name in named if part in parts and name is not None]
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
@@ -143,8 +143,8 @@ class Add(Match):
             parts += ("norm",) if after.reason is None else ()
             if all(come_out_so(one, block.module) for one in self.conditions):
                 yield after
-            if self.reader is not None and after.reason is None and self.reader.decide(block):
-                parts += ("readers",)
+            if self.consumer is not None and after.reason is None and self.consumer.decide(block):
+                parts += ("consumers",)
         if name is not None and block.holds_norm(name):
             row = block.norm_row(name, "sandwich", "inner" in done)
             if after is not None and after.reason is None and not alike(row, after):
@@ -175,8 +175,8 @@ class Add(Match):
             return
         if self.scale is not None:
             keywords.append(ast.keyword("scale", self.scale))
-        if "readers" in rewrite.parts and self.reader is not None:
-            keywords.append(ast.keyword("reader", copy.deepcopy(self.reader.module)))
+        if "consumers" in rewrite.parts and self.consumer is not None:
+            keywords.append(ast.keyword("consumer", copy.deepcopy(self.consumer.module)))
         after, y = self.after, f"{_Y}{rewrite.index}"
         method = "fused_norm_add_by_call" if "called" in rewrite.parts else "fused_norm_add"
         fused: ast.expr = self._call(own, method, after.call.func, branch, keywords)
@@ -329,9 +329,11 @@ def _add_at(flow: Dataflow, body: list[ast.stmt], position: int, taken: list[Nor
         if inner is None and scale is None and (factors := _factors(one, flow)) is not None:
             residual, (branch, scale) = other, factors
     first = residual is value.right
-    reader = None if after is None else reader_of(flow, after.call)
+    consumer = None if after is None else consumer_of(flow, after.call)
     conditions = flow.conditions(value), () if after is None else flow.conditions(after.call)
-    return Add(statement, residual, branch, first, choice, after, inner, behind, scale, attributes, reader, conditions)
+    return Add(
+        statement, residual, branch, first, choice, after, inner, behind, scale, attributes, consumer, conditions
+    )
 
 
 def _norm_in_front(
