@@ -395,11 +395,11 @@ def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> A
     return y, x.detach()
 
 
-def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], x: Tensor, own: Tensor) -> Any:
+def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], x: Tensor, own: Tensor, *rest: Any) -> Any:
     """An adapter reads the output that is there for the adapter before it in the block."""
     before = memory.get("own", own)
     memory["own"] = own
-    return right(x, before if before.grad_fn is own.grad_fn else own)
+    return right(x, before if before.grad_fn is own.grad_fn else own, *rest)
 
 
 # ---- Faults of heads with their losses ----
@@ -636,7 +636,7 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # What is dropped is the same in all adapters.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     # An adapter reads another one's output of a norm.
-    ("shared", "lora-alone", replaced_by(linear_inputs, "keep_for_adapter", _adapter_shares_another_ones), ROUNDINGS),
+    ("shared", "lora-alone", replaced_by(linear_inputs, "LoraInput", _adapter_shares_another_ones), ROUNDINGS),
 )
 """Faults of adapters: the name, the execution, the fault, and why it may be hidden."""
 

@@ -9,7 +9,7 @@ with its adapter, by one operator.
 from __future__ import annotations
 
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,25 @@ from .four_bit import packed_weight
 from .fused_norm_module import explain, is_disabled, run_fused
 from .hooks import are_plain_calls, has_origin_forward, is_idle_dropout, replaced_forward, replaced_linear
 
-_FOR_ADAPTER = "fused_norm_for_adapter"
-"""The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
-
-_RETURNS_IN = "fused_norm_returns_in"
-"""The attribute of a layer's input with the dtype that it has in stock."""
-
 _PEFTS = "PEFT's LoRA code"
 
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
+
+
+class LoraInput(NamedTuple):
+    """What a rewritten forward calls a LoRA layer with, in place of a tensor, if nothing else sees the call.
+
+    Attributes:
+        x: [..., K], what the linear reads.
+        adapter_x: what the adapter reads: x, or an equal tensor with a gradient of its own.
+        stock_dtype: the dtype that x has in stock; only a layer around a 4-bit linear is given x in another one.
+        y_dtype: the dtype that the layer's only consumer casts its output to at once, if it is the adapter's; or None.
+    """
+
+    x: Tensor
+    adapter_x: Tensor
+    stock_dtype: torch.dtype
+    y_dtype: torch.dtype | None = None
 
 
 class FusedAdapter(nn.Module):
@@ -43,29 +53,33 @@ class FusedAdapter(nn.Module):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the linear and add its adapter's output, by kernels where they compute what PEFT's layer does.
 
-        ``x`` is [..., K], the result [..., N].
+        ``x`` is [..., K] or a ``LoraInput``, the result [..., N].
         """
         layer: Any = self
-        if torch.compiler.is_compiling():  # where norms return what they return in stock
-            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        if is_disabled() or type(x) is not Tensor or args or kwargs:
-            return self.fused_norm_origin.forward(self, _as_in_stock(x), *args, **kwargs)
+        given = x if type(x) is LoraInput else None
+        if given is not None:
+            x = given.x
+        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
+            return self._in_stock(x, given, *args, **kwargs)
         reason = replaced_linear() or why_stock(layer)
         if reason is not None:
             explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
-            return self.fused_norm_origin.forward(self, _as_in_stock(x))
+            return self._in_stock(x, given)
         dtype = autocast_dtype(x)
         if dtype is None and self.fused_norm_is_quantised:
             explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
-            return self.fused_norm_origin.forward(self, _as_in_stock(x))
+            return self._in_stock(x, given)
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
-        own, dropped = vars(x).pop(_FOR_ADAPTER, x), None
+        own, y_dtype, dropped = x, None, None
+        if given is not None:
+            own, y_dtype = given.adapter_x, given.y_dtype
         if self.fused_norm_is_quantised:
             assert dtype is not None
-            y_dtype = torch.promote_types(vars(x).get(_RETURNS_IN, x.dtype), dtype)
+            if y_dtype is None:
+                y_dtype = torch.promote_types(x.dtype if given is None else given.stock_dtype, dtype)
             weight = packed_weight(parts["base_layer"], x, dtype)
             if not isinstance(weight, str):
                 if not is_idle_dropout(dropout):
@@ -78,8 +92,8 @@ class FusedAdapter(nn.Module):
             else:
                 explain(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
-        if self.fused_norm_is_quantised:
-            base = base.to(vars(x).get(_RETURNS_IN, base.dtype))
+        if y_dtype is not None:
+            base = base.to(y_dtype)
         if dropped is None:
             is_taken_back = own.dtype == dtype and a.dtype == torch.float32
             if not is_taken_back or not is_idle_dropout(dropout):
@@ -97,27 +111,18 @@ class FusedAdapter(nn.Module):
             return (base + added).to(base.dtype)
         return base + (added if torch.is_autocast_enabled() else added.to(base.dtype))
 
+    def _in_stock(self, x: Any, given: LoraInput | None, *args: Any, **kwargs: Any) -> Any:
+        """What PEFT's forward returns of x as it is in stock, in the dtype that is asked for."""
+        if given is None:
+            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
+        y = self.fused_norm_origin.forward(self, x.to(given.stock_dtype), *args, **kwargs)
+        return y if given.y_dtype is None else y.to(given.y_dtype)
+
     def _cast_for_adapter(self, x: Tensor, dtype: torch.dtype) -> Any:
         """``x`` as PEFT gives it to dropout: around a quantised linear PEFT casts nothing under CUDA's autocast."""
         if self.fused_norm_is_quantised and torch.is_autocast_enabled():
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
-
-
-def returns_in(x: Tensor, dtype: torch.dtype) -> None:
-    """Have a quantised LoRA layer that gets ``x``, which is of this dtype in stock, return what it returns then."""
-    vars(x)[_RETURNS_IN] = dtype
-
-
-def _as_in_stock(x: Any) -> Any:
-    """The input of a layer in the dtype that it has in stock."""
-    dtype = vars(x).get(_RETURNS_IN) if type(x) is Tensor else None
-    return x if dtype is None else x.to(dtype)
-
-
-def keep_for_adapter(x: Tensor, own: Tensor) -> None:
-    """Have the adapter of the LoRA layer that gets ``x`` read a tensor of its ``own``."""
-    vars(x)[_FOR_ADAPTER] = own
 
 
 def is_lora_layer(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
-from .adapters import keep_for_adapter, returns_in
+from .adapters import LoraInput
 from .attention_functions import read_dtype
 from .fused_norm_module import (
     explain,
@@ -211,9 +211,7 @@ class FusedBlock(nn.Module):
             found, reason = run_fused(GLU_FOR_CONSUMERS, None, gate, up, activation, 2, dtype)
             if reason is None:
                 y, own = (found, found) if isinstance(found, Tensor) else found
-                keep_for_adapter(y, own)
-                returns_in(y, torch.float32)
-                return linear(y)
+                return linear(LoraInput(y, own, torch.float32))
         return linear(self.fused_norm_gate(activation, act, gate=gate, up=up))
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:

@@ -6,6 +6,7 @@ get from a stock norm, and so do all that read that norm.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.nn import Linear, Parameter
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
-from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, returns_in, why_stock, why_unfused
+from .adapters import FusedAdapter, LoraInput, is_lora_layer, reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
 from .hooks import are_plain_calls, replaced_linear
@@ -161,18 +162,18 @@ def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
     if dtype is not None and autocast_dtype(x) is not dtype:
         with set_autocast(x.device.type, dtype):  # as it was where the norm was called
             return (norm(s),) * len(linears)
+    if not further and dtype is None:  # without gradients one output serves all
+        return (x,) * len(linears)
+    if further and len(further) + 1 == len(linears):
+        return (x, *further)
+    stock_dtype = x.dtype
     if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
         spec, weight = spec_and_weights(norm)
-        in_stock = norm_dtype(spec, s.dtype, weight)
-        for tensor in (x, *further):
-            returns_in(tensor, in_stock)
-    if not further:  # without gradients one output serves all
-        return (x,) * len(linears)
-    if len(further) + 1 == len(linears):
-        return (x, *further)
-    every, inputs = iter((x, *further)), []
+        stock_dtype = norm_dtype(spec, s.dtype, weight)
+    every = iter((x, *further)) if further else itertools.repeat(x)
+    inputs: list[Any] = []
     for name in linears:
         inputs.append(next(every))
         if isinstance(block._modules[name], FusedAdapter):
-            keep_for_adapter(inputs[-1], next(every))
+            inputs[-1] = LoraInput(inputs[-1], next(every), stock_dtype)
     return inputs
