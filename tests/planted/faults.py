@@ -636,7 +636,7 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # What is dropped is the same in all adapters.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     # An adapter reads another one's output of a norm.
-    ("shared", "lora-alone", replaced_by(linear_inputs, "LoraInput", _adapter_shares_another_ones), ROUNDINGS),
+    ("shared", "lora-alone", replaced_by(linear_inputs, "AdapterInput", _adapter_shares_another_ones), ROUNDINGS),
 )
 """Faults of adapters: the name, the execution, the fault, and why it may be hidden."""
 

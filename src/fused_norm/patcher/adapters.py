@@ -9,7 +9,8 @@ with its adapter, by one operator.
 from __future__ import annotations
 
 import sys
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +28,28 @@ _PEFTS = "PEFT's LoRA code"
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
 
 
-class LoraInput(NamedTuple):
-    """What a rewritten forward calls a LoRA layer with, in place of a tensor, if nothing else sees the call.
+@dataclass(slots=True)
+class AdapterInput:
+    """The input of a fused LoRA layer, in place of one tensor, if a norm gives linear and adapter an output each.
+
+    Only a rewritten forward passes it, to a layer whose call nothing else sees.
 
     Attributes:
-        x: [..., K], what the linear reads.
-        adapter_x: what the adapter reads: x, or an equal tensor with a gradient of its own.
-        stock_dtype: the dtype that x has in stock; only a layer around a 4-bit linear is given x in another one.
-        y_dtype: the dtype that the layer's only consumer casts its output to at once, if it is the adapter's; or None.
+        x: [..., K], read by the linear.
+        own: equal to x, read by the adapter, with a gradient of its own; or x.
+        dtype: that of x in stock code, in which a layer around a quantised linear returns its result; None if x is
+            of it, or if no linear in the block is quantised.
+        y_dtype: that of the adapter's products, if the only consumer of the layer's output casts it to that at once.
     """
 
     x: Tensor
-    adapter_x: Tensor
-    stock_dtype: torch.dtype
+    own: Tensor
+    dtype: torch.dtype | None
     y_dtype: torch.dtype | None = None
+
+    def as_in_stock(self) -> Tensor:
+        """The one tensor that the layer reads in stock code."""
+        return self.x if self.dtype is None else self.x.to(self.dtype)
 
 
 class FusedAdapter(nn.Module):
@@ -53,33 +62,34 @@ class FusedAdapter(nn.Module):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the linear and add its adapter's output, by kernels where they compute what PEFT's layer does.
 
-        ``x`` is [..., K] or a ``LoraInput``, the result [..., N].
+        ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N].
         """
         layer: Any = self
-        given = x if type(x) is LoraInput else None
+        given = x if type(x) is AdapterInput else None
+        own = x
         if given is not None:
-            x = given.x
+            x, own = given.x, given.own
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
             return self._in_stock(x, given, *args, **kwargs)
         reason = replaced_linear() or why_stock(layer)
+        dtype = None if reason is not None else autocast_dtype(x)
+        if reason is not None and not _adds_something(layer):
+            reason = ""
+        elif reason is None and dtype is None and self.fused_norm_is_quantised:
+            reason = "its linear is quantised, and autocast is off"
         if reason is not None:
-            explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
-            return self._in_stock(x, given)
-        dtype = autocast_dtype(x)
-        if dtype is None and self.fused_norm_is_quantised:
-            explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
+            explain(self.fused_norm_origin, reason, _PEFTS)
             return self._in_stock(x, given)
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
-        own, y_dtype, dropped = x, None, None
-        if given is not None:
-            own, y_dtype = given.adapter_x, given.y_dtype
+        dropped = None
         if self.fused_norm_is_quantised:
             assert dtype is not None
-            if y_dtype is None:
-                y_dtype = torch.promote_types(x.dtype if given is None else given.stock_dtype, dtype)
+            y_dtype = torch.promote_types((given and given.dtype) or x.dtype, dtype)
+            if given is not None and given.y_dtype is not None:
+                y_dtype = given.y_dtype
             weight = packed_weight(parts["base_layer"], x, dtype)
             if not isinstance(weight, str):
                 if not is_idle_dropout(dropout):
@@ -92,8 +102,8 @@ class FusedAdapter(nn.Module):
             else:
                 explain(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
-        if y_dtype is not None:
-            base = base.to(y_dtype)
+        if given is not None and self.fused_norm_is_quantised:
+            base = base.to(given.y_dtype or given.dtype or base.dtype)
         if dropped is None:
             is_taken_back = own.dtype == dtype and a.dtype == torch.float32
             if not is_taken_back or not is_idle_dropout(dropout):
@@ -111,11 +121,11 @@ class FusedAdapter(nn.Module):
             return (base + added).to(base.dtype)
         return base + (added if torch.is_autocast_enabled() else added.to(base.dtype))
 
-    def _in_stock(self, x: Any, given: LoraInput | None, *args: Any, **kwargs: Any) -> Any:
-        """What PEFT's forward returns of x as it is in stock, in the dtype that is asked for."""
+    def _in_stock(self, x: Any, given: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
+        """What PEFT's forward returns of the tensor that the layer reads in stock, in the dtype that is asked for."""
         if given is None:
             return self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        y = self.fused_norm_origin.forward(self, x.to(given.stock_dtype), *args, **kwargs)
+        y = self.fused_norm_origin.forward(self, given.as_in_stock(), *args, **kwargs)
         return y if given.y_dtype is None else y.to(given.y_dtype)
 
     def _cast_for_adapter(self, x: Tensor, dtype: torch.dtype) -> Any:

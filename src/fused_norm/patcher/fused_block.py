@@ -20,7 +20,7 @@ from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
-from .adapters import LoraInput
+from .adapters import AdapterInput
 from .attention_functions import read_dtype
 from .fused_norm_module import (
     explain,
@@ -211,7 +211,7 @@ class FusedBlock(nn.Module):
             found, reason = run_fused(GLU_FOR_CONSUMERS, None, gate, up, activation, 2, dtype)
             if reason is None:
                 y, own = (found, found) if isinstance(found, Tensor) else found
-                return linear(LoraInput(y, own, torch.float32))
+                return linear(AdapterInput(y, own, torch.float32))
         return linear(self.fused_norm_gate(activation, act, gate=gate, up=up))
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:

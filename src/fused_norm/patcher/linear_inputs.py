@@ -17,7 +17,7 @@ from torch.nn import Linear, Parameter
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
-from .adapters import FusedAdapter, LoraInput, is_lora_layer, reads_in, why_stock, why_unfused
+from .adapters import AdapterInput, FusedAdapter, is_lora_layer, reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
 from .hooks import are_plain_calls, replaced_linear
@@ -166,7 +166,7 @@ def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
         return (x,) * len(linears)
     if further and len(further) + 1 == len(linears):
         return (x, *further)
-    stock_dtype = x.dtype
+    stock_dtype = None
     if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
         spec, weight = spec_and_weights(norm)
         stock_dtype = norm_dtype(spec, s.dtype, weight)
@@ -175,5 +175,5 @@ def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
     for name in linears:
         inputs.append(next(every))
         if isinstance(block._modules[name], FusedAdapter):
-            inputs[-1] = LoraInput(inputs[-1], next(every), stock_dtype)
+            inputs[-1] = AdapterInput(inputs[-1], next(every), stock_dtype)
     return inputs
