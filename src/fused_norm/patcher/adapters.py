@@ -19,7 +19,7 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .four_bit import packed_weight
+from .four_bit import packed_weight, why_unreadable
 from .fused_norm_module import explain, is_disabled, run_fused
 from .hooks import are_plain_calls, has_origin_forward, is_idle_dropout, replaced_forward, replaced_linear
 
@@ -213,6 +213,14 @@ def _adds_something(layer: Any) -> bool:
     """Return whether a LoRA layer, as it is now, adds anything to what its linear returns."""
     is_off = layer.disable_adapters or layer.merged
     return not is_off and any(name in layer.lora_A for name in layer.active_adapters)
+
+
+def is_plain_in_4_bits(layer: Any) -> bool:
+    """Return whether kernels read the 4-bit weight of a fused layer, as it is now, and nothing sees its call."""
+    if replaced_linear() is not None or why_stock(layer) is not None:
+        return False
+    base = layer._modules["base_layer"]
+    return why_unreadable(base) is None and are_plain_calls(layer, base)
 
 
 def reads_in(layer: Any, dtype: torch.dtype) -> bool:

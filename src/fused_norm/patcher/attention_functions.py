@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
+from .adapters import AdapterInput, is_plain_in_4_bits
 from .fused_norm_module import is_disabled
 from .hooks import function_mode
 
@@ -51,18 +52,21 @@ def read_dtype(
 ) -> torch.dtype | None:
     """The dtype of 16 bits that q and k may be written in, in the place of float32; None for their own.
 
+    If there is no value yet, it is that of a value with k's shape, beside q and k in float32.
+
     Args:
         attention: the module.
         attend: the function ``attend(attention, q, k, value, mask, **further)`` that nothing but reads them.
         cache: what would keep k, None where nothing does.
         mask: of the attention.
         key: k before its rotation.
-        value: the values.
+        value: the values; None if there are none yet.
         further: arguments by names that the module's caller has given.
     """
-    if cache is not None or is_dynamo_compiling() or type(value) is not Tensor:
+    given = key if value is None else value
+    if cache is not None or is_dynamo_compiling() or type(given) is not Tensor:
         return None
-    dtype = autocast_dtype(value)
+    dtype = autocast_dtype(given)
     if dtype is None or dispatch_modes() or is_disabled() or function_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
@@ -73,13 +77,31 @@ def read_dtype(
             return None
     if reader.use_gqa is None:
         # It casts v where q is float32; transformers 4 asks for autocast on CUDA alone.
-        casts = value.dtype is dtype and value.is_cuda
+        casts = given.is_cuda and (value is None or value.dtype is dtype)
     else:
         # Gradients of repeated keys are summed in the dtype of k.
         casts = getattr(attention, "num_key_value_groups", 1) == 1 or (
-            mask is None and _is_not_repeated(reader.use_gqa, key.shape[-1], value.shape[-1])
+            mask is None and _is_not_repeated(reader.use_gqa, key.shape[-1], given.shape[-1])
         )
     return dtype if casts and dtype.itemsize == 2 else None
+
+
+def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mask: Any, key: Any, further: Any) -> Any:
+    """Return what to call the linear of the values with: x, or x and the 16 bits that attention casts its output to.
+
+    The other arguments are those of ``read_dtype``; k is float32, and has as many numbers as the values.
+    """
+    if not getattr(linear, "fused_norm_is_quantised", False) or type(key) is not Tensor or key.dtype != torch.float32:
+        return x
+    given = x if type(x) is AdapterInput else AdapterInput(x, x, None)
+    dtype = read_dtype(attention, attend, cache, mask, key, None, further)
+    if dtype is None or type(given.x) is not Tensor:
+        return x
+    if linear.out_features * given.x.shape[:-1].numel() != key.numel():
+        return x
+    if given is not x and not is_plain_in_4_bits(linear):
+        return x
+    return AdapterInput(given.x, given.own, given.dtype, dtype)
 
 
 @lru_cache(maxsize=64)

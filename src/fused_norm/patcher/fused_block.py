@@ -21,7 +21,7 @@ from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
 from .adapters import AdapterInput
-from .attention_functions import read_dtype
+from .attention_functions import for_values, read_dtype
 from .fused_norm_module import (
     explain,
     is_disabled,
@@ -103,6 +103,8 @@ class FusedBlock(nn.Module):
         return found if reason is None else (q_norm(q), k_norm(k))
 
     fused_norm_read_dtype = read_dtype
+
+    fused_norm_for_values = for_values
 
     def fused_norm_rotated(
         self,

@@ -17,10 +17,9 @@ from torch.nn import Linear, Parameter
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
-from .adapters import AdapterInput, FusedAdapter, is_lora_layer, reads_in, why_stock, why_unfused
+from .adapters import AdapterInput, FusedAdapter, is_lora_layer, is_plain_in_4_bits, reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
-from .hooks import are_plain_calls, replaced_linear
 
 _OUTPUTS = "fused_norm_outputs"
 """The attribute of a norm's result with its ``_Outputs``."""
@@ -128,10 +127,9 @@ def dtype_read_in_4_bits(linear: Any, *tensors: Any) -> torch.dtype | None:
     if torch.compiler.is_compiling() or not all(type(tensor) is Tensor for tensor in tensors):
         return None
     dtype = autocast_dtype(tensors[0])
-    called = None if dtype is None or replaced_linear() is not None else called_by([linear])
-    if called is None or len(called) == 1 or not are_plain_calls(*called):
+    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False) or not is_plain_in_4_bits(linear):
         return None
-    return dtype if dtype is not None and _are_cast([linear], tensors, dtype) else None
+    return dtype if _are_cast([linear], tensors, dtype) else None
 
 
 def for_consumers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ class Rewrite:
         index: its number among these.
         parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``consumers``, and ``called`` for a norm whose
             call other code sees; of a consumed norm ``consumers`` and ``input``; of norms of heads ``rotation``, or
-            nothing; of inputs the attributes of the linears; of a gate ``consumer``, or nothing.
+            nothing; of a rotation, by itself or of such heads, ``values``; of inputs the attributes of the linears;
+            of a gate ``consumer``, or nothing.
         activation: that of a gate.
     """
 

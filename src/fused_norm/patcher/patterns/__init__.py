@@ -120,7 +120,7 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     # Copied together, so that the copied matches are made of the copied definition's nodes.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
     forward = EditedForward(definition, source.own)
-    for rewrite in rewrites:
+    for rewrite in sorted(rewrites, key=lambda one: one.pattern != "inputs"):  # what other edits pass on
         getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, forward)
     return compiled(definition, layer)
 

@@ -14,17 +14,32 @@ becomes, whatever the names are,
     dtype = self.fused_norm_read_dtype(attend, cache, mask, key, value, further)
     query, key = self.fused_norm_rope(rotate, query, key, cos, sin, dtype=dtype)
 
-before the same ``if`` and call, but that ``dtype`` has no name there.
+before the same ``if`` and call, but that ``dtype`` has no name there. If a LoRA layer around a 4-bit linear computes
+the values, the function is looked up before that, too, and
+
+    value = self.v_proj(x).view(shape)
+
+becomes
+
+    value = self.v_proj(self.fused_norm_for_values(self.v_proj, x, attend, cache, mask, key, further)).view(shape)
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass
+from typing import Any
 
+from ..adapters import is_quantised_lora_layer
 from ..attention_functions import HARMLESS
+from ..block import Block
 from ..dataflow import Dataflow, mentions
-from .calls import EditedForward, is_name, make_call
+from ..rewrite import Rewrite
+from .calls import EditedForward, call_of_own, called, is_name, make_call
+
+_REARRANGED = ("view", "reshape", "transpose")
+"""Methods between a linear and the attention that leave the values of its output as they are."""
 
 
 @dataclass
@@ -36,18 +51,40 @@ class Attention:
         lookups: the statements behind it that look the function up, of the module's attributes and of globals.
         function: the function's name.
         asked: the arguments of ``read_dtype`` behind the function.
+        values: the statement that computes the values, and the call ``self.<name>(x)`` in it, if nothing else reads
+            them and k has a value before; or None.
     """
 
     rotation: ast.Assign
     lookups: list[ast.stmt]
     function: str
     asked: list[ast.expr]
+    values: tuple[ast.Assign, ast.Call] | None
 
-    def edit(self, rotate: ast.Call, forward: EditedForward) -> None:
+    def parts(self, block: Block) -> tuple[str, ...]:
+        """``values`` if a LoRA layer around a 4-bit linear computes them in this module, or nothing."""
+        linear: Any = self.values and block.member(called(self.values[1]))
+        return ("values",) if is_quantised_lora_layer(linear) else ()
+
+    def edit(self, rotate: ast.Call, rewrite: Rewrite, forward: EditedForward) -> None:
         """Look the function up before the rotation, whose call gets the dtype that it reads as an argument."""
+        first = self.rotation
         for statement in self.lookups:
             forward.remove(statement)
-        forward.insert_before(self.rotation, *self.lookups)
+        if self.values is not None and "values" in rewrite.parts:
+            first, call = self.values
+            cache, mask, key, _, further = copy.deepcopy(self.asked)
+            given = [
+                copy.deepcopy(call.func),
+                *call.args,
+                ast.Name(self.function, ast.Load()),
+                cache,
+                mask,
+                key,
+                further,
+            ]
+            call.args = [make_call(forward.own, "fused_norm_for_values", given)]
+        forward.insert_before(first, *self.lookups)
         asked = [ast.Name(self.function, ast.Load()), *self.asked]
         rotate.keywords.append(ast.keyword("dtype", make_call(forward.own, "fused_norm_read_dtype", asked)))
 
@@ -82,7 +119,7 @@ def _attention_behind(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> A
         further = next((one.value for one in call.keywords if one.arg is None), ast.Tuple([], ast.Load()))
         asked = [cache, mask, ast.Name(k, ast.Load()), value, further]
         return (
-            Attention(rotation, rest[:count], function, asked)
+            Attention(rotation, rest[:count], function, asked, _values(flow, rotation, updates, k, value, function))
             if all(_looks_up(flow, one, function) for one in rest[:count])
             and not any(mentions(one, function) for one in (rotation, *updates))
             and all(flow.is_read_by_alone(one, *updates, query, key) for one in flow.made_by(rotation))
@@ -91,6 +128,35 @@ def _attention_behind(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> A
             else None
         )
     return None
+
+
+def _values(
+    flow: Dataflow, rotation: ast.Assign, updates: list[ast.stmt], k: str, value: ast.expr, function: str
+) -> tuple[ast.Assign, ast.Call] | None:
+    """The statement before a rotation that computes the values, after k, and the call of the linear; None if unclear.
+
+    Nothing but the cache and the attention may read them, and the attention function must not be named before.
+    """
+    assert isinstance(value, ast.Name)
+    body = flow.body_of(rotation)
+    before = body[: body.index(rotation)]
+    for statement in reversed(before):
+        if mentions(statement, function):
+            return None
+        if isinstance(statement, ast.Assign) and any(is_name(to, value.id) for to in statement.targets):
+            break
+    else:
+        return None
+    node: ast.expr = statement.value
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _REARRANGED:
+        node = node.func.value
+    call = call_of_own(node, flow.own)
+    earlier = before[: before.index(statement)]
+    has_key = any(isinstance(one, ast.Assign) and any(is_name(to, k) for to in one.targets) for one in earlier)
+    is_alone = len(statement.targets) == 1 and all(
+        flow.is_read_by_alone(one, *updates, value) for one in flow.made_by(statement)
+    )
+    return (statement, call) if call is not None and has_key and is_alone else None
 
 
 def _attention_call(flow: Dataflow, statement: ast.stmt, q: str, k: str) -> ast.Call | None:

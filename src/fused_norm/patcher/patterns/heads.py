@@ -101,7 +101,8 @@ class Heads(Match):
             row = self._row("rope", block, "rotation" in (done or ()))
             row = unless_unrecognised(row, self.rotate, 4, block)
         fused = row is not None and row.reason is None
-        block.rewrites.append(Rewrite("heads", index, ("rotation",) if fused else ()))
+        parts = () if self.attention is None else self.attention.parts(block)
+        block.rewrites.append(Rewrite("heads", index, ("rotation", *parts) if fused else ()))
         return row if fused else None
 
     def _row(self, option: Kind, block: Block, already: bool) -> Site:
@@ -123,7 +124,7 @@ class Heads(Match):
             assert self.rotation is not None
             statement, rotate = self.rotation
             if self.attention is not None:
-                self.attention.edit(rotate, forward)
+                self.attention.edit(rotate, rewrite, forward)
             arguments += [rotate.func, *rotate.args]
             statement.value = make_call(own, "fused_norm_rotated", arguments, rotate.keywords)
             return

@@ -77,7 +77,7 @@ class RotationCall(Match):
         """Put the fused call in the rotation's place."""
         method = "fused_norm_rope_one" if self.arguments == 3 else "fused_norm_rope"
         if self.attention is not None:
-            self.attention.edit(self.call, forward)
+            self.attention.edit(self.call, rewrite, forward)
         self.call.args.insert(0, self.call.func)
         self.call.func = ast.Attribute(ast.Name(forward.own, ast.Load()), method, ast.Load())
 
@@ -94,7 +94,8 @@ def decide_rotations(
         if row is None:
             row = block.own_row("rope", block.done("rotations", index) is not None)
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
-            block.rewrites += [Rewrite("rotations", index)] if row.reason is None else []
+            parts = () if rotation.attention is None else rotation.attention.parts(block)
+            block.rewrites += [Rewrite("rotations", index, parts)] if row.reason is None else []
         if come_out_so(rotation.conditions, block.module):
             yield row
 
