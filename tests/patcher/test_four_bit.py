@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -279,6 +280,43 @@ def test_who_watches_what_reads_the_gated_product_sees_stocks_tensors(part: str,
     counts = compare(model_of(device), device, watched)
     assert counts["glu_for_consumers"] == 0
     assert len(set(seen)) == 1, seen
+
+
+def values_of(model: Any, device: str, **given: Any) -> torch.dtype:
+    """The dtype of the values that PyTorch's attention is called with, noted with nothing in the place of it."""
+    dtypes: list[torch.dtype] = []
+
+    def noted(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function is nn.functional.scaled_dot_product_attention:
+            dtypes.append(frame.f_locals["value"].dtype)
+
+    before = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        with torch.autocast(device, BF16):
+            model(input_ids=torch.ones(2, 5, dtype=torch.long, device=device), **{"use_cache": False} | given)
+    finally:
+        sys.setprofile(before)
+    (dtype,) = dtypes
+    return dtype
+
+
+def test_values_are_written_in_the_16_bits_of_attention_unless_something_else_reads_them(device: str) -> None:
+    model = model_of(device)
+    fused_norm.apply_fused_norm(model, strict=False)
+    attention = model.base_model.model.layers[0].self_attn
+    padded = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
+    assert values_of(model, device) == BF16
+    assert values_of(model, device, use_cache=True) == FP32, "a cache would keep them"
+    assert values_of(model, device, attention_mask=padded) == FP32, "gradients of repeated values are summed in float32"
+    with fused_norm.disabled():
+        assert values_of(model, device) == FP32
+    for part in (attention.v_proj, attention.v_proj.base_layer):
+        handle = part.register_forward_hook(lambda module, inputs, y: None)
+        assert values_of(model, device) == FP32, "a hook sees them"
+        handle.remove()
+    attention.v_proj.lora_dropout["default"] = nn.Dropout(0.5)
+    assert values_of(model, device) == BF16, "a dropout before the adapter does not matter"
 
 
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
