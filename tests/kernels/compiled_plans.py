@@ -26,7 +26,7 @@ from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_CONSUMERS,
@@ -97,7 +97,7 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
-            if operator.plain_name:
+            if "consumers" in operator.options:
                 outputs[0] = (outputs[0],) * arguments[-2]  # for each consumer
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
             operator.backward(spec, BackwardCall(outputs, saved, facts, needed))
@@ -167,8 +167,9 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
         )
         for way, weight in (("", single), (" quantised twice", double)):
             options = block, 0.5, torch.bfloat16, dtype
-            call = both(LORA_LINEAR_4BIT, x, x, a, b, code, packed, *weight, None, *options)
-            yield LORA_LINEAR_4BIT, f"blocks of {block}{way}", call
+            for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
+                call = both(operator, x, x, a, b, code, packed, *weight, None, *options)
+                yield operator, f"blocks of {block}{way}", call
 
 
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
@@ -186,7 +187,10 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
         yield GLU, activation, both(GLU, x, x, activation)
         yield GLU, f"{activation} of halves", both(GLU, x, None, activation)
         if dtype == torch.float32:
-            yield GLU_FOR_CONSUMERS, activation, both(GLU_FOR_CONSUMERS, x, x, activation, 2, torch.bfloat16)
+            summand = torch.empty(64, 4096, dtype=torch.bfloat16)
+            for way, factors in (("", (x, x, None, None)), (" of sums", (summand,) * 4)):
+                call = both(GLU_FOR_CONSUMERS, *factors, activation, 2, torch.bfloat16)
+                yield GLU_FOR_CONSUMERS, f"{activation}{way}", call
     for rank in RANKS:
         a, b = torch.empty(rank, 4096, dtype=dtype), torch.empty(1024, rank, dtype=dtype)
         for rows in (64, 8192):  # tiles of few rows and of many

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 
 from .numerics import BF16, FP16, FP32, slow
 from .test_dequantize import parts_of
@@ -91,6 +91,31 @@ def test_a_gradient_may_have_any_strides(dtypes: tuple[torch.dtype, torch.dtype]
         gradients = torch.autograd.grad(y, leaves, dy, retain_graph=True)
         for one, other in zip(gradients, torch.autograd.grad(y, leaves, dy.contiguous()), strict=True):
             assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("used", ["both", "base", "added"])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str) -> None:
+    """Their sum in float32, and the gradients; a summand that nothing depends on has a gradient of zeros."""
+    layer, x = FourBit(device, BF16, FP32, bias=True), torch.randn(2, 5, K, device=device)
+    dy = torch.linspace(-1, 2, 10 * N, device=device).view(2, 5, N)
+    ways = []
+    for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
+        leaves = [one.clone().requires_grad_() for one in (x, layer.a, layer.b)]
+        wide, a, b = leaves
+        parts = *parts_of(layer.codes, layer.state), layer.bias, layer.state.blocksize, FACTOR, BF16, FP32
+        for _ in range(2):  # recorded, and repeated
+            y = operator(None, wide, wide * 0.5 if dropped else wide, a, b, *parts)
+            if operator is LORA_SUMMANDS_4BIT:
+                assert [one.dtype for one in y] == [BF16, BF16]
+                total = {"both": y[0].float() + y[1], "base": y[0].float(), "added": y[1].float()}[used]
+            else:
+                total = y
+            gradients = torch.autograd.grad(total, leaves, dy)
+        ways.append([total, *gradients])
+    same = [torch.equal(one, other) for one, other in zip(*ways, strict=True)]
+    assert same == {"both": [True] * 4, "base": [False] * 4, "added": [False, False, True, True]}[used]
+    assert used != "base" or not any(one.any() for one in ways[1][2:]), "factors have no gradient but zeros"
 
 
 class Watched(TorchDispatchMode):

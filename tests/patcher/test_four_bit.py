@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 import fused_norm
+from fused_norm.kernels.lora_linear_4bit import LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import calls
 from fused_norm.patcher import four_bit, recompute_linears
 
@@ -63,6 +64,8 @@ class Calls:
 
     def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
         self.counts[operator.name] += 1
+        if operator is LORA_SUMMANDS_4BIT:
+            self.counts["lora_linear_4bit"] += 1
         return operator.results_of(spec, *arguments)
 
 
@@ -130,7 +133,7 @@ def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(m
         counts["rms_norm_for_consumers"] + counts["add_rms_norm_for_consumers"] + counts["norm_add_norm_for_consumers"]
         > 0
     )
-    assert (counts["glu_for_consumers"], counts["glu"]) == (1, 0)
+    assert (counts["glu_for_consumers"], counts["glu"], counts["lora_summands_4bit"]) == (1, 0, 2)
 
 
 def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:
@@ -267,7 +270,10 @@ def test_compiled_layers_run_pefts_code(device: str) -> None:
     assert not counts
 
 
-@pytest.mark.parametrize("part", ["down_proj", "down_proj.base_layer", "down_proj.lora_A.default", "act_fn"])
+@pytest.mark.parametrize(
+    "part",
+    ["down_proj", "down_proj.base_layer", "down_proj.lora_A.default", "act_fn", "up_proj", "gate_proj.base_layer"],
+)
 def test_who_watches_what_reads_the_gated_product_sees_stocks_tensors(part: str, device: str) -> None:
     """Behind a gate that is written in float32, as behind an activation that is called."""
     seen: list[tuple[torch.dtype, torch.dtype]] = []
@@ -278,7 +284,8 @@ def test_who_watches_what_reads_the_gated_product_sees_stocks_tensors(part: str,
         mlp.get_submodule(part).register_forward_hook(note)
 
     counts = compare(model_of(device), device, watched)
-    assert counts["glu_for_consumers"] == 0
+    assert counts["glu_for_consumers"] == ("up_proj" in part or "gate_proj" in part)
+    assert counts["lora_summands_4bit"] == ("up_proj" in part or "gate_proj" in part)  # that of the other one
     assert len(set(seen)) == 1, seen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ class Glu(Operator):
     tensors = "Tensor gate, Tensor? up"
     options = "str activation"
     outputs = ("y",)
-    same_shape = ("up",)
+    same_shape: ClassVar[tuple[str, ...]] = ("up",)
     saved = tensors
     facts = "str activation"
-    gradients = ("dgate", "dup")
+    gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup")
 
     def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
-        gate, up, activation, *_ = arguments
+        gate, up, activation = arguments
         if up is None and gate.shape[-1] % 2:
             return Unsupported(
                 "without up, gate must have an even last dimension, whose halves are gate and up, not shape"
@@ -51,8 +51,8 @@ class Glu(Operator):
         return reference.glu(*arguments)
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        gate, up, activation, *written = arguments
-        y = empty_product(gate, up, *written[1:])
+        gate, up, activation = arguments
+        y = empty_product(gate, up)
         if launch:
             launch_glu_forward(gate, up, y, activation)
         return (y,)
@@ -61,15 +61,14 @@ class Glu(Operator):
         return Recompute(self, spec, arguments)
 
     def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        return super().gradients_by(route, spec, call) if any(call.needed) else (None, None)
+        return super().gradients_by(route, spec, call) if any(call.needed) else (None,) * len(call.needed)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            dys = dy if type(dy) is tuple else (dy, None)
-            launch_glu_backward(gate, up, dys, dgate, dup, call.facts[0])
+            launch_glu_backward(gate, up, (dy, None), dgate, dup, call.facts[0])
         return dgate, dup
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -82,27 +81,47 @@ class GluForConsumers(Glu):
 
     A call that is trained returns as many tensors as there are consumers; one that is not, one. The backward adds up
     the consumers' gradients in float32, as autograd adds up those of casts.
+
+    Gate and up are float32; or each is the sum in float32 of two tensors in 16 bits, which have one gradient, in these.
     """
 
     name = "glu_for_consumers"
     plain_name = "glu"
+    tensors = "Tensor gate, Tensor up, Tensor? gate_added, Tensor? up_added"
     options = "str activation, int consumers, ScalarType dtype"
+    same_shape: ClassVar[tuple[str, ...]] = ("up", "gate_added", "up_added")
+    saved = tensors
+    gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
     def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
-        *_, consumers, _ = arguments
+        _, _, gate_added, up_added, activation, consumers, _ = arguments
         if consumers not in (1, 2):
             return Unsupported(f"consumers must be 1 or 2, not {consumers!r}", ValueError)
-        return super().wrong(spec, *arguments)
+        if (gate_added is None) is not (up_added is None):
+            return Unsupported("gate_added and up_added must both be there, or neither", ValueError)
+        return wrong_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
-        gate, *_ = arguments
-        if gate.dtype != torch.float32:  # of which the sum of gradients is rounded to 16 bits in stock
-            return f"gate is {gate.dtype}, and no consumer casts the product"
-        return super().differs_from_eager(spec, *arguments)
+        gate, up, *added, _, _, dtype = arguments
+        expected = torch.float32 if added[0] is None else dtype
+        for name, tensor in zip(self.tensor_names, (gate, up, *added), strict=True):
+            if tensor is not None and tensor.dtype != expected:  # a sum of gradients in 16 bits is rounded in stock
+                return f"{name} is {tensor.dtype} and not {expected}"
+        return None
+
+    def is_elementwise(self, *tensors: Any) -> bool:
+        return True
 
     def reference(self, spec: Spec, *arguments: Any) -> Any:
-        *given, _, dtype = arguments
-        return reference.written(reference.glu(*given), dtype)
+        gate, up, *added, activation, _, dtype = arguments
+        return reference.glu(*_sums(gate, up, *added), activation).to(dtype)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        gate, up, *added, activation, _, dtype = arguments
+        y = empty_rows_like(gate, dtype)
+        if launch:
+            launch_glu_forward(gate, up, y, activation, (added[0], added[1]))
+        return (y,)
 
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
         (y,), (*_, consumers, _) = results, arguments
@@ -118,7 +137,31 @@ class GluForConsumers(Glu):
             dy = present[0] if present else None
         elif route is not by_kernels:
             dy = present[0].float() + present[1]
-        return super().gradients_by(route, spec, call._replace(incoming=(dy,)))
+        need_dgate, need_dup, *need_added = call.needed
+        needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
+        dgate, dup, *_ = super().gradients_by(route, spec, call._replace(incoming=(dy,), needed=needed))
+        of_added = [one if is_needed else None for one, is_needed in zip((dgate, dup), need_added, strict=True)]
+        return dgate if need_dgate else None, dup if need_dup else None, *of_added
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
+        dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
+        if launch:
+            dys = dy if type(dy) is tuple else (dy, None)
+            launch_glu_backward(gate, up, dys, dgate, dup, call.facts[0], (added[0], added[1]))
+        return dgate, dup, None, None
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (gate, up, *added) = call.incoming, call.saved
+        dgate, dup = reference.glu_backward(dy, *_sums(gate, up, *added), call.facts[0])
+        return dgate.to(gate.dtype), None if dup is None else dup.to(up.dtype), None, None
+
+
+def _sums(gate: Tensor, up: Tensor, gate_added: Tensor | None, up_added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add the second summands, if they are there, in float32."""
+    if gate_added is None or up_added is None:
+        return gate, up
+    return gate.float() + gate_added, up.float() + up_added
 
 
 GLU, GLU_FOR_CONSUMERS = Glu(), GluForConsumers()

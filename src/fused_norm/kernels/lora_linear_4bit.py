@@ -34,7 +34,7 @@ class LoraLinear4bit(Operator):
     has_norm = False
     tensors = f"Tensor x, Tensor adapter_x, Tensor a, Tensor b, {_WEIGHT_SCHEMA}, Tensor? bias"
     options = "int block, float factor, ScalarType dtype, ScalarType y_dtype"
-    outputs = ("y",)
+    outputs: ClassVar[tuple[str, ...]] = ("y",)
     other_rules = ("adapter_x", "a", "b", *_WEIGHT, "bias")
     takes_dtensors = False
     kept = ("h",)
@@ -122,9 +122,14 @@ class LoraLinear4bit(Operator):
             if adapter_narrow is not adapter_x and adapter_narrow is not narrow:
                 perform(Cast(adapter_x, adapter_narrow))
             launch_narrow(adapter_narrow, a, a.stride()[::-1], h, copy=copies[0])
-        y = self.output_of(narrow, h, b, (*weight, bias), block, factor, y_dtype, launch=launch, copy=copies[1])
+        linear = *weight, bias
+        outputs = self._outputs_of(narrow, h, b, linear, block, factor, y_dtype, launch=launch, copy=copies[1])
         adapter_copy = adapter_narrow if "adapter_x" in copied and adapter_narrow is not adapter_x else None
-        return y, h if training else None, adapter_copy, *copies
+        return *outputs, h if training else None, adapter_copy, *copies
+
+    def _outputs_of(self, *given: Any, **how: Any) -> tuple[Tensor, ...]:
+        """All outputs; the arguments are those of ``output_of``."""
+        return (self.output_of(*given, **how),)
 
     def output_of(
         self,
@@ -169,13 +174,15 @@ class LoraLinear4bit(Operator):
         return super().gradients_by(route, spec, call)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
+        (dy, *others), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
             call.incoming, call.saved, call.facts
         )  # fmt: skip
+        dadded = others[0] if others else dy  # the gradients of both summands, which are those of the sum
         need_dx, need_dadapter, need_da, need_db = call.needed
         dtype, shape, n = h.dtype, adapter_x.shape, len(b)
         has_one_gradient = need_dx and adapter_dtype is None
         narrow = dy if dy.dtype == dtype and dy.is_contiguous() else dy.new_empty(dy.shape, dtype=dtype)
+        added = narrow if dadded is dy else dadded
         dh = h.new_empty(h.shape) if has_one_gradient or need_dadapter or need_da else None
         dadapter = adapter_x.new_empty(shape, dtype=adapter_dtype) if need_dadapter else None
         da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)
@@ -190,7 +197,7 @@ class LoraLinear4bit(Operator):
                 launch_dequantize(PackedWeight(*weight), block, w)
                 perform(Product(narrow, w, dx_narrow, None, transposed=False))
             if dh is not None:
-                launch_narrow(narrow, b, b.stride(), dh, factor)
+                launch_narrow(added, b, b.stride(), dh, factor)
                 if dadapter is not None:
                     launch_widen(dh, a, a.stride(), None, dadapter)
             if dx is not None and dx_narrow is not None:
@@ -199,11 +206,11 @@ class LoraLinear4bit(Operator):
                 elif dx is not dx_narrow:
                     perform(Cast(dx_narrow, dx))
             if need_da or need_db:
-                launch_weights(h, (narrow, db), (adapter_x, dh, da), factor)
+                launch_weights(h, (added, db), (adapter_x, dh, da), factor)
         return dx, dadapter, da, db
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
+        (dy, *others), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
         block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.facts
         dtype, has_one_gradient = h.dtype, adapter_dtype is None
         given_dtype, is_needed = (x_dtype, call.needed[0]) if has_one_gradient else (adapter_dtype, call.needed[1])
@@ -213,8 +220,8 @@ class LoraLinear4bit(Operator):
                 " differentiated again; run the forward inside fused_norm.disabled() for that"
             )
         w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
-        dy = dy.to(dtype)
-        _, dadapter, da, db = reference.lora_add_backward(dy, adapter_x.to(dtype), a, b, factor, a_dtype, b_dtype)
+        dy, dadded = dy.to(dtype), (others[0] if others else dy).to(dtype)
+        _, dadapter, da, db = reference.lora_add_backward(dadded, adapter_x.to(dtype), a, b, factor, a_dtype, b_dtype)
         assert dadapter is not None
         dx = (dy @ w).to(x_dtype)
         if has_one_gradient:
@@ -222,4 +229,52 @@ class LoraLinear4bit(Operator):
         return dx, dadapter.to(adapter_dtype), da, db
 
 
-LORA_LINEAR_4BIT = LoraLinear4bit()
+class LoraSummands4bit(LoraLinear4bit):
+    """The two summands of ``lora_linear_4bit``, the output of the linear and that of the adapter, both of ``dtype``.
+
+    A consumer that adds them up has their sum in float32, from half of the memory; ``y_dtype`` is unused.
+    """
+
+    name = "lora_summands_4bit"
+    plain_name = "lora_linear_4bit"
+    outputs: ClassVar[tuple[str, ...]] = ("base", "added")
+
+    def _outputs_of(
+        self,
+        x: Tensor,
+        h: Tensor,
+        b: Tensor,
+        linear: Tensors,
+        block: int,
+        factor: float,
+        y_dtype: torch.dtype,
+        *,
+        launch: bool = True,
+        copy: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        *weight, bias = linear
+        w = x.new_empty((len(b), x.shape[-1]))
+        base, added = (x.new_empty((*x.shape[:-1], len(b))) for _ in self.outputs)
+        if launch:
+            launch_dequantize(PackedWeight(*weight), block, w)  # type: ignore[arg-type]
+            perform(Product(x, w, base, bias, transposed=True))
+            launch_widen(h, b, b.stride()[::-1], None, added, factor, copy)
+        return base, added
+
+    def reference(self, spec: Spec, *arguments: Any) -> Any:
+        x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
+        w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
+        h = torch.nn.functional.linear(adapter_x.to(dtype), a.to(dtype))
+        base = torch.nn.functional.linear(x.to(dtype), w, bias)
+        return base, torch.nn.functional.linear(h, b.to(dtype)) * factor
+
+    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        dbase, dadded = call.incoming
+        if dbase is None and dadded is not None:
+            dbase = torch.zeros_like(dadded)
+        elif dadded is None and dbase is not None:
+            dadded = torch.zeros_like(dbase)
+        return super().gradients_by(route, spec, call._replace(incoming=(dbase, dadded)))
+
+
+LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT = LoraLinear4bit(), LoraSummands4bit()

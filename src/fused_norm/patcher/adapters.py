@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.lora_add import LORA_ADD
-from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
+from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import packed_weight, why_unreadable
 from .fused_norm_module import explain, is_disabled, run_fused
@@ -40,16 +40,30 @@ class AdapterInput:
         dtype: that of x in stock code, in which a layer around a quantised linear returns its result; None if x is
             of it, or if no linear in the block is quantised.
         y_dtype: that of the adapter's products, if the only consumer of the layer's output casts it to that at once.
+        returns_summands: the consumer takes ``Summands`` in place of the output; a layer may return the output still.
     """
 
     x: Tensor
     own: Tensor
     dtype: torch.dtype | None
     y_dtype: torch.dtype | None = None
+    returns_summands: bool = False
 
     def as_in_stock(self) -> Tensor:
         """The one tensor that the layer reads in stock code."""
         return self.x if self.dtype is None else self.x.to(self.dtype)
+
+
+class Summands(NamedTuple):
+    """The output of a LoRA layer around a 4-bit linear as two tensors of 16 bits, whose sum it is in float32.
+
+    Attributes:
+        base: the output of the linear.
+        added: that of the adapter.
+    """
+
+    base: Tensor
+    added: Tensor
 
 
 class FusedAdapter(nn.Module):
@@ -96,9 +110,11 @@ class FusedAdapter(nn.Module):
                     dropped = dropout(self._cast_for_adapter(own, a.dtype))
                 adapter_x = own if dropped is None else dropped
                 options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
-                y, _ = run_fused(LORA_LINEAR_4BIT, None, x, adapter_x, a, b, *weight[0], *options)
+                is_sum = given is None or not given.returns_summands
+                operator = LORA_LINEAR_4BIT if is_sum else LORA_SUMMANDS_4BIT
+                y, _ = run_fused(operator, None, x, adapter_x, a, b, *weight[0], *options)
                 if y is not None:
-                    return y
+                    return y if is_sum else Summands(*y)
             else:
                 explain(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)

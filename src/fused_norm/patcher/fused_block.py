@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
+from ..kernels.glu import GLU
 from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_CONSUMERS, RMS_NORM_FOR_CONSUMERS
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.reference import written
@@ -20,7 +20,6 @@ from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
-from .adapters import AdapterInput
 from .attention_functions import for_values, read_dtype
 from .fused_norm_module import (
     explain,
@@ -29,8 +28,9 @@ from .fused_norm_module import (
     run_fused,
     spec_and_weights,
 )
+from .gated_linear import fused_norm_gated
 from .hooks import is_idle_dropout
-from .linear_inputs import ONE_OUTPUT, dtype_read_in_4_bits, for_consumers, fused_norm_inputs, wanted_by
+from .linear_inputs import ONE_OUTPUT, for_consumers, fused_norm_inputs, wanted_by
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin, name_of
 
@@ -206,15 +206,7 @@ class FusedBlock(nn.Module):
         explain(self.fused_norm_origin, reason)
         return act(gate) * up
 
-    def fused_norm_gated(self, activation: Formula, act: Any, linear: Any, *, gate: Any, up: Any) -> Any:
-        """``linear(act(gate) * up)``; the product in 16 bits if a 4-bit LoRA layer would cast it to those at once."""
-        dtype = dtype_read_in_4_bits(linear, gate, up)
-        if dtype is not None:
-            found, reason = run_fused(GLU_FOR_CONSUMERS, None, gate, up, activation, 2, dtype)
-            if reason is None:
-                y, own = (found, found) if isinstance(found, Tensor) else found
-                return linear(AdapterInput(y, own, torch.float32))
-        return linear(self.fused_norm_gate(activation, act, gate=gate, up=up))
+    fused_norm_gated = fused_norm_gated
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""

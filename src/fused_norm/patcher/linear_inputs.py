@@ -17,7 +17,7 @@ from torch.nn import Linear, Parameter
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
-from .adapters import AdapterInput, FusedAdapter, is_lora_layer, is_plain_in_4_bits, reads_in, why_stock, why_unfused
+from .adapters import AdapterInput, FusedAdapter, is_lora_layer, reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
 
@@ -117,19 +117,6 @@ def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dty
         if type(linear.weight) not in (Parameter, Tensor):
             return False
     return True
-
-
-def dtype_read_in_4_bits(linear: Any, *tensors: Any) -> torch.dtype | None:
-    """Return the 16 bits that a 4-bit LoRA layer, as it is now, casts a float32 input to before all else; or None.
-
-    ``tensors``: those that the input's dtype depends on.
-    """
-    if torch.compiler.is_compiling() or not all(type(tensor) is Tensor for tensor in tensors):
-        return None
-    dtype = autocast_dtype(tensors[0])
-    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False) or not is_plain_in_4_bits(linear):
-        return None
-    return dtype if _are_cast([linear], tensors, dtype) else None
 
 
 def for_consumers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.lora_add import LORA_ADD
-from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
+from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, Spec, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
@@ -87,6 +87,12 @@ def call_recomputing(
         register.forget()
 
 
+def recomputes_linears() -> bool:
+    """Return whether a layer runs that computes outputs of its linears again in the backward."""
+    register = calls.observer
+    return type(register) is _SavedTensorHook and bool(register._consumers)
+
+
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
     if calls.observer is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
@@ -132,7 +138,7 @@ class _SavedTensorHook:
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
-        if operator in (LORA_ADD, LORA_LINEAR_4BIT):  # saved as a linear saves what it reads, and recomputed as one
+        if operator in (LORA_ADD, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):  # saved as a linear saves what it reads, and recomputed as one
             return operator.results_of(spec, *arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +20,9 @@ from ..plans import glu_plan
 from .devices import device_facts
 from .language import round_to, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted, written_dtype
+from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
+
+Added = tuple[Tensor | None, Tensor | None]
 
 
 @triton.jit
@@ -90,8 +91,10 @@ def _glu_forward_kernel(
     gate_ptr,  # [M, N]
     up_ptr,  # [M, N] or None: behind gate
     y_ptr,  # [M, N]
+    gate_added_ptr,  # [M, N] or None: what gate is without
+    up_added_ptr,  # [M, N], as gate_added
     M,
-    N, gate_stride, up_stride, y_stride,
+    N, gate_stride, up_stride, y_stride, gate_added_stride, up_added_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
@@ -100,7 +103,12 @@ def _glu_forward_kernel(
         up = (up_ptr, up_stride)
     gate = _load((gate_ptr, gate_stride), row, col, live)
     up = _load(up, row, col, live)
-    activated = round_to(gate * _share(gate, ACTIVATION), gate_ptr.dtype.element_ty)
+    if gate_added_ptr is not None:
+        gate += _load((gate_added_ptr, gate_added_stride), row, col, live)
+        up += _load((up_added_ptr, up_added_stride), row, col, live)
+    activated = gate * _share(gate, ACTIVATION)
+    if gate_added_ptr is None:  # else gate is of fp32
+        activated = round_to(activated, gate_ptr.dtype.element_ty)
     store_tile((y_ptr, y_stride), row, col, live, activated * up)
 
 
@@ -110,10 +118,12 @@ def _glu_backward_kernel(
     up_ptr,  # [M, N] or None: behind gate
     dy_ptr,  # [M, N]
     other_dy_ptr,  # [M, N] or None: what another consumer of y adds to dy
+    gate_added_ptr,  # [M, N] or None: what gate is without
+    up_added_ptr,  # [M, N], as gate_added
     dgate_ptr,  # [M, N] or None
     dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
     M,
-    N, gate_stride, up_stride, dy_stride, other_dy_stride, dgate_stride, dup_stride,
+    N, gate_stride, up_stride, dy_stride, other_dy_stride, gate_added_stride, up_added_stride, dgate_stride, dup_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
@@ -121,9 +131,13 @@ def _glu_backward_kernel(
     if other_dy_ptr is not None:
         dy += _load((other_dy_ptr, other_dy_stride), row, col, live)
     gate = _load((gate_ptr, gate_stride), row, col, live)
+    if gate_added_ptr is not None:
+        gate += _load((gate_added_ptr, gate_added_stride), row, col, live)
     share, slope = _share_and_slope(gate, ACTIVATION)
     if up_ptr is None or dup_ptr is not None:
-        activated = round_to(gate * share, gate_ptr.dtype.element_ty)
+        activated = gate * share
+        if gate_added_ptr is None:  # else gate is of fp32
+            activated = round_to(activated, gate_ptr.dtype.element_ty)
         if up_ptr is None:
             store_tile((dgate_ptr + N, dgate_stride), row, col, live, dy * activated)
         else:
@@ -133,19 +147,26 @@ def _glu_backward_kernel(
             up = _load((gate_ptr + N, gate_stride), row, col, live)
         else:
             up = _load((up_ptr, up_stride), row, col, live)
+            if up_added_ptr is not None:
+                up += _load((up_added_ptr, up_added_stride), row, col, live)
         store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
 
 
-def empty_product(gate: Tensor, up: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """The forward's output, not yet written; ``dtype``: what it is written in if its own is float32."""
+def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
+    """The forward's output, not yet written."""
     if up is None:
-        return empty_rows_like(gate, written_dtype(gate.dtype, dtype), gate.shape[-1] // 2)
-    return empty_rows_like(gate, written_dtype(promoted(gate.dtype, up.dtype), dtype))
+        return empty_rows_like(gate, width=gate.shape[-1] // 2)
+    return empty_rows_like(gate, promoted(gate.dtype, up.dtype))
 
 
-def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
-    """Write ``y``, from ``empty_product``; without ``up`` gate has both."""
-    _launch(_glu_forward_kernel, (gate, up, y), activation)
+def launch_glu_forward(
+    gate: Tensor, up: Tensor | None, y: Tensor, activation: str, added: Added = (None, None)
+) -> None:
+    """Write ``y``, from ``empty_rows_like(gate)`` or as wide as half of it; without ``up`` gate has both.
+
+    ``added``: second summands of gate and of up, which are sums in fp32 then.
+    """
+    _launch(_glu_forward_kernel, (gate, up, y, *added), activation)
 
 
 def launch_glu_backward(
@@ -155,12 +176,13 @@ def launch_glu_backward(
     dgate: Tensor | None,
     dup: Tensor | None,
     activation: str,
+    added: Added = (None, None),
 ) -> None:
     """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is.
 
-    ``dys``: the gradients of one consumer or of two, which are added up in fp32.
+    ``dys``: the gradients of one consumer or of two, which are added up in fp32; ``added``: as in the forward.
     """
-    _launch(_glu_backward_kernel, (gate, up, *dys, dgate, dup), activation)
+    _launch(_glu_backward_kernel, (gate, up, *dys, *added, dgate, dup), activation)
 
 
 def _launch(

@@ -21,7 +21,7 @@ becomes
 
 If ``down`` is a LoRA layer around a 4-bit linear, which casts the product, it is called with what that layer reads:
 
-    return self.fused_norm_gated("silu", self.act, self.down, gate=self.gate(x), up=self.up(x))
+    return self.fused_norm_gated("silu", self.act, self.down, gate=(self.gate, x), up=(self.up, x))
 """
 
 from __future__ import annotations
@@ -117,6 +117,10 @@ class Gate(Match):
         else:
             forward.replace(self.product, make_call(own, "fused_norm_gate", [formula, act], factors))
         forward.replace(self.call, self.call.args[0])
+        for factor in factors if "consumer" in rewrite.parts else ():
+            linear = call_of_own(factor.value, own)
+            if linear is not None:
+                factor.value = ast.Tuple([linear.func, *linear.args], ast.Load())
 
 
 def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
