@@ -138,7 +138,11 @@ class _SavedTensorHook:
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
-        if operator in (LORA_ADD, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):  # saved as a linear saves what it reads, and recomputed as one
+        if operator in (
+            LORA_ADD,
+            LORA_LINEAR_4BIT,
+            LORA_SUMMANDS_4BIT,
+        ):  # saved as a linear saves what it reads, and recomputed as one
             return operator.results_of(spec, *arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack

@@ -20,7 +20,7 @@ and a norm that is fused with the add in front of it is told its consumer there.
 
 becomes
 
-    inputs = self.fused_norm_inputs(hidden)
+    hidden, inputs = self.fused_norm_inputs(hidden)
     query = self.q_proj(inputs[0])
     key = self.k_proj(inputs[1])
 
@@ -109,7 +109,8 @@ class Inputs(Match):
             call.args[0] = ast.Subscript(ast.Name(_INPUTS, ast.Load()), ast.Constant(index), ast.Load())
         inputs = make_call(forward.own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
         start = 0 if ast.get_docstring(self.definition) is None else 1
-        self.definition.body.insert(start, ast.Assign([ast.Name(_INPUTS, ast.Store())], inputs))
+        targets: list[ast.expr] = [ast.Name(self.name, ast.Store()), ast.Name(_INPUTS, ast.Store())]
+        self.definition.body.insert(start, ast.Assign([ast.Tuple(targets, ast.Store())], inputs))
 
 
 @dataclass
