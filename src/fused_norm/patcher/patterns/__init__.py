@@ -65,11 +65,13 @@ class Patterns:
 
     def _taken(self, block: Block) -> set[ast.Call]:
         """The calls of norms that are already part of a rewrite: none is part of two."""
-        adds = (
-            self.adds[rewrite.index].calls(rewrite.parts) for rewrite in block.rewrites if rewrite.pattern == "adds"
-        )
-        heads = (self.heads[rewrite.index].calls for rewrite in block.rewrites if rewrite.pattern == "heads")
-        return set(chain(*adds, *heads))
+        taken: set[ast.Call] = set()
+        for rewrite in block.rewrites:
+            if rewrite.pattern == "adds":
+                taken.update(self.adds[rewrite.index].calls(rewrite.parts))
+            elif rewrite.pattern == "heads":
+                taken.update(self.heads[rewrite.index].calls)
+        return taken
 
 
 @cached_by_forward
